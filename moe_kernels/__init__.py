@@ -1,0 +1,26 @@
+"""Helion kernels for jagged Mixture-of-Experts work. Importing this package touches no GPU and does not need one."""
+
+from moe_kernels.dispatch import grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent, grouped_mm
+from moe_kernels.packing import (
+    group_offsets_from_offs,
+    group_offsets_from_sizes,
+    group_sizes,
+    offs_from_group_offsets,
+    pack_groups,
+    unpack_groups,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "group_offsets_from_offs",
+    "group_offsets_from_sizes",
+    "group_sizes",
+    "grouped_gemm",
+    "grouped_gemm_jagged",
+    "grouped_gemm_jagged_persistent",
+    "grouped_mm",
+    "offs_from_group_offsets",
+    "pack_groups",
+    "unpack_groups",
+]

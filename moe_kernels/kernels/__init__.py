@@ -1,0 +1,9 @@
+"""The `@helion.kernel` functions. Importing this package imports Helion, which takes seconds: do it at first use."""
+
+from moe_kernels import requirements
+
+requirements.require()
+
+from moe_kernels.kernels.grouped_gemm import jagged, jagged_persistent, tile_table  # noqa: E402
+
+__all__ = ["jagged", "jagged_persistent", "tile_table"]

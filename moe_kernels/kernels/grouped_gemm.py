@@ -1,0 +1,334 @@
+"""Jagged grouped GEMM: `out[rows of g] = A_packed[rows of g] @ B[g] (+ bias[g])`.
+
+The rows of group g are `group_offsets[g]:group_offsets[g + 1]`, with the offsets read as
+clamp(cummax(group_offsets), 0, M). They cut the rows into G + 2 regions: region 0 lies before the first group, region
+r is group r - 1, region G + 1 lies past the last group; rows of the two outer regions are set to zero.
+
+A slot is a run of at most `block_m` rows of one region. Region r's first slot has number
+`start_r // block_m + r`: that leaves room for the partly filled slot at every region's end, so a program finds its
+rows from the offsets alone, and the host bounds the number of slots by M and G without reading an offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import helion
+import helion.language as hl
+import torch
+
+from moe_kernels import configs
+from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, interpreted, kernel, span, tma_layout, without_ones
+
+
+def _preset_basic(A_packed, B, group_offsets, bias, *_):  # type: ignore[no-untyped-def]
+    return configs.choose(_problem(A_packed, B, group_offsets.size(0) - 1, bias), "basic").config
+
+
+def _preset_persistent(A_packed, B, tiles, num_tiles, bias, out, B_step, block_m, mask_rows):  # type: ignore[no-untyped-def]
+    problem = _problem(A_packed, B, B.size(0), bias)
+    return configs.persistent(problem, int(getattr(block_m, "value", block_m))).config
+
+
+def _clamped(group_offsets, index, M):
+    offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index >= 0), min=0)
+    return torch.minimum(offsets.to(torch.int64), M.to(torch.int64)).to(torch.int32)
+
+
+def _running_max(offsets, previous):
+    return torch.maximum(hl.associative_scan(torch.maximum, offsets, dim=0), previous)
+
+
+def _halve(odd, like):
+    return hl.inline_triton("({0} // 2).to(tl.int32)", args=(odd,), output_like=like)
+
+
+def _divide(a, b):
+    """a // b for a >= 0, b > 0, without the sign handling of Python's `//`."""
+    return hl.inline_triton("{0} // {1}", args=(a, b), output_like=a)
+
+
+def _first_row(slot, region, region_start, block_m):
+    return region_start + (slot - _divide(region_start, block_m) - region) * block_m
+
+
+@kernel(_preset_basic)
+def jagged(
+    A_packed: torch.Tensor,  # [M, K]
+    B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share
+    group_offsets: torch.Tensor,  # [G + 1]
+    bias: torch.Tensor | None,  # [G, N]
+    out: torch.Tensor,  # [M, N]
+    odd_M: int,  # 2 * M + 1: never a multiple of 16, so Triton compiles once for every M
+    B_step: int,  # 1, or 0 where B is shared
+    mask_rows: hl.constexpr,  # False needs M >= the largest block_m: A is then read in whole tiles
+) -> torch.Tensor:
+    """A grid over slots and columns; each program finds its group by counting the offsets before its slot."""
+    K = A_packed.size(1)
+    N = B.size(2)
+    G = group_offsets.size(0) - 1
+    block_m = hl.register_block_size(16, 128)
+    slots = 2 * helion.cdiv(helion.cdiv(odd_M, 2 * block_m) + G + 1, 2) + 1
+    dtype = torch.promote_types(A_packed.dtype, B.dtype)
+    for tile_s, tile_n in hl.tile([slots, N], block_size=[1, None]):
+        region = hl.zeros([], dtype=torch.int32)
+        M = _halve(odd_M, region)
+        slot = tile_s.id + region
+        start = hl.zeros([], dtype=torch.int32)
+        end = M
+        previous = hl.zeros([], dtype=torch.int32)
+        for tile_g in hl.tile(G + 1):
+            ends = _running_max(_clamped(group_offsets, tile_g.index, M), previous)
+            before = (_divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= G)
+            region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
+            start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
+            end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
+            previous = torch.amax(ends)
+        row0 = _first_row(slot, region, start, block_m)
+        if row0 < end:
+            acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
+            load0 = row0
+            if not mask_rows:
+                load0 = torch.minimum(row0, M - block_m)
+            rows = load0.to(torch.int64) + hl.arange(block_m)
+            if (region >= 1) & (region <= G):
+                group = region - 1
+                for tile_k in hl.tile(K):
+                    if mask_rows:
+                        a = hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end)[:, None])
+                    else:
+                        a = hl.load(A_packed, [load0 + hl.arange(block_m), tile_k])
+                        a = hl.inline_triton("{0}", args=(a,), output_like=a)
+                    b = B[group * B_step, tile_k, tile_n]
+                    acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
+                if bias is not None:
+                    acc = acc + bias[group, tile_n].to(torch.float32)[None, :]
+            inside = (rows >= row0) & (rows < end)
+            hl.store(out, [rows, tile_n], acc.to(out.dtype), extra_mask=inside[:, None])
+    return out
+
+
+@kernel(lambda group_offsets, out, *_: configs.tile_table(group_offsets.size(0) - 1, out.size(1)))
+def tile_table(
+    group_offsets: torch.Tensor,  # [G + 1]
+    out: torch.Tensor,  # [M, N]
+    tiles: torch.Tensor,  # [slots, 4] int32
+    num_tiles: torch.Tensor,  # [] int32
+    odd_M: int,
+    block_m: hl.constexpr,
+    mask_rows: hl.constexpr,
+) -> torch.Tensor:
+    """List the row tiles of all groups: (group, first row to load, first row, end row); zero the rows in no group."""
+    N = out.size(1)
+    G = group_offsets.size(0) - 1
+    hl.pdl_wait()
+    hl.pdl_launch_dependents()
+    for tile_s in hl.tile(tiles.size(0), block_size=1):
+        region = hl.zeros([], dtype=torch.int32)
+        M = _halve(odd_M, region)
+        slot = tile_s.id + region
+        start = hl.zeros([], dtype=torch.int32)
+        end = M
+        previous = hl.zeros([], dtype=torch.int32)
+        index = hl.zeros([], dtype=torch.int32)
+        total = hl.zeros([], dtype=torch.int32)
+        for tile_g in hl.tile(G + 1):
+            starts = _running_max(_clamped(group_offsets, tile_g.index - 1, M), previous)
+            ends = torch.maximum(starts, _clamped(group_offsets, tile_g.index, M))
+            count = torch.where(
+                (tile_g.index >= 1) & (tile_g.index <= G), _divide(ends - starts + (block_m - 1), block_m), 0
+            )
+            before = (_divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= G)
+            region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
+            start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
+            end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
+            index = index + torch.sum(torch.where(before, count, 0), dtype=torch.int32)
+            total = total + torch.sum(count, dtype=torch.int32)
+            previous = torch.amax(ends)
+        row0 = _first_row(slot, region, start, block_m)
+        if row0 < end:
+            if (region >= 1) & (region <= G):
+                index = index + _divide(row0 - start, block_m)
+                load0 = row0
+                if not mask_rows:
+                    load0 = torch.minimum(row0, M - block_m)
+                tiles[index, 0] = region - 1
+                tiles[index, 1] = load0
+                tiles[index, 2] = row0
+                tiles[index, 3] = end
+            else:
+                rows = row0.to(torch.int64) + hl.arange(block_m)
+                for tile_n in hl.tile(N):
+                    zeros = hl.zeros([block_m, tile_n], dtype=out.dtype)
+                    hl.store(out, [rows, tile_n], zeros, extra_mask=(rows < end)[:, None])
+        if slot == 0:
+            hl.store(num_tiles, [], total)
+    return tiles
+
+
+@kernel(_preset_persistent)
+def jagged_persistent(
+    A_packed: torch.Tensor,  # [M, K]
+    B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share
+    tiles: torch.Tensor,  # [slots, 4] int32
+    num_tiles: torch.Tensor,  # [] int32
+    bias: torch.Tensor | None,  # [G, N]
+    out: torch.Tensor,  # [M, N]
+    B_step: int,  # 1, or 0 where B is shared
+    block_m: hl.constexpr,  # that of `tiles`
+    mask_rows: hl.constexpr,  # that of `tiles`
+) -> torch.Tensor:
+    """One program per SM; each walks every num_SM-th of the listed tiles, so the work is even whatever the groups."""
+    K = A_packed.size(1)
+    N = B.size(2)
+    dtype = torch.promote_types(A_packed.dtype, B.dtype)
+    hl.pdl_wait()
+    for tile_t, tile_n in hl.tile([num_tiles, N], block_size=[1, None]):
+        group = tiles[tile_t.id, 0]
+        load0 = tiles[tile_t.id, 1]
+        rows = load0.to(torch.int64) + hl.arange(block_m)
+        inside = (rows >= tiles[tile_t.id, 2]) & (rows < tiles[tile_t.id, 3])
+        acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
+        for tile_k in hl.tile(K):
+            if mask_rows:
+                a = hl.load(A_packed, [rows, tile_k], extra_mask=inside[:, None])
+            else:
+                a = hl.load(A_packed, [load0 + hl.arange(block_m), tile_k])
+                a = hl.inline_triton("{0}", args=(a,), output_like=a)
+            b = B[group * B_step, tile_k, tile_n]
+            acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
+        if bias is not None:
+            acc = acc + bias[group, tile_n].to(torch.float32)[None, :]
+        hl.store(out, [rows, tile_n], acc.to(out.dtype), extra_mask=inside[:, None])
+    return out
+
+
+def _problem(A_packed: torch.Tensor, B: torch.Tensor, G: int, bias: torch.Tensor | None) -> configs.Problem:
+    M, K = A_packed.shape
+    dtype = torch.promote_types(A_packed.dtype, B.dtype)
+    return configs.Problem(
+        rows=_floor_power_of_2(M // G),
+        M=_floor_power_of_2(M),
+        N=B.size(2),
+        K=K,
+        G=G,
+        dtype=dtype,
+        tf32=dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        tma_A=tma_layout(A_packed) is not None,
+        tma_B=tma_layout(B) is not None,
+        has_bias=bias is not None,
+    )
+
+
+def _floor_power_of_2(n: int) -> int:
+    return 1 << (n.bit_length() - 1) if n else 0
+
+
+_plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
+_MOST_PLANS = 4096
+
+
+def launch(
+    variant: str,  # "auto", "basic" or "persistent"
+    A_packed: torch.Tensor,  # [M, K]
+    B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share
+    group_offsets: torch.Tensor,  # [G + 1]
+    bias: torch.Tensor | None,  # [G, N]
+    out: torch.Tensor,  # [M, N]
+) -> None:
+    """Write the jagged product to `out`. Nothing is checked; no extent may be 0.
+
+    A kernel is chosen and compiled once for all that the key names. M is in it by its magnitude alone.
+    """
+    M = A_packed.size(0)
+    G = group_offsets.size(0) - 1
+    dtype = A_packed.dtype
+    key = (
+        variant,
+        M.bit_length(),
+        (M // G).bit_length(),
+        dtype,
+        A_packed.stride(),
+        A_packed.data_ptr() % 16,
+        B.shape,
+        B.dtype,
+        B.stride(),
+        B.data_ptr() % 16,
+        G,
+        group_offsets.dtype,
+        out.dtype,
+        out.stride(),
+        None if bias is None else (bias.dtype, bias.stride()),
+        dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        interpreted(),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _plan(variant, A_packed, B, group_offsets, bias, out)
+    plan(A_packed, B, group_offsets, bias, out)
+
+
+def _plan(
+    variant: str,
+    A_packed: torch.Tensor,
+    B: torch.Tensor,
+    group_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> Callable[..., None]:
+    G = group_offsets.size(0) - 1
+    B_step = int(B.size(0) > 1)
+    problem = _problem(A_packed, B, G, bias)
+    choice = configs.choose(problem, variant)
+    block_m, mask_rows = choice.block_m, choice.mask_rows
+    compile_options = {"tf32": problem.tf32}
+    a, b, o = A_packed, B, out
+    if choice.config.indexing.count("tensor_descriptor") == 2:
+        # TMA takes 32-bit coordinates whatever the span; only Helion's check of the element count is in the way.
+        a, b, o = A_packed[:block_m], B[:2], out[:block_m]
+    elif 2 * max(map(span, (A_packed, B, out))) > INT32_MAX:  # M may double without a new plan
+        compile_options["wide"] = True
+    a, o = without_ones(a), without_ones(o)
+    if 1 in B.shape[1:]:
+        b = without_ones(b)
+    bias = None if bias is None else without_ones(bias)
+
+    if choice.variant == "basic":
+        run = compile_kernel(
+            jagged, (a, b, group_offsets, bias, o, 3, B_step, mask_rows), choice.config, **compile_options
+        )
+
+        def basic(A_packed, B, group_offsets, bias, out):  # type: ignore[no-untyped-def]
+            run(A_packed, B, group_offsets, bias, out, 2 * A_packed.size(0) + 1, B_step, mask_rows)
+
+        return basic
+
+    def empty_table(M: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = (M // block_m + G + 2) | 1  # odd for the same reason as odd_M
+        tiles = torch.empty((slots, 4), dtype=torch.int32, device=device)
+        return tiles, torch.empty((), dtype=torch.int32, device=device)
+
+    tiles, num_tiles = empty_table(block_m, out.device)
+    list_tiles = compile_kernel(
+        tile_table,
+        (group_offsets, o, tiles, num_tiles, 3, block_m, mask_rows),
+        configs.tile_table(G, out.size(1)),
+        wide=compile_options.get("wide", False),
+    )
+    run = compile_kernel(
+        jagged_persistent,
+        (a, b, tiles, num_tiles, bias, o, B_step, block_m, mask_rows),
+        choice.config,
+        **compile_options,
+    )
+
+    def persistent(A_packed, B, group_offsets, bias, out):  # type: ignore[no-untyped-def]
+        M = A_packed.size(0)
+        tiles, num_tiles = empty_table(M, out.device)
+        list_tiles(group_offsets, out, tiles, num_tiles, 2 * M + 1, block_m, mask_rows)
+        run(A_packed, B, tiles, num_tiles, bias, out, B_step, block_m, mask_rows)
+
+    return persistent

@@ -1,0 +1,108 @@
+"""From a Helion kernel and a config to a compiled callable that the launchers hold."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import helion
+import torch
+from helion.runtime.settings import default_autotuner_fn
+
+INT32_MAX = 2**31 - 1
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class _Preset:
+    """Stands where Helion expects a search: answers with the rule's config, and searches only when forced to."""
+
+    def __init__(self, rule: Callable[..., helion.Config], bound: Any, args: Sequence[Any], options: dict[str, Any]):
+        self.rule, self.bound, self.args, self.options = rule, bound, args, options
+
+    def autotune(self, *, skip_cache: bool = False) -> helion.Config:
+        if skip_cache:
+            return default_autotuner_fn(self.bound, self.args, **self.options).autotune(skip_cache=True)
+        return self.rule(*self.args)
+
+
+def kernel(rule: Callable[..., helion.Config], **settings: Any) -> Callable[[Callable[..., Any]], helion.Kernel[Any]]:
+    """`@helion.kernel` for shapes that change at every call, with `rule(*args)` in place of an automatic search."""
+    return helion.kernel(
+        static_shapes=False,
+        autotuner_fn=lambda bound, args, **options: _Preset(rule, bound, args, options),
+        # HELION_AUTOTUNE_EFFORT=none would mean blocks of 16 x 16 x 16 instead of the rule.
+        autotune_effort="quick" if os.environ.get("HELION_AUTOTUNE_EFFORT") == "quick" else "full",
+        **settings,
+    )
+
+
+@functools.cache
+def _variant(kernel: helion.Kernel[Any], wide: bool, tf32: bool) -> helion.Kernel[Any]:
+    index_dtype = torch.int64 if wide else torch.int32
+    precision = "tf32" if tf32 else "ieee"
+    return helion.kernel(kernel.fn, static_shapes=False, index_dtype=index_dtype, dot_precision=precision)
+
+
+def compile_kernel(
+    kernel: helion.Kernel[Any], args: Sequence[Any], config: helion.Config, *, wide: bool = False, tf32: bool = False
+) -> Callable[..., Any]:
+    """Compile `kernel` under `config` for every call whose arguments have the strides and dtypes of `args`.
+
+    The caller answers for what the config assumes of its tensors. `wide` computes addresses in 64 bits; without it
+    `args` may be narrowed views, as long as the real tensors beyond 2^31 elements are reached through TMA only.
+    """
+    if interpreted():
+        return _compile_interpreted(kernel, args, config, wide)
+    return _variant(kernel, wide, tf32).bind(tuple(args)).compile_config(config)
+
+
+def _compile_interpreted(
+    kernel: helion.Kernel[Any], args: Sequence[Any], config: helion.Config, wide: bool
+) -> Callable[..., Any]:
+    kept = {
+        k: v for k, v in config.config.items() if k not in ("indexing", "host_tensor_descriptors", "range_flattens")
+    }
+    run = _variant(kernel, wide, False).bind(tuple(args)).compile_config(helion.Config(**kept))
+
+    def run_with_workers(*args: Any) -> Any:
+        # Helion asks the device for the number of persistent workers, which a CPU cannot answer.
+        with mock.patch.object(helion.runtime, "get_num_sm", lambda device, **_: 4):
+            return run(*args)
+
+    return run_with_workers
+
+
+def tma_layout(tensor: torch.Tensor) -> int | None:
+    """The dimension of stride 1 if the tensor memory accelerator can read `tensor` (2-D or 3-D), otherwise None.
+
+    It needs a base of 16-byte alignment and, apart from one stride of 1, strides that are multiples of 16 bytes.
+    """
+    unit = 16 // tensor.element_size()
+    strides = tensor.stride()
+    contiguous = -1 if strides[-1] == 1 else -2
+    if strides[contiguous] != 1 or tensor.data_ptr() % 16:
+        return None
+    for dim in range(-len(strides), 0):
+        if dim != contiguous and (strides[dim] == 0 or strides[dim] % unit):
+            return None
+    return contiguous
+
+
+def span(tensor: torch.Tensor) -> int:
+    """The distance in elements from the first to the last one of `tensor`, in memory."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def without_ones(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor to compile for in place of `tensor`: Helion would drop the masks and strides of extents of 1."""
+    if 1 not in tensor.shape:
+        return tensor
+    sizes = [max(size, 2) for size in tensor.shape]
+    return torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,126 @@
+"""Lists of ragged matrices <-> one packed matrix and its offsets.
+
+Group `g` of `A_packed [M, K]` is `A_packed[group_offsets[g]:group_offsets[g + 1]]`: sizes 2, 0, 3 are the
+offsets 0, 2, 2, 5, so an empty group repeats an offset. PyTorch's `offs` are those without the leading 0.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import check_index_vector, validate_offsets
+
+_INT32_MAX = torch.iinfo(torch.int32).max
+
+
+def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Put the rows of all groups one after another.
+
+    The data is copied once and gradients flow back to the groups.
+
+    Args:
+        groups: G matrices `[M_g, K]` of one dtype on one device; any strides, and any `M_g` down to 0.
+
+    Returns:
+        `A_packed [M, K]`, contiguous, and `group_offsets [G + 1]` on the same device: int32, or int64 if `M`
+        does not fit. Without any groups: a float32 `[0, 0]` and `[0]` on the CPU.
+
+    Raises:
+        TypeError: a group is no tensor or has another dtype than the first.
+        ValueError: a group is not 2-D, or has another K or device than the first.
+    """
+    for i, group in enumerate(groups):
+        _check_group(i, group, groups[0])
+    if not groups:
+        A_packed = torch.empty(0, 0, dtype=torch.float32, device="cpu")
+        return A_packed, torch.zeros(1, dtype=torch.int32, device="cpu")
+    offsets = [0, *accumulate(group.shape[0] for group in groups)]
+    dtype = torch.int32 if offsets[-1] <= _INT32_MAX else torch.int64
+    return torch.cat(list(groups)), torch.tensor(offsets, dtype=dtype, device=groups[0].device)
+
+
+def unpack_groups(packed: Tensor, group_offsets: Tensor) -> list[Tensor]:
+    """Return the groups of `packed [M, N]` as G views `[M_g, N]`; rows in no group are left out.
+
+    The list's shapes depend on the offsets' values, so this reads them on the host: it waits for the device
+    and cannot be captured in a CUDA graph.
+
+    Raises:
+        TypeError: an argument is no tensor, or `group_offsets` is neither int32 nor int64.
+        ValueError: wrong rank, no offsets at all, or malformed offsets (see `checks.validate_offsets`).
+    """
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"packed: expected a torch.Tensor, got {type(packed).__name__}")
+    if packed.dim() != 2:
+        raise ValueError(f"packed: expected shape [M, N], got {list(packed.shape)}")
+    check_index_vector("group_offsets", group_offsets, min_length=1)
+    validate_offsets(group_offsets, packed.shape[0])
+    offsets = group_offsets.tolist()
+    sizes = [end - start for start, end in pairwise(offsets)]
+    # One split instead of G slices: its backward writes each row of the gradient once, not G times.
+    return list(torch.split(packed[: offsets[-1]], sizes))
+
+
+def group_offsets_from_sizes(sizes: Tensor) -> Tensor:
+    """Return the offsets `[G + 1]` of groups with `sizes [G]`, same dtype and device, without a sync.
+
+    The sum of `sizes` has to fit into their dtype.
+
+    Raises:
+        TypeError: `sizes` is no tensor or neither int32 nor int64.
+        ValueError: `sizes` is not 1-D.
+    """
+    check_index_vector("sizes", sizes)
+    return group_offsets_from_offs(sizes.cumsum(0, dtype=sizes.dtype))
+
+
+def group_sizes(group_offsets: Tensor) -> Tensor:
+    """Return the number of rows `[G]` of each group of `group_offsets [G + 1]`, same dtype, without a sync.
+
+    Raises:
+        TypeError: `group_offsets` is no tensor or neither int32 nor int64.
+        ValueError: `group_offsets` is not 1-D or has no entry.
+    """
+    check_index_vector("group_offsets", group_offsets, min_length=1)
+    return group_offsets.diff()
+
+
+def offs_from_group_offsets(group_offsets: Tensor) -> Tensor:
+    """Return PyTorch's `offs [G]`, the inclusive ends of `group_offsets [G + 1]`, without a sync.
+
+    The result is a new contiguous int32 tensor, whatever the strides and dtype of `group_offsets`, because
+    `torch.nn.functional.grouped_mm` takes nothing else. Offsets of 2**31 and more cannot be expressed.
+
+    Raises:
+        TypeError: `group_offsets` is no tensor or neither int32 nor int64.
+        ValueError: `group_offsets` is not 1-D or has no entry.
+    """
+    check_index_vector("group_offsets", group_offsets, min_length=1)
+    return group_offsets[1:].to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+
+
+def group_offsets_from_offs(offs: Tensor) -> Tensor:
+    """Return the offsets `[G + 1]` of PyTorch's `offs [G]`: a 0, then the ends, same dtype, without a sync.
+
+    Raises:
+        TypeError: `offs` is no tensor or neither int32 nor int64.
+        ValueError: `offs` is not 1-D.
+    """
+    check_index_vector("offs", offs)
+    return F.pad(offs, (1, 0))
+
+
+def _check_group(i: int, group: Tensor, first: Tensor) -> None:
+    if not isinstance(group, Tensor):
+        raise TypeError(f"groups[{i}]: expected a torch.Tensor, got {type(group).__name__}")
+    if group.dim() != 2:
+        raise ValueError(f"groups[{i}]: expected shape [M_g, K], got {list(group.shape)}")
+    if group.dtype != first.dtype:
+        raise TypeError(f"groups[{i}]: expected {first.dtype} as in groups[0], got {group.dtype}")
+    if group.shape[1] != first.shape[1]:
+        raise ValueError(f"groups[{i}]: expected K = {first.shape[1]} as in groups[0], got shape {list(group.shape)}")
+    if group.device != first.device:
+        raise ValueError(f"groups[{i}]: expected on {first.device} as groups[0], got on {group.device}")

@@ -1,0 +1,44 @@
+"""The versions that the kernels need, checked at the first kernel use: importing moe_kernels stays possible without."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+
+from packaging.version import Version
+
+# helion 1.5.1 cannot be imported with torch 2.11, and 1.4 knows no descriptor coordinates that come from memory.
+# triton 3.9 rejects code that helion 1.5.0 generates. Loops over device values crash in triton 3.6's interpreter
+# with numpy 2.4.
+_BOUNDS = {"torch": ("2.11", None), "triton": ("3.6", "3.8"), "helion": ("1.5.0", "1.5.1")}
+FIX = "pip install 'helion==1.5.0' 'triton>=3.6,<3.8' 'numpy<2.4'"
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, None if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def problems() -> list[str]:
+    """What keeps the kernels from running here, a line each; empty if nothing does."""
+    found = []
+    for package, (low, high) in _BOUNDS.items():
+        version = installed(package)
+        wanted = f">={low}" + (f",<{high}" if high else "")
+        if version is None:
+            found.append(f"{package}{wanted} is not installed")
+        elif Version(Version(version).public) < Version(low) or (high and Version(version) >= Version(high)):
+            found.append(f"{package}{wanted} is needed, {version} is installed")
+    numpy = installed("numpy")
+    if os.environ.get("TRITON_INTERPRET") == "1" and (numpy is None or Version(numpy) >= Version("2.4")):
+        found.append(f"Triton's interpreter needs numpy<2.4, {numpy or 'none'} is installed")
+    return found
+
+
+def require() -> None:
+    """Raise ImportError with the fixing command unless the kernels can run."""
+    if found := problems():
+        raise ImportError(f"moe_kernels cannot run its kernels: {'; '.join(found)}. To fix it: {FIX}")

@@ -1,0 +1,220 @@
+"""What tests and benchmarks share: group sizes, inputs, the error budget, FLOP and byte counts."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, TypedDict, get_args
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .checks import check_grouped_gemm, clamp_offsets
+from .packing import group_offsets_from_sizes
+
+SizeKind = Literal["uniform", "softmax", "zipf", "one", "empty", "random"]
+
+# Large groups are compared in blocks of rows, so that no float64 temporary exceeds 128 MiB (B's own aside).
+_BLOCK_ELEMENTS = 2**24
+
+
+class CloseReport(TypedDict):
+    """The group that came nearest to its budget; group -1 if there was nothing to compare."""
+
+    group: int
+    max_error: float
+    max_plain_error: float
+    budget: float
+    ratio: float  # max_error / budget, at most 1
+
+
+def group_sizes_for(kind: SizeKind, G: int, M: int, seed: int = 0) -> list[int]:
+    """Return the sizes of G groups, always M rows in all.
+
+    Kinds:
+        uniform: as even as possible; the first `M % G` groups are one row larger.
+        softmax: how often `torch.multinomial(softmax(0.5 * randn(G)), M, replacement=True)` drew each group.
+        zipf: the same with probabilities proportional to `(g + 1) ** -1.5`, in float64.
+        one: every row in group `G // 2`.
+        empty: groups 0, 3, 6, ... and the last one empty, the others as in random.
+        random: as softmax, with the heavy-tailed `softmax(2 * randn(G))`.
+
+    One CPU `torch.Generator().manual_seed(seed)` serves both `randn` (float32), first, and `multinomial`.
+    For "empty", `randn` draws one number for each group that is not meant to be empty.
+
+    Raises:
+        ValueError: an unknown kind, a negative G or M, or rows without a group to hold them (`G = 0`, or
+            "empty" with `G < 3`).
+    """
+    if kind not in get_args(SizeKind):
+        raise ValueError(f"kind: expected one of {', '.join(get_args(SizeKind))}, got {kind!r}")
+    if G < 0 or M < 0:
+        raise ValueError(f"G, M: expected at least 0, got G = {G}, M = {M}")
+    sizes = [0] * G
+    if M == 0:
+        return sizes
+    groups = list(range(G))
+    if kind == "one":
+        groups = groups[G // 2 :][:1]
+    elif kind == "empty":
+        groups = [g for g in groups[:-1] if g % 3]
+    if not groups:
+        raise ValueError(f"G: no group of kind {kind!r} can hold M = {M} rows, got G = {G}")
+    if kind in ("uniform", "one"):
+        counts = [M // len(groups) + (i < M % len(groups)) for i in range(len(groups))]
+    else:
+        counts = _draw_counts(kind, len(groups), M, seed)
+    for g, count in zip(groups, counts, strict=True):
+        sizes[g] = count
+    return sizes
+
+
+def make_inputs(
+    sizes: Sequence[int],
+    N: int,
+    K: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    per_group: bool = True,
+    transposed: bool = False,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random `(A_packed, B, group_offsets)` for groups of the given sizes.
+
+    `A_packed [M, K]` is standard normal and `B` normal with variance 1/K, so that outputs have variance 1.
+    `B` is `[G, K, N]`, or `[K, N]` unless `per_group`; with `transposed` it is a view of a contiguous
+    `[G, N, K]` or `[N, K]`. The offsets are int32. One generator on `device`, seeded with `seed`,
+    draws A, then B.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    A_packed = torch.randn(sum(sizes), K, dtype=dtype, device=device, generator=generator)
+    matrix = (N, K) if transposed else (K, N)
+    shape = (len(sizes), *matrix) if per_group else matrix
+    B = torch.randn(shape, dtype=dtype, device=device, generator=generator).mul_(max(K, 1) ** -0.5)
+    if transposed:
+        B = B.transpose(-2, -1)
+    return A_packed, B, group_offsets_from_sizes(torch.tensor(sizes, dtype=torch.int32, device=device))
+
+
+@torch.no_grad()
+def assert_grouped_gemm_close(
+    out: Tensor,  # [M, N]
+    A_packed: Tensor,  # [M, K]
+    B: Tensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    *,
+    plain_dtype: torch.dtype | None = None,
+) -> CloseReport:
+    """Compare a grouped GEMM's result with float64, allowing twice the error of plain PyTorch.
+
+    For each group, `max|out - ref|` may be up to `2 * max|plain - ref| + 2 * eps(float32) * max(|A| @ |B|)`:
+    `ref` is the product of the same inputs in float64, `plain` that of `reference.grouped_gemm` rounded to
+    `out.dtype`. Where `ref`, rounded to `out.dtype`, is NaN, inf or -inf, `out` has to be the same, and
+    these elements count in no maximum. Rows in no group have to be exact zeros.
+
+    Args:
+        out: `[M, N]`, in any floating-point dtype.
+        A_packed, B, group_offsets: the inputs, as for `reference.grouped_gemm`.
+        plain_dtype: the dtype to which the inputs of `plain` are converted first, for a kernel that
+            multiplies in another dtype than that of its inputs.
+
+    Raises:
+        AssertionError: `out` is wrong; the text names the first such group, its error and its budget.
+        ValueError: a group's budget is over a tenth of `max|ref|`, so zeros might pass: the inputs are
+            unsuitable. Where `ref` is all zeros, `out` has to be, too.
+        TypeError: unsupported dtypes; see `checks.check_grouped_gemm`.
+    """
+    check_grouped_gemm(A_packed, B, group_offsets, out.dtype, reference=True)
+    M, N = A_packed.shape[0], B.shape[-1]
+    if out.shape != (M, N):
+        raise AssertionError(f"out: expected shape {[M, N]}, got {list(out.shape)}")
+    offsets = clamp_offsets(group_offsets, M).tolist()
+    for start, end in ((0, offsets[0]), (offsets[-1], M)):
+        nonzero = out[start:end].ne(0).any(dim=1).nonzero()
+        if len(nonzero):
+            raise AssertionError(f"row {start + int(nonzero[0])} is in no group: expected exact zeros")
+
+    report = CloseReport(group=-1, max_error=0.0, max_plain_error=0.0, budget=0.0, ratio=0.0)
+    for g, (start, end) in enumerate(pairwise(offsets)):
+        if start == end or N == 0:
+            continue
+        weight = B[g] if B.dim() == 3 else B
+        error, plain_error, largest, scale, differing = _compare(
+            out[start:end], A_packed[start:end], weight, plain_dtype
+        )
+        name = f"group {g} (rows {start}:{end})"
+        if differing:
+            raise AssertionError(f"{name}: NaN or infinity in other places than in the reference")
+        budget = 0.0
+        if largest > 0:
+            budget = 2 * plain_error + 2 * torch.finfo(torch.float32).eps * scale
+            # Not "budget > ...", because a plain result that overflows makes the budget inf or NaN.
+            if not budget <= largest / 10:
+                raise ValueError(f"{name}: budget too loose: {budget:.3e} is over a tenth of max|ref| = {largest:.3e}")
+        if error > budget:
+            raise AssertionError(
+                f"{name}: error {error:.3e} exceeds the budget {budget:.3e} "
+                f"(plain PyTorch's error: {plain_error:.3e}, max|ref|: {largest:.3e})"
+            )
+        ratio = error / budget if budget else 0.0
+        if report["group"] < 0 or ratio > report["ratio"]:
+            report = CloseReport(group=g, max_error=error, max_plain_error=plain_error, budget=budget, ratio=ratio)
+    return report
+
+
+def flop_count(sizes: Sequence[int], N: int, K: int) -> int:
+    """Return the floating-point operations of a grouped GEMM: 2 for each multiply-add, real rows only."""
+    return 2 * sum(sizes) * N * K
+
+
+def byte_count(
+    sizes: Sequence[int], N: int, K: int, dtype: torch.dtype, out_dtype: torch.dtype, per_group: bool
+) -> int:
+    """Return the bytes that a grouped GEMM has to move: each input read once, the output written once.
+
+    Weights of empty groups are not read; the offsets are left out. `per_group`: `B` is `[G, K, N]`.
+    """
+    rows = sum(sizes)
+    weights = sum(size > 0 for size in sizes) if per_group else int(rows > 0)
+    return (rows + weights * N) * K * dtype.itemsize + rows * N * out_dtype.itemsize
+
+
+def _draw_counts(kind: str, G: int, M: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "zipf":
+        weights = torch.arange(1, G + 1, dtype=torch.float64) ** -1.5
+    else:
+        spread = 0.5 if kind == "softmax" else 2.0
+        weights = torch.softmax(spread * torch.randn(G, generator=generator), 0)
+    drawn = torch.multinomial(weights, M, replacement=True, generator=generator)
+    counts: list[int] = drawn.bincount(minlength=G).tolist()
+    return counts
+
+
+def _compare(
+    out: Tensor,  # [M_g, N]
+    A: Tensor,  # [M_g, K]
+    B: Tensor,  # [K, N]
+    plain_dtype: torch.dtype | None,
+) -> list[float]:
+    """Return max|out - ref|, max|plain - ref|, max|ref|, max(|A| @ |B|), 1 if NaN or infinities differ."""
+    B_exact = B.double()
+    block = max(1, _BLOCK_ELEMENTS // max(A.shape[1], B.shape[1]))
+    maxima = torch.zeros(5, dtype=torch.float64, device=out.device)
+    for out_block, A_block in zip(torch.split(out, block), torch.split(A, block), strict=True):
+        A_exact = A_block.double()
+        ref = A_exact @ B_exact
+        plain = reference.grouped_gemm(
+            A_block.to(plain_dtype or A.dtype),
+            B.to(plain_dtype or B.dtype),
+            torch.tensor([0, len(A_block)], device=out.device),
+            out_dtype=out.dtype,
+        )
+        rounded = ref.to(out.dtype)
+        finite = rounded.isfinite()
+        same = torch.where(finite, out_block.isfinite(), (out_block == rounded) | (out_block.isnan() & rounded.isnan()))
+        terms = (out_block.double() - ref, plain.double() - ref, ref, A_exact.abs() @ B_exact.abs())
+        peaks = [term.abs().masked_fill(~finite, 0).amax() for term in terms]
+        maxima = maxima.maximum(torch.stack([*peaks, (~same).any().double()]))
+    values: list[float] = maxima.tolist()
+    return values

@@ -1,0 +1,289 @@
+"""How the kernels are reached: Helion's own entry, presets instead of searches, refusals, and what a GPU adds."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe_kernels import grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
+from moe_kernels.kernels import grouped_gemm as kernels
+from moe_kernels.kernels import launch
+from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for, make_inputs
+
+variants = pytest.mark.parametrize("variant", ["basic", "persistent"])
+
+
+@pytest.mark.parametrize("function", [grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent])
+def test_exported_launchers(function: Callable[..., torch.Tensor], device: str) -> None:
+    A, B, group_offsets = make_inputs([9, 0, 30], 40, 24, dtype=torch.float16, device=device)
+    assert_grouped_gemm_close(function(A, B, group_offsets), A, B, group_offsets)
+
+
+def _refuse_to_search(*_: Any, **__: Any) -> None:
+    raise AssertionError("a search was started")
+
+
+def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    if device == "cpu":
+        monkeypatch.setattr("helion.runtime.get_num_sm", lambda device, **_: 4)
+        # The interpreter has no descriptors, which the rule would ask for.
+        monkeypatch.setattr(kernels, "tma_layout", lambda tensor: None)
+    monkeypatch.setattr(launch, "default_autotuner_fn", _refuse_to_search)
+    A, B, group_offsets = make_inputs([9, 0, 140], 40, 24, dtype=torch.float16, device=device)
+    M = A.size(0)
+    out = torch.empty(M, 40, dtype=A.dtype, device=device)
+    kernels.jagged(A, B, group_offsets, None, out, 2 * M + 1, 1, True)
+    assert_grouped_gemm_close(out, A, B, group_offsets)
+    blocks = kernels.jagged.bind((A, B, group_offsets, None, out, 2 * M + 1, 1, True))._config.block_sizes
+    assert blocks[0] == 32  # 149 rows, 3 groups
+
+    out = torch.empty_like(out)
+    tiles = torch.empty(M // 64 + 3 + 2 | 1, 4, dtype=torch.int32, device=device)
+    num_tiles = torch.empty((), dtype=torch.int32, device=device)
+    kernels.tile_table(group_offsets, out, tiles, num_tiles, 2 * M + 1, 64, True)
+    assert num_tiles.item() == 4
+    assert tiles[:4].tolist() == [[0, 0, 0, 9], [2, 9, 9, 149], [2, 73, 73, 149], [2, 137, 137, 149]]
+    kernels.jagged_persistent(A, B, tiles, num_tiles, None, out, 1, 64, True)
+    assert_grouped_gemm_close(out, A, B, group_offsets)
+
+
+def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    started = []
+
+    class Search:
+        def autotune(self, *, skip_cache: bool) -> Any:
+            started.append(skip_cache)
+            return rule(*args)
+
+    A, B, group_offsets = make_inputs([9, 0, 40], 40, 24, dtype=torch.float16, device=device)
+    M = A.size(0)
+    args = (A, B, group_offsets, None, torch.empty(M, 40, dtype=A.dtype, device=device), 2 * M + 1, 1, True)
+    monkeypatch.setattr(kernels, "tma_layout", lambda tensor: None)
+    rule = functools.partial(kernels._preset_basic)
+    monkeypatch.setattr(launch, "default_autotuner_fn", lambda *_, **__: Search())
+    kernels.jagged.autotune(args, force=True)
+    assert started == [True]
+
+
+@pytest.mark.parametrize("effort", ["none", "quick"])
+def test_effort_none_does_not_mean_tiny_blocks(effort: str) -> None:
+    code = "import os; os.environ.pop('TRITON_INTERPRET', 0); from moe_kernels.kernels import jagged; print(jagged.settings.autotune_effort)"
+    env = os.environ | {"HELION_AUTOTUNE_EFFORT": effort}
+    printed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == ("quick" if effort == "quick" else "full")
+
+
+def test_refusals_launch_nothing(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(kernels, "launch", _refuse_to_search)
+    A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float16, device=device)
+    for args, error, text in [
+        ((A, B[:, :-1], group_offsets), ValueError, "B: expected K = 24"),
+        ((A, B, group_offsets[:-1]), ValueError, "group_offsets: expected length G \\+ 1 = 3"),
+        ((A.to(torch.int32), B, group_offsets), TypeError, "A_packed: expected one of"),
+        ((A, B, group_offsets.float()), TypeError, "group_offsets: expected int32 or int64"),
+    ]:
+        with pytest.raises(error, match=text):
+            grouped_gemm(*args)
+    with pytest.raises(ValueError, match="variant"):
+        grouped_gemm(A, B, group_offsets, variant="fast")
+    with pytest.raises(ValueError, match=r"group_offsets\[1\]"):
+        grouped_gemm(A, B, group_offsets.flip(0) * 0 - 1 + torch.tensor([1, 0, 0]).to(group_offsets), validate=True)
+    with pytest.raises(NotImplementedError, match="no backward"):
+        grouped_gemm(A.requires_grad_(), B, group_offsets)
+
+
+def test_validation_by_environment(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float16, device=device)
+    group_offsets[2] = 3
+    grouped_gemm(A, B, group_offsets)
+    monkeypatch.setenv("MOE_KERNELS_VALIDATE", "1")
+    with pytest.raises(ValueError, match=r"group_offsets\[2\]: .*got 3"):
+        grouped_gemm(A, B, group_offsets)
+
+
+def test_a_new_number_of_rows_finds_its_plan(device: str) -> None:
+    _, B, _ = make_inputs([1, 1], 40, 24, dtype=torch.float16, device=device)
+    kernels._plans.clear()
+    for M in range(40, 64, 5):
+        A, _, group_offsets = make_inputs([M - 20, 20], 40, 24, dtype=torch.float16, device=device)
+        grouped_gemm(A, B, group_offsets)
+    assert len(kernels._plans) == 1
+
+
+@pytest.mark.gpu
+@variants
+def test_a_new_number_of_rows_compiles_nothing(variant: str, device: str) -> None:
+    import triton
+
+    compiled = []
+    _, B, _ = make_inputs([1, 1], 256, 128, dtype=torch.bfloat16, device=device)
+    for M in range(1040, 1080):
+        A, _, group_offsets = make_inputs([M - 20, 20], 256, 128, dtype=torch.bfloat16, device=device)
+        if M == 1041:
+            triton.knobs.runtime.jit_post_compile_hook = lambda *_, **__: compiled.append(M)
+        grouped_gemm(A, B, group_offsets, variant=variant)
+    triton.knobs.runtime.jit_post_compile_hook = None
+    assert compiled == []
+
+
+@pytest.mark.gpu
+@variants
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first call"])
+def test_graph_capture_and_replay_with_other_offsets(variant: str, warm: bool, device: str) -> None:
+    G, M = 16, 2000
+    N = 192 if warm else 320  # a plan of its own
+    A, B, group_offsets = make_inputs(group_sizes_for("softmax", G, M), N, 128, dtype=torch.bfloat16, device=device)
+    if warm:
+        grouped_gemm(A, B, group_offsets, variant=variant)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = grouped_gemm(A, B, group_offsets, variant=variant)
+    for kind in ("softmax", "zipf", "one", "empty"):
+        sizes = torch.tensor([0, *group_sizes_for(kind, G, M)], device=device)
+        group_offsets.copy_(sizes.cumsum(0))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_grouped_gemm_close(out, A, B, group_offsets)
+    group_offsets.copy_(group_offsets.clamp(5, M - 7))
+    out.fill_(float("nan"))
+    graph.replay()
+    assert_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@pytest.mark.gpu
+@variants
+def test_the_host_never_waits(variant: str, device: str) -> None:
+    A, B, group_offsets = make_inputs([90, 0, 300], 256, 128, dtype=torch.bfloat16, device=device)
+    grouped_gemm(A, B, group_offsets, variant=variant)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = grouped_gemm(A, B, group_offsets, variant=variant)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@pytest.mark.gpu
+@variants
+def test_another_stream(variant: str, device: str) -> None:
+    A, B, group_offsets = make_inputs([90, 0, 3000], 256, 1024, dtype=torch.bfloat16, device=device)
+    side = torch.cuda.Stream()
+    for _ in range(5):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            later = A * 1.0
+            out = grouped_gemm(later, B, group_offsets, variant=variant)
+        torch.cuda.current_stream().wait_stream(side)
+        assert_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@pytest.mark.gpu
+def test_another_device(device: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    A, B, group_offsets = make_inputs([90, 0, 300], 256, 128, dtype=torch.bfloat16, device="cuda:1")
+    assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets), A, B, group_offsets)
+
+
+@pytest.mark.gpu
+def test_offsets_on_another_device(device: str) -> None:
+    A, B, group_offsets = make_inputs([90, 0, 300], 256, 128, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="group_offsets: expected on cuda:0 .* got on cpu"):
+        grouped_gemm(A, B, group_offsets.cpu())
+    with pytest.raises(TypeError, match="float64"):
+        grouped_gemm(A.double(), B, group_offsets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("sizes", "N", "K"),
+    [
+        (group_sizes_for("softmax", 8, 4096), 1024, 2048),
+        (group_sizes_for("zipf", 128, 8192), 768, 512),
+        (group_sizes_for("one", 64, 4096), 384, 320),
+        (group_sizes_for("empty", 128, 512), 1536, 2048),
+        (group_sizes_for("random", 32, 64), 512, 7168),
+        ([1] * 32, 2880, 2880),
+    ],
+    ids=["softmax", "zipf", "one", "empty", "random", "single rows"],
+)
+@pytest.mark.parametrize("transposed", [True, False])
+@variants
+def test_shapes_of_models(variant: str, sizes: list[int], N: int, K: int, transposed: bool, device: str) -> None:
+    A, B, group_offsets = make_inputs(sizes, N, K, dtype=torch.bfloat16, device=device, transposed=transposed)
+    assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets, variant=variant), A, B, group_offsets)
+
+
+@pytest.mark.gpu
+@variants
+@pytest.mark.parametrize("tf32", [True, False])
+def test_fp32_follows_pytorchs_tf32_setting(variant: str, tf32: bool, device: str) -> None:
+    A, B, group_offsets = make_inputs([90, 0, 300], 256, 2048, dtype=torch.float32, device=device)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        out = grouped_gemm(A, B, group_offsets, variant=variant)
+        assert_grouped_gemm_close(out, A, B, group_offsets)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    exact = torch.cat([A[:90].double() @ B[0].double(), A[90:].double() @ B[2].double()])
+    error = (out.double() - exact).abs().max().item()
+    assert (error > 1e-4) == tf32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("G", [1024, 4096, 65536])
+def test_very_many_groups(G: int, device: str) -> None:
+    torch.use_deterministic_algorithms(False)  # repeat_interleave
+    sizes = torch.zeros(G, dtype=torch.int64, device=device)
+    sizes[:: G // 512] = 3
+    sizes[-1] = 300
+    group_offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(torch.int32)
+    M = int(group_offsets[-1])
+    A = torch.randn(M, 16, device=device, dtype=torch.bfloat16)
+    B = torch.randn(G, 16, 16, device=device, dtype=torch.bfloat16)
+    rows = torch.repeat_interleave(torch.arange(G, device=device), sizes)
+    expected = torch.bmm(A[:, None].double(), B.double()[rows])[:, 0]
+    for variant in ("basic", "persistent"):
+        out = grouped_gemm(A, B, group_offsets, variant=variant)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@variants
+@pytest.mark.parametrize(
+    ("M", "N", "K", "G", "misaligned"),
+    [
+        (256, 2048, 4096, 512, False),  # B of 2^32 elements
+        (256, 2047, 4099, 512, False),  # the same without TMA
+        (600_000, 4096, 64, 4, False),  # out of 2.4e9 elements
+        (600_000, 4095, 64, 4, False),
+        (600_000, 32, 4096, 4, False),  # A of 2.4e9 elements
+        (600_000, 32, 4096, 4, True),
+    ],
+)
+def test_more_than_2_to_the_31_elements(
+    variant: str, M: int, N: int, K: int, G: int, misaligned: bool, device: str
+) -> None:
+    torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
+    A = torch.empty(M * K + 1, device=device, dtype=torch.bfloat16).normal_()
+    A = A[1:].view(M, K) if misaligned else A[:-1].view(M, K)
+    B = torch.empty(G, K, N, device=device, dtype=torch.bfloat16).normal_(std=K**-0.5)
+    sizes = torch.full((G,), M // G if M > G else 0, device=device)
+    sizes[-1] += M - sizes.sum()
+    group_offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(torch.int32)
+    out = grouped_gemm(A, B, group_offsets, variant=variant)
+    last = grouped_gemm(A[-128:].clone(), B[-1:].clone(), torch.tensor([0, 128], device=device), variant=variant)
+    exact = A[-128:].double() @ B[-1].double()
+    torch.testing.assert_close(out[-128:].double(), exact, rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(last.double(), exact, rtol=1e-2, atol=2e-2)
+    middle = M // 2
+    g = int((group_offsets <= middle).sum()) - 1
+    torch.testing.assert_close(out[middle].double(), A[middle].double() @ B[g].double(), rtol=1e-2, atol=2e-2)
