@@ -44,7 +44,7 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         ImportError: the kernels are needed and a package they need is missing or too old.
-        NotImplementedError: a gradient is asked for on the GPU.
+        NotImplementedError: a gradient is asked for and plain PyTorch does not do the work, as it does on a CPU.
     """
     if variant not in ("auto", "basic", "persistent"):
         raise ValueError(f'variant: expected "auto", "basic" or "persistent", got {variant!r}')
@@ -118,7 +118,7 @@ def _run(
         A_packed.requires_grad or B.requires_grad or (bias is not None and bias.requires_grad)
     ):
         raise NotImplementedError(
-            "moe_kernels has no backward on the GPU yet: call under torch.no_grad(), or on detached tensors"
+            "the kernels have no backward yet: call under torch.no_grad(), or on detached tensors"
         )
     M, K = A_packed.shape
     out = torch.empty((M, B.size(2)), dtype=dtype, device=A_packed.device)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from importlib import metadata
 
-from packaging.version import Version
-
 # helion 1.5.1 cannot be imported with torch 2.11, and 1.4 knows no descriptor coordinates that come from memory.
 # triton 3.9 rejects code that helion 1.5.0 generates. Loops over device values crash in triton 3.6's interpreter
 # with numpy 2.4.
 _BOUNDS = {"torch": ("2.11", None), "triton": ("3.6", "3.8"), "helion": ("1.5.0", "1.5.1")}
-FIX = "pip install 'helion==1.5.0' 'triton>=3.6,<3.8' 'numpy<2.4'"
+FIX = "pip install 'torch>=2.11' 'helion==1.5.0' 'triton>=3.6,<3.8' 'numpy<2.4' packaging"
 
 
 def installed(package: str) -> str | None:
@@ -24,6 +22,10 @@ def installed(package: str) -> str | None:
 
 def problems() -> list[str]:
     """What keeps the kernels from running here, a line each; empty if nothing does."""
+    try:
+        from packaging.version import Version  # not named by helion, which needs it
+    except ImportError:
+        return ["packaging is not installed"]
     found = []
     for package, (low, high) in _BOUNDS.items():
         version = installed(package)

@@ -19,37 +19,61 @@ import helion.language as hl
 import torch
 
 from moe_kernels import configs
-from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, interpreted, kernel, span, tma_layout, without_ones
+from moe_kernels.kernels.launch import (
+    INT32_MAX,
+    compile_kernel,
+    kernel,
+    span,
+    tf32_allowed,
+    tma_readable,
+    without_ones,
+)
 
 
-def _preset_basic(A_packed, B, group_offsets, bias, *_):  # type: ignore[no-untyped-def]
-    return configs.choose(_problem(A_packed, B, group_offsets.size(0) - 1, bias), "basic").config
+def _preset_basic(
+    A_packed: torch.Tensor,
+    B: torch.Tensor,
+    group_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *_: Any,
+) -> helion.Config:
+    return configs.choose(_problem(A_packed, B, group_offsets.size(0) - 1, bias, out), "basic").config
 
 
-def _preset_persistent(A_packed, B, tiles, num_tiles, bias, out, B_step, block_m, mask_rows):  # type: ignore[no-untyped-def]
-    problem = _problem(A_packed, B, B.size(0), bias)
-    return configs.persistent(problem, int(getattr(block_m, "value", block_m))).config
+def _preset_persistent(
+    A_packed: torch.Tensor,
+    B: torch.Tensor,
+    tiles: torch.Tensor,
+    num_tiles: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    B_step: int,
+    block_m: int,
+    mask_rows: bool,
+) -> helion.Config:
+    return configs.choose(_problem(A_packed, B, B.size(0), bias, out), "persistent", block_m).config
 
 
-def _clamped(group_offsets, index, M):
+def _clamped(group_offsets: torch.Tensor, index: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
     offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index >= 0), min=0)
     return torch.minimum(offsets.to(torch.int64), M.to(torch.int64)).to(torch.int32)
 
 
-def _running_max(offsets, previous):
+def _running_max(offsets: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     return torch.maximum(hl.associative_scan(torch.maximum, offsets, dim=0), previous)
 
 
-def _halve(odd, like):
+def _halve(odd: int, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("({0} // 2).to(tl.int32)", args=(odd,), output_like=like)
 
 
-def _divide(a, b):
+def _divide(a: torch.Tensor, b: int) -> torch.Tensor:
     """a // b for a >= 0, b > 0, without the sign handling of Python's `//`."""
     return hl.inline_triton("{0} // {1}", args=(a, b), output_like=a)
 
 
-def _first_row(slot, region, region_start, block_m):
+def _first_row(slot: torch.Tensor, region: torch.Tensor, region_start: torch.Tensor, block_m: int) -> torch.Tensor:
     return region_start + (slot - _divide(region_start, block_m) - region) * block_m
 
 
@@ -204,28 +228,30 @@ def jagged_persistent(
     return out
 
 
-def _problem(A_packed: torch.Tensor, B: torch.Tensor, G: int, bias: torch.Tensor | None) -> configs.Problem:
+def _problem(
+    A_packed: torch.Tensor, B: torch.Tensor, G: int, bias: torch.Tensor | None, out: torch.Tensor
+) -> configs.Problem:
     M, K = A_packed.shape
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
+    tma_A, tma_B = tma_readable(A_packed), tma_readable(B)
+    # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
+    wide = max(2 * span(out), 0 if tma_A else 2 * span(A_packed), 0 if tma_B else span(B)) > INT32_MAX
     return configs.Problem(
-        rows=_floor_power_of_2(M // G),
-        M=_floor_power_of_2(M),
+        rows=configs.floor_power_of_2(M // G),
+        M=configs.floor_power_of_2(M),
         N=B.size(2),
         K=K,
         G=G,
         dtype=dtype,
-        tf32=dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
-        tma_A=tma_layout(A_packed) is not None,
-        tma_B=tma_layout(B) is not None,
+        tf32=tf32_allowed(dtype),
+        tma_A=tma_A and not wide,
+        tma_B=tma_B and not wide,
+        wide=wide,
         has_bias=bias is not None,
     )
 
 
-def _floor_power_of_2(n: int) -> int:
-    return 1 << (n.bit_length() - 1) if n else 0
-
-
-_plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
+_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
 _MOST_PLANS = 4096
 
 
@@ -237,31 +263,34 @@ def launch(
     bias: torch.Tensor | None,  # [G, N]
     out: torch.Tensor,  # [M, N]
 ) -> None:
-    """Write the jagged product to `out`. Nothing is checked; no extent may be 0.
+    """Write the jagged product to `out`. Nothing is checked; M, N and G may not be 0.
 
     A kernel is chosen and compiled once for all that the key names. M is in it by its magnitude alone.
     """
     M = A_packed.size(0)
     G = group_offsets.size(0) - 1
-    dtype = A_packed.dtype
+    a_dtype, b_dtype = A_packed.dtype, B.dtype
     key = (
         variant,
         M.bit_length(),
         (M // G).bit_length(),
-        dtype,
+        a_dtype,
         A_packed.stride(),
         A_packed.data_ptr() % 16,
+        A_packed.device,
+        b_dtype,
         B.shape,
-        B.dtype,
         B.stride(),
         B.data_ptr() % 16,
         G,
         group_offsets.dtype,
+        group_offsets.stride(),
+        group_offsets.data_ptr() % 16,
         out.dtype,
         out.stride(),
-        None if bias is None else (bias.dtype, bias.stride()),
-        dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
-        interpreted(),
+        out.data_ptr() % 16,
+        None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16),
+        (a_dtype == torch.float32 or b_dtype == torch.float32) and tf32_allowed(torch.float32),
     )
     plan = _plans.get(key)
     if plan is None:
@@ -281,27 +310,26 @@ def _plan(
 ) -> Callable[..., None]:
     G = group_offsets.size(0) - 1
     B_step = int(B.size(0) > 1)
-    problem = _problem(A_packed, B, G, bias)
+    problem = _problem(A_packed, B, G, bias, out)
     choice = configs.choose(problem, variant)
     block_m, mask_rows = choice.block_m, choice.mask_rows
-    compile_options = {"tf32": problem.tf32}
-    a, b, o = A_packed, B, out
-    if choice.config.indexing.count("tensor_descriptor") == 2:
-        # TMA takes 32-bit coordinates whatever the span; only Helion's check of the element count is in the way.
-        a, b, o = A_packed[:block_m], B[:2], out[:block_m]
-    elif 2 * max(map(span, (A_packed, B, out))) > INT32_MAX:  # M may double without a new plan
-        compile_options["wide"] = True
-    a, o = without_ones(a), without_ones(o)
-    if 1 in B.shape[1:]:
-        b = without_ones(b)
+    options = {"wide": problem.wide, "tf32": problem.tf32}
+    # What the kernels are compiled for. TMA has no use for Helion's limit on the elements of a tensor: show it fewer.
+    a = A_packed.narrow(0, 0, block_m) if choice.tma_A else without_ones(A_packed)
+    b = B.narrow(0, 0, min(2, B.size(0))) if choice.tma_B else without_ones(B, keep_first=True)
+    o = without_ones(out)
     bias = None if bias is None else without_ones(bias)
 
     if choice.variant == "basic":
-        run = compile_kernel(
-            jagged, (a, b, group_offsets, bias, o, 3, B_step, mask_rows), choice.config, **compile_options
-        )
+        run = compile_kernel(jagged, (a, b, group_offsets, bias, o, 3, B_step, mask_rows), choice.config, **options)
 
-        def basic(A_packed, B, group_offsets, bias, out):  # type: ignore[no-untyped-def]
+        def basic(
+            A_packed: torch.Tensor,
+            B: torch.Tensor,
+            group_offsets: torch.Tensor,
+            bias: torch.Tensor | None,
+            out: torch.Tensor,
+        ) -> None:
             run(A_packed, B, group_offsets, bias, out, 2 * A_packed.size(0) + 1, B_step, mask_rows)
 
         return basic
@@ -316,16 +344,19 @@ def _plan(
         tile_table,
         (group_offsets, o, tiles, num_tiles, 3, block_m, mask_rows),
         configs.tile_table(G, out.size(1)),
-        wide=compile_options.get("wide", False),
+        wide=problem.wide,
     )
     run = compile_kernel(
-        jagged_persistent,
-        (a, b, tiles, num_tiles, bias, o, B_step, block_m, mask_rows),
-        choice.config,
-        **compile_options,
+        jagged_persistent, (a, b, tiles, num_tiles, bias, o, B_step, block_m, mask_rows), choice.config, **options
     )
 
-    def persistent(A_packed, B, group_offsets, bias, out):  # type: ignore[no-untyped-def]
+    def persistent(
+        A_packed: torch.Tensor,
+        B: torch.Tensor,
+        group_offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
         M = A_packed.size(0)
         tiles, num_tiles = empty_table(M, out.device)
         list_tiles(group_offsets, out, tiles, num_tiles, 2 * M + 1, block_m, mask_rows)

@@ -1,0 +1,315 @@
+"""`python -m moe_kernels demo | info`: run the package's main job, or say what is installed and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_kernels
+
+_DEMO = """\
+Runs the main job on generated Mixture-of-Experts traffic: one ragged matrix of rows per expert, skewed, some of them
+empty. It packs them, multiplies them by grouped_gemm_jagged, grouped_gemm_jagged_persistent and grouped_gemm, with one
+weight per expert and with one that all share, compares each result with float64, unpacks it, and prints times and
+errors. An error may be twice that of plain PyTorch in the same dtype, plus a few roundings of float32.
+
+With a GPU: bfloat16, 64 experts, 8192 rows, N = K = 2048, and PyTorch's own grouped_mm beside; needs about 2 GB of GPU
+memory. Most of the time goes into compiling.
+Without a GPU, or with TRITON_INTERPRET=1: the same kernels in Triton's interpreter, float32, a small case.
+
+Needs torch, triton and helion. Exits with 0 if every check passed, otherwise with 1."""
+
+_INFO = """\
+Prints the GPU and its driver, the versions of Python and the packages, whether Triton's interpreter is on, which
+kernel and config a few typical shapes get, and what is missing, with the command that installs it.
+
+Needs torch only. Always exits with 0."""
+
+# (model, G, M, N, K, dtype)
+_TYPICAL = [
+    ("DeepSeek-V3, 8 experts of it, prefill", 8, 16384, 4096, 7168, torch.bfloat16),
+    ("Qwen3-30B-A3B, prefill", 128, 65536, 1536, 2048, torch.bfloat16),
+    ("Qwen3-30B-A3B, decode", 128, 512, 1536, 2048, torch.bfloat16),
+    ("Qwen3-30B-A3B, prefill, float32", 128, 65536, 1536, 2048, torch.float32),
+]
+_ROUNDS = 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_kernels",
+        description="Grouped GEMM kernels for Mixture-of-Experts layers: try them here, and see what they would use.",
+        epilog="`python -m moe_kernels demo --help` and `... info --help` say more.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="{demo,info}")
+    for name, summary, text in (
+        ("demo", "run every kernel on generated traffic, check the results, print times; works without a GPU", _DEMO),
+        ("info", "print GPU, versions, the configs in use, and what is missing; needs nothing but torch", _INFO),
+    ):
+        commands.add_parser(name, help=summary, description=text, formatter_class=raw)
+    command = parser.parse_args(argv).command
+    if command is None:
+        parser.print_help()
+        return 2
+    return demo() if command == "demo" else info()
+
+
+def demo() -> int:
+    """Pack, multiply, check and unpack generated traffic; 0 if everything was right."""
+    gpu = None if _interpreter_on() else _gpu()
+    if gpu is None and not _interpreter_on():
+        if "triton" in sys.modules:  # it has read the variable already
+            command = [sys.executable, "-m", "moe_kernels", "demo"]
+            return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
+        os.environ["TRITON_INTERPRET"] = "1"
+    problems, fix = _requirements()
+    if problems:
+        print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {fix}", file=sys.stderr)
+        return 1
+
+    from moe_kernels.testing import flop_count, group_sizes_for, make_inputs
+
+    device = gpu or "cpu"
+    G, M, N, K, dtype = (64, 8192, 2048, 2048, torch.bfloat16) if gpu else (8, 128, 64, 72, torch.float32)
+    if gpu:
+        print(f"On {torch.get_device_module(gpu).get_device_name()}:")
+    else:
+        print("No GPU is used: these are the real kernels, run by Triton's interpreter on the CPU, on a small case.")
+    sizes = group_sizes_for("empty", G, M)
+    A, B, _ = make_inputs(sizes, N, K, dtype=dtype, device=device)
+    A_packed, group_offsets = moe_kernels.pack_groups(list(torch.split(A, sizes)))
+    empty = sizes.count(0)
+    packed = f"packed into A_packed {list(A_packed.shape)}"
+    print(f"{G} experts get 0 to {max(sizes)} rows each ({empty} get none), {dtype}: {packed}.", flush=True)
+
+    calls: list[tuple[str, Tensor, Callable[[], Tensor]]] = []
+    for weight in (B, B[0]):
+        for function in (
+            moe_kernels.grouped_gemm_jagged,
+            moe_kernels.grouped_gemm_jagged_persistent,
+            moe_kernels.grouped_gemm,
+        ):
+            calls.append((function.__name__, weight, _bound(function, A_packed, weight, group_offsets)))
+    checked = [_check(name, call, sizes, A_packed, weight, group_offsets) for name, weight, call in calls]
+
+    if gpu:
+        offs = moe_kernels.offs_from_group_offsets(group_offsets)
+        calls.append(("torch's grouped_mm", B, lambda: torch.nn.functional.grouped_mm(A_packed, B, offs=offs)))
+        checked.append(["", "", "not checked"])
+        micros = _interleaved_micros(torch.get_device_module(gpu), [call for *_, call in calls])
+        header = ["kernel", "B", "us", "TFLOP/s", "error", "budget", "result"]
+        times = [[f"{us:8.1f}", f"{flop_count(sizes, N, K) / us / 1e6:7.0f}"] for us in micros]
+    else:
+        header = ["kernel", "B", "seconds", "error", "budget", "result"]
+        times = [[f"{_seconds(call):7.2f}"] for *_, call in calls]
+    print()
+    _print_table(
+        header,
+        [
+            [name, str(list(weight.shape)), *spent, *outcome]
+            for (name, weight, _), spent, outcome in zip(calls, times, checked, strict=True)
+        ],
+    )
+    print("\nerror, budget: largest difference from float64, and the largest allowed, in the group that comes nearest.")
+    if gpu:
+        print(f"us: medians of {_ROUNDS} rounds in which every row takes its turn, compiling not counted.")
+    else:
+        print("seconds: in the interpreter, after compiling. They say nothing about the speed on a GPU.")
+    wrong = sum(outcome[-1] == "WRONG" for outcome in checked)
+    print(f"{wrong} of {len(checked)} results are wrong." if wrong else "All results are right.")
+    return int(bool(wrong))
+
+
+def info() -> int:
+    """Print what is installed, what the kernels would use here, and what is missing."""
+    problems, fix = _requirements()
+    on = _interpreter_on()
+    _print_fields(
+        [
+            ("moe_kernels", moe_kernels.__version__),
+            ("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
+            *((package, _version(package)) for package in ("torch", "triton", "helion", "numpy")),
+            *_gpu_fields(),
+            ("interpreter", "on (TRITON_INTERPRET=1)" if on else "off (TRITON_INTERPRET=1 turns it on)"),
+            ("kernels", f"cannot run: {'; '.join(problems)}" if problems else "all they need is installed"),
+            *([("to fix it", fix)] if problems else []),
+        ]
+    )
+    print()
+    if problems:
+        print("Configs: not shown, because finding them needs what is missing.")
+        return 0
+    try:
+        from moe_kernels import configs
+    except Exception as error:  # whatever a broken installation raises, this command is there to report it
+        print(f"Configs: not shown, because helion cannot be imported: {type(error).__name__}: {error}")
+        print(f"To fix it: {fix}")
+        return 0
+    print("Configs: by rule, measured on an H200. There are no tuned configs for any GPU yet, so none for this one.")
+    rows = []
+    for name, G, M, N, K, dtype in _TYPICAL:
+        mean_rows = M // G
+        problem = configs.Problem(
+            rows=configs.floor_power_of_2(mean_rows),
+            M=configs.floor_power_of_2(M),
+            N=N,
+            K=K,
+            G=G,
+            dtype=dtype,
+            tf32=False,
+            tma_A=True,
+            tma_B=True,
+            wide=False,
+            has_bias=False,
+        )
+        choice = configs.choose(problem)
+        relation = ">=" if mean_rows >= configs.PERSISTENT_FROM_ROWS else "<"
+        values: dict[str, Any] = choice.config.config
+        rows.append(
+            [
+                name,
+                f"{G}, {M}, {N}, {K}",
+                choice.variant,
+                f"{mean_rows} rows per group {relation} {configs.PERSISTENT_FROM_ROWS}",
+                f"block_m {choice.block_m}, blocks {values['block_sizes']}, "
+                f"{values['num_warps']} warps, {values['num_stages']} stages, "
+                f"{values['indexing'].count('tensor_descriptor')} of 2 operands by TMA",
+            ]
+        )
+    _print_table(["layer", "G, M, N, K", "kernel", "because", "config"], rows)
+    return 0
+
+
+def _gpu() -> str | None:
+    """The type of the GPU that the kernels can use."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "xpu" if torch.xpu.is_available() else None
+
+
+def _gpu_fields() -> list[tuple[str, str]]:
+    gpu = _gpu()
+    fields = []
+    if gpu == "cuda":
+        for i in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(i)
+            fields.append((f"GPU {i}", f"{torch.cuda.get_device_name(i)}, compute capability {major}.{minor}"))
+    elif gpu == "xpu":
+        fields = [(f"GPU {i}", torch.xpu.get_device_name(i)) for i in range(torch.xpu.device_count())]
+    else:
+        fields.append(("GPU", "none usable: CPU tensors are multiplied in plain PyTorch"))
+    fields.append(("driver", _nvidia_driver() or "no NVIDIA driver found"))
+    fields.append(("torch built for", f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"))
+    return fields
+
+
+def _nvidia_driver() -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found else None
+
+
+def _interpreter_on() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _requirements() -> tuple[list[str], str]:
+    """What keeps the kernels from running, and the command that mends it."""
+    try:
+        from moe_kernels import requirements
+    except ImportError:  # it compares versions by `packaging`
+        missing = [package for package in ("triton", "helion", "numpy") if _version(package) == "not installed"]
+        return [f"not installed: {', '.join(['packaging', *missing])}"], "pip install -e . (in the checkout)"
+    return requirements.problems(), requirements.FIX
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _bound(function: Callable[..., Tensor], *args: Tensor) -> Callable[[], Tensor]:
+    return lambda: function(*args)
+
+
+def _check(
+    name: str, call: Callable[[], Tensor], sizes: list[int], A_packed: Tensor, B: Tensor, group_offsets: Tensor
+) -> list[str]:
+    """Call once and compare with float64: the cells for error, budget and result."""
+    from moe_kernels.testing import assert_grouped_gemm_close
+
+    print(f"  {name}, B {list(B.shape)}: compiling and checking ... ", end="", file=sys.stderr, flush=True)
+    begin = time.perf_counter()
+    out = call()
+    try:
+        report = assert_grouped_gemm_close(out, A_packed, B, group_offsets)
+        unpacked = [len(part) for part in moe_kernels.unpack_groups(out, group_offsets)]
+        if unpacked != sizes:
+            raise AssertionError(f"unpacked into groups of {unpacked} rows, expected {sizes}")
+    except AssertionError as error:
+        print(f"wrong: {error}", file=sys.stderr)
+        return ["", "", "WRONG"]
+    print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr)
+    return [f"{report['max_error']:.1e}", f"{report['budget']:.1e}", "ok"]
+
+
+def _seconds(call: Callable[[], Tensor]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _interleaved_micros(module: Any, calls: list[Callable[[], Tensor]]) -> list[float]:
+    """Each call's median time on the GPU, in microseconds."""
+    for call in calls * 3:
+        call()
+    module.synchronize()
+    pairs: list[list[tuple[Any, Any]]] = [[] for _ in calls]
+    for r in range(_ROUNDS):
+        for i in range(len(calls)):
+            k = (r + i) % len(calls)
+            start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+            start.record()
+            calls[k]()
+            end.record()
+            pairs[k].append((start, end))
+    module.synchronize()
+    return [statistics.median(1e3 * start.elapsed_time(end) for start, end in found) for found in pairs]
+
+
+def _print_fields(fields: list[tuple[str, str]]) -> None:
+    width = max(len(label) for label, _ in fields)
+    for label, value in fields:
+        print(f"{label:{width}}  {value}")
+
+
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

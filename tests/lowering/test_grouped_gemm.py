@@ -1,0 +1,113 @@
+"""What the compiler makes of the configs that the rule gives: WGMMA, TMA loads, no spills, shared memory that fits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sm90 import compile_for_sm90, stand_ins
+
+from moe_kernels.kernels import grouped_gemm as kernels
+from moe_kernels.kernels import launch
+
+SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
+
+
+def compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    shape: tuple[int, int, int, int],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    transposed: bool = False,
+    bias: bool = False,
+    misaligned: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """The report of every kernel that a call with these tensors compiles, by the kernel's name."""
+    asked_for = []
+
+    def note(kernel: Any, args: Any, config: Any, *, wide: bool = False, tf32: bool = False) -> None:
+        asked_for.append((launch._variant(kernel, wide, tf32), args, config))
+
+    monkeypatch.setattr(kernels, "compile_kernel", note)
+    G, M, N, K = shape
+    with stand_ins():
+        A = torch.empty(M, K + misaligned, dtype=dtype, device="cuda").narrow(1, 0, K)
+        B = torch.empty((G, N, K) if transposed else (G, K, N), dtype=dtype, device="cuda")
+        kernels._plan(
+            variant,
+            A,
+            B.transpose(1, 2) if transposed else B,
+            torch.empty(G + 1, dtype=torch.int32, device="cuda"),
+            torch.empty(G, N, dtype=dtype, device="cuda") if bias else None,
+            torch.empty(M, N, dtype=dtype, device="cuda"),
+        )
+    return {kernel.name: compile_for_sm90(kernel, args, config) for kernel, args, config in asked_for}
+
+
+def assert_lean(report: dict[str, Any]) -> None:
+    assert report["shared"] <= SHARED_MEMORY
+    assert report["stack"] == 0
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["B [G, K, N]", "B [G, N, K] viewed"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("rows", [1024, 100], ids=str)
+def test_persistent(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: bool, rows: int) -> None:
+    reports = compiled(monkeypatch, "persistent", (8, 8 * rows, 1536, 2048), transposed=transposed, bias=bias)
+    report = reports["jagged_persistent"]
+    assert_lean(report)
+    assert report["code"].count("_desc.load(") == 2
+    assert report["tma_load"] >= 2
+    assert report["wgmma"] > 0
+    assert "flatten=True" in report["code"]
+    assert report["grid"][0] % 132 == 0
+    assert_lean(reports["tile_table"])
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["B [G, K, N]", "B [G, N, K] viewed"])
+@pytest.mark.parametrize("rows", [4, 20, 50, 128], ids=str)
+def test_basic(monkeypatch: pytest.MonkeyPatch, transposed: bool, rows: int) -> None:
+    report = compiled(monkeypatch, "basic", (32, 32 * rows, 1536, 2048), transposed=transposed)["jagged"]
+    assert_lean(report)
+    assert report["code"].count("_desc.load(") == 2
+    assert report["tma_load"] >= 2
+    # WGMMA multiplies at least 64 rows; fewer are bound by memory, not by the slower instruction.
+    assert report["wgmma" if rows > 32 else "mma_sync"] > 0
+
+
+@pytest.mark.parametrize("variant", ["basic", "persistent"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_dtypes(monkeypatch: pytest.MonkeyPatch, variant: str, dtype: torch.dtype) -> None:
+    for report in compiled(monkeypatch, variant, (8, 4096, 768, 512), dtype=dtype).values():
+        assert_lean(report)
+
+
+@pytest.mark.parametrize("variant", ["basic", "persistent"])
+@pytest.mark.parametrize(
+    "shape", [(8, 4096, 97, 259), (64, 64, 97, 259), (8, 5, 16, 16), (128, 100_000, 9, 3)], ids=str
+)
+def test_what_tma_cannot_read(monkeypatch: pytest.MonkeyPatch, variant: str, shape: tuple[int, int, int, int]) -> None:
+    for report in compiled(monkeypatch, variant, shape, misaligned=True).values():
+        assert_lean(report)
+        assert "A_packed_desc.load(" not in report["code"]
+
+
+def test_weights_of_more_than_2_to_the_31_elements_keep_tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variant, name in (("basic", "jagged"), ("persistent", "jagged_persistent")):
+        report = compiled(monkeypatch, variant, (512, 512 * 128, 2048, 4096))[name]
+        assert report["code"].count("_desc.load(") == 2
+        assert_lean(report)
+
+
+def test_large_spans_without_tma_are_addressed_in_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variant, name in (("basic", "jagged"), ("persistent", "jagged_persistent")):
+        report = compiled(monkeypatch, variant, (4, 600_000, 4099, 4095))[name]
+        assert "tl.int64" in report["code"]
+        assert "_desc.load(" not in report["code"]
+        assert report["shared"] <= SHARED_MEMORY

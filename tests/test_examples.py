@@ -1,0 +1,68 @@
+"""The examples and the README's code run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def run(*command: str) -> str:
+    env = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "HELION_FORCE_AUTOTUNE")}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def readme_block(marker: str) -> str:
+    found = re.search(rf"^<!-- {marker} -->\n```\w+\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    assert found, f"README.md has no block after <!-- {marker} -->"
+    return found[1]
+
+
+def test_grouped_gemm_example() -> None:
+    text = run(str(ROOT / "examples" / "grouped_gemm.py"))
+    assert "No GPU" in text
+    for kernel in ("grouped_gemm_jagged agrees", "grouped_gemm_jagged_persistent agrees"):
+        assert text.count(kernel) == 4
+
+
+def test_readme_quickstart() -> None:
+    assert run("-c", readme_block("quickstart")) == "[[300, 256], [0, 256], [17, 256], [1, 256]]\n"
+
+
+def test_readme_python_compiles() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 2
+    for block in blocks:
+        compile(block, "README.md", "exec")
+
+
+def test_ci_runs_the_readme_command() -> None:
+    """The shell that .ci/run takes the command out of the README with finds the same as the pattern here."""
+    extraction = re.search(r"^command=\$\((awk .*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert extraction
+    found = subprocess.run(["bash", "-c", extraction[1]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert found == readme_block("test-command")
+    assert "pytest" in found and len(found.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text()):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_readme_names_every_public_function() -> None:
+    import moe_kernels
+
+    for name in moe_kernels.__all__:
+        assert f"| `{name}(" in README, name

@@ -1,0 +1,163 @@
+"""`python -m moe_kernels`, on a machine without a GPU or one whose GPUs are hidden."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_kernels
+from moe_kernels import __main__ as cli
+from moe_kernels import requirements
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ["grouped_gemm_jagged", "grouped_gemm_jagged_persistent", "grouped_gemm"]
+
+
+def run(*arguments: str, python_path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "HELION_FORCE_AUTOTUNE")}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(map(str, filter(None, [python_path, ROOT])))}
+    command = [sys.executable, "-m", "moe_kernels", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    installed = requirements.installed
+    monkeypatch.setattr(requirements, "installed", lambda name: None if name == package else installed(name))
+
+
+def test_demo_checks_every_kernel_in_the_interpreter() -> None:
+    done = run("demo")
+    assert done.returncode == 0, done.stderr
+    assert "interpreter" in done.stdout and "say nothing about the speed on a GPU" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("grouped_gemm")]
+    assert [row[0] for row in rows] == KERNELS * 2
+    for row in rows:
+        error, budget, result = row[-3:]
+        assert result == "ok"
+        assert 0 < float(error) <= float(budget)
+
+
+def test_demo_fails_if_a_result_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With zeros for the persistent kernel, and plain PyTorch for the others."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name in KERNELS:
+        monkeypatch.setattr(moe_kernels, name, moe_kernels.reference.grouped_gemm)
+    monkeypatch.setattr(
+        moe_kernels,
+        "grouped_gemm_jagged_persistent",
+        lambda A, B, group_offsets: A.new_zeros(A.size(0), B.size(-1)),
+    )
+    monkeypatch.setattr(requirements, "problems", list)
+    assert cli.main(["demo"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("WRONG") == 2 and captured.out.count(" ok") == 4
+    assert "2 of 6 results are wrong" in captured.out
+    assert "exceeds the budget" in captured.err
+
+
+def test_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    hide(monkeypatch, "helion")
+    assert cli.main(["demo"]) == 1
+    error = capsys.readouterr().err
+    assert "helion>=1.5.0,<1.5.1 is not installed" in error and requirements.FIX in error
+
+
+def test_info_lists_versions_and_configs() -> None:
+    done = run("info")
+    assert done.returncode == 0, done.stderr
+    for text in (
+        f"moe_kernels      {moe_kernels.__version__}",
+        torch.__version__,
+        "none usable",
+        "off (TRITON_INTERPRET",
+    ):
+        assert text in done.stdout
+    assert "measured on an H200" in done.stdout
+    assert "2048 rows per group >= " in done.stdout and "4 rows per group < " in done.stdout
+
+
+def test_info_without_helion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "helion", None)
+    hide(monkeypatch, "helion")
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert "helion>=1.5.0,<1.5.1 is not installed" in text and requirements.FIX in text
+
+
+def test_info_without_a_package_that_the_version_check_needs(tmp_path: Path) -> None:
+    (tmp_path / "packaging.py").write_text("raise ModuleNotFoundError('No packaging here', name='packaging')\n")
+    done = run("info", python_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "not installed: packaging" in done.stdout and "pip install -e ." in done.stdout
+
+
+def test_info_with_a_helion_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "helion.py").write_text("raise RuntimeError('broken helion')\n")
+    done = run("info", python_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "RuntimeError: broken helion" in done.stdout and requirements.FIX in done.stdout
+
+
+def test_help_explains_the_commands() -> None:
+    done = run("demo", "--help")
+    assert done.returncode == 0
+    assert "Exits with 0 if every check passed" in done.stdout and "Without a GPU" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--help"], 0, "without a GPU"),
+        (["info", "--help"], 0, "Needs torch only"),
+        (["nonsense"], 2, "invalid choice"),
+    ],
+)
+def test_arguments(arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    assert left.value.code == code
+    captured = capsys.readouterr()
+    assert text in captured.out + captured.err
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage: python -m moe_kernels" in capsys.readouterr().out
+
+
+def test_importing_the_package_leaves_triton_alone() -> None:
+    """Triton reads TRITON_INTERPRET when it is imported, so the demo has to come before."""
+    code = "import sys, moe_kernels; sys.exit('triton' in sys.modules or 'helion' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
+
+
+def test_interleaved_times_belong_to_their_calls() -> None:
+    class Clock:
+        def __init__(self, enable_timing: bool) -> None:
+            self.seconds = 0.0
+
+        def record(self) -> None:
+            self.seconds = time.perf_counter()
+
+        def elapsed_time(self, end: Clock) -> float:
+            return 1e3 * (end.seconds - self.seconds)
+
+    class Module:
+        Event = Clock
+
+        @staticmethod
+        def synchronize() -> None: ...
+
+    def wait() -> torch.Tensor:
+        time.sleep(0.004)
+        return torch.empty(0)
+
+    slow, fast = cli._interleaved_micros(Module, [wait, lambda: torch.empty(0)])
+    assert slow > 3500 > fast
