@@ -1,8 +1,8 @@
 """Time the jagged grouped GEMM against PyTorch on one GPU: python benchmarks/grouped_gemm.py --json results.json
 
-All providers of a case take turns within a round, the order rotating from round to round; the L2 cache is flushed before
-each call, and medians are taken. Compare inside one run only: clocks differ from run to run. Times from events are of
-eager calls and of CUDA-graph replays; host_us is what a call costs the host. TFLOP/s count real rows only.
+All providers of a case take turns within a round, the order rotating from round to round; the L2 cache is flushed
+before each call, and medians are taken. Compare inside one run only: clocks differ from run to run. Times are of eager
+calls and of CUDA-graph replays; host_us is what a call costs the host. TFLOP/s count real rows only.
 """
 
 from __future__ import annotations

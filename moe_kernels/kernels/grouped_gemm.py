@@ -48,7 +48,8 @@ def _preset_persistent(
     num_tiles: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    B_step: int,
+    shared: bool,
+    transposed: bool,
     block_m: int,
     mask_rows: bool,
 ) -> helion.Config:
@@ -80,20 +81,21 @@ def _first_row(slot: torch.Tensor, region: torch.Tensor, region_start: torch.Ten
 @kernel(_preset_basic)
 def jagged(
     A_packed: torch.Tensor,  # [M, K]
-    B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share
+    B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share; the last two swapped if `transposed`
     group_offsets: torch.Tensor,  # [G + 1]
     bias: torch.Tensor | None,  # [G, N]
     out: torch.Tensor,  # [M, N]
-    odd_M: int,  # 2 * M + 1: never a multiple of 16, so Triton compiles once for every M
-    B_step: int,  # 1, or 0 where B is shared
+    slots: int,  # enough of them; odd, and so never a multiple of 16, which Triton would compile anew for
+    odd_M: int,  # 2 * M + 1, odd for the same reason
+    shared: hl.constexpr,  # B is
+    transposed: hl.constexpr,
     mask_rows: hl.constexpr,  # False needs M >= the largest block_m: A is then read in whole tiles
 ) -> torch.Tensor:
     """A grid over slots and columns; each program finds its group by counting the offsets before its slot."""
     K = A_packed.size(1)
-    N = B.size(2)
+    N = out.size(1)
     G = group_offsets.size(0) - 1
     block_m = hl.register_block_size(16, 128)
-    slots = 2 * helion.cdiv(helion.cdiv(odd_M, 2 * block_m) + G + 1, 2) + 1
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
     for tile_s, tile_n in hl.tile([slots, N], block_size=[1, None]):
         region = hl.zeros([], dtype=torch.int32)
@@ -118,13 +120,17 @@ def jagged(
             rows = load0.to(torch.int64) + hl.arange(block_m)
             if (region >= 1) & (region <= G):
                 group = region - 1
+                weight = group * (not shared)
                 for tile_k in hl.tile(K):
                     if mask_rows:
                         a = hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end)[:, None])
                     else:
                         a = hl.load(A_packed, [load0 + hl.arange(block_m), tile_k])
                         a = hl.inline_triton("{0}", args=(a,), output_like=a)
-                    b = B[group * B_step, tile_k, tile_n]
+                    if transposed:
+                        b = B[weight, tile_n, tile_k].T
+                    else:
+                        b = B[weight, tile_k, tile_n]
                     acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
                 if bias is not None:
                     acc = acc + bias[group, tile_n].to(torch.float32)[None, :]
@@ -139,6 +145,7 @@ def tile_table(
     out: torch.Tensor,  # [M, N]
     tiles: torch.Tensor,  # [slots, 4] int32
     num_tiles: torch.Tensor,  # [] int32
+    slots: int,
     odd_M: int,
     block_m: hl.constexpr,
     mask_rows: hl.constexpr,
@@ -148,7 +155,7 @@ def tile_table(
     G = group_offsets.size(0) - 1
     hl.pdl_wait()
     hl.pdl_launch_dependents()
-    for tile_s in hl.tile(tiles.size(0), block_size=1):
+    for tile_s in hl.tile(slots, block_size=1):
         region = hl.zeros([], dtype=torch.int32)
         M = _halve(odd_M, region)
         slot = tile_s.id + region
@@ -194,22 +201,24 @@ def tile_table(
 @kernel(_preset_persistent)
 def jagged_persistent(
     A_packed: torch.Tensor,  # [M, K]
-    B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share
+    B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share; the last two swapped if `transposed`
     tiles: torch.Tensor,  # [slots, 4] int32
     num_tiles: torch.Tensor,  # [] int32
     bias: torch.Tensor | None,  # [G, N]
     out: torch.Tensor,  # [M, N]
-    B_step: int,  # 1, or 0 where B is shared
+    shared: hl.constexpr,  # B is
+    transposed: hl.constexpr,
     block_m: hl.constexpr,  # that of `tiles`
     mask_rows: hl.constexpr,  # that of `tiles`
 ) -> torch.Tensor:
     """One program per SM; each walks every num_SM-th of the listed tiles, so the work is even whatever the groups."""
     K = A_packed.size(1)
-    N = B.size(2)
+    N = out.size(1)
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
     hl.pdl_wait()
     for tile_t, tile_n in hl.tile([num_tiles, N], block_size=[1, None]):
         group = tiles[tile_t.id, 0]
+        weight = group * (not shared)
         load0 = tiles[tile_t.id, 1]
         rows = load0.to(torch.int64) + hl.arange(block_m)
         inside = (rows >= tiles[tile_t.id, 2]) & (rows < tiles[tile_t.id, 3])
@@ -220,7 +229,10 @@ def jagged_persistent(
             else:
                 a = hl.load(A_packed, [load0 + hl.arange(block_m), tile_k])
                 a = hl.inline_triton("{0}", args=(a,), output_like=a)
-            b = B[group * B_step, tile_k, tile_n]
+            if transposed:
+                b = B[weight, tile_n, tile_k].T
+            else:
+                b = B[weight, tile_k, tile_n]
             acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
         if bias is not None:
             acc = acc + bias[group, tile_n].to(torch.float32)[None, :]
@@ -239,7 +251,7 @@ def _problem(
     return configs.Problem(
         rows=configs.floor_power_of_2(M // G),
         M=configs.floor_power_of_2(M),
-        N=B.size(2),
+        N=out.size(1),
         K=K,
         G=G,
         dtype=dtype,
@@ -309,7 +321,10 @@ def _plan(
     out: torch.Tensor,
 ) -> Callable[..., None]:
     G = group_offsets.size(0) - 1
-    B_step = int(B.size(0) > 1)
+    shared = B.size(0) == 1
+    transposed = B.stride(1) == 1 != B.stride(2)
+    if transposed:
+        B = B.transpose(1, 2)
     problem = _problem(A_packed, B, G, bias, out)
     choice = configs.choose(problem, variant)
     block_m, mask_rows = choice.block_m, choice.mask_rows
@@ -320,8 +335,13 @@ def _plan(
     o = without_ones(out)
     bias = None if bias is None else without_ones(bias)
 
+    def slots(M: int) -> int:
+        return (M // block_m + G + 2) | 1
+
     if choice.variant == "basic":
-        run = compile_kernel(jagged, (a, b, group_offsets, bias, o, 3, B_step, mask_rows), choice.config, **options)
+        run = compile_kernel(
+            jagged, (a, b, group_offsets, bias, o, 3, 3, shared, transposed, mask_rows), choice.config, **options
+        )
 
         def basic(
             A_packed: torch.Tensor,
@@ -330,24 +350,28 @@ def _plan(
             bias: torch.Tensor | None,
             out: torch.Tensor,
         ) -> None:
-            run(A_packed, B, group_offsets, bias, out, 2 * A_packed.size(0) + 1, B_step, mask_rows)
+            B = B.transpose(1, 2) if transposed else B
+            M = A_packed.size(0)
+            run(A_packed, B, group_offsets, bias, out, slots(M), 2 * M + 1, shared, transposed, mask_rows)
 
         return basic
 
     def empty_table(M: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        slots = (M // block_m + G + 2) | 1  # odd for the same reason as odd_M
-        tiles = torch.empty((slots, 4), dtype=torch.int32, device=device)
+        tiles = torch.empty((slots(M), 4), dtype=torch.int32, device=device)
         return tiles, torch.empty((), dtype=torch.int32, device=device)
 
     tiles, num_tiles = empty_table(block_m, out.device)
     list_tiles = compile_kernel(
         tile_table,
-        (group_offsets, o, tiles, num_tiles, 3, block_m, mask_rows),
+        (group_offsets, o, tiles, num_tiles, 3, 3, block_m, mask_rows),
         configs.tile_table(G, out.size(1)),
         wide=problem.wide,
     )
     run = compile_kernel(
-        jagged_persistent, (a, b, tiles, num_tiles, bias, o, B_step, block_m, mask_rows), choice.config, **options
+        jagged_persistent,
+        (a, b, tiles, num_tiles, bias, o, shared, transposed, block_m, mask_rows),
+        choice.config,
+        **options,
     )
 
     def persistent(
@@ -358,8 +382,9 @@ def _plan(
         out: torch.Tensor,
     ) -> None:
         M = A_packed.size(0)
+        B = B.transpose(1, 2) if transposed else B
         tiles, num_tiles = empty_table(M, out.device)
-        list_tiles(group_offsets, out, tiles, num_tiles, 2 * M + 1, block_m, mask_rows)
-        run(A_packed, B, tiles, num_tiles, bias, out, B_step, block_m, mask_rows)
+        list_tiles(group_offsets, out, tiles, num_tiles, tiles.size(0), 2 * M + 1, block_m, mask_rows)
+        run(A_packed, B, tiles, num_tiles, bias, out, shared, transposed, block_m, mask_rows)
 
     return persistent

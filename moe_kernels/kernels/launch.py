@@ -10,10 +10,9 @@ from unittest import mock
 
 import helion
 import torch
-from helion.runtime import default_launcher
 from helion.runtime.settings import default_autotuner_fn
-from triton import knobs
-from triton.runtime import driver
+
+from moe_kernels.kernels.direct_launch import Launcher
 
 INT32_MAX = 2**31 - 1
 
@@ -58,38 +57,15 @@ def compile_kernel(
 ) -> Callable[..., Any]:
     """Compile `kernel` under `config` for every call whose arguments are like `args`.
 
-    That is: their dtypes and strides, the integers' divisibility by 16, and whether data is aligned to 16 bytes. The
-    caller answers for it, and for what the config assumes of its tensors. `wide` computes addresses in 64 bits; without
-    it `args` may be narrowed views, as long as the real tensors beyond 2^31 elements are reached through TMA only.
+    That is: their dtypes and strides, all but their first extents, whether their data is aligned to 16 bytes, and their
+    integers' class (1, a multiple of 16, other). The caller answers for it, and for what the config assumes. `wide`
+    computes addresses in 64 bits; without it `args` may be narrowed views, as long as the real tensors beyond 2^31
+    elements are reached through TMA only.
     """
     if interpreted():
         return _compile_interpreted(kernel, args, config, wide)
     run = _variant(kernel, wide, tf32).bind(tuple(args)).compile_config(config)
-    return functools.partial(run, _launcher=_Launcher())
-
-
-class _Launcher:
-    """Launches a Triton kernel, from the second time on without asking Triton again which binary the arguments need.
-
-    For Helion's generated code, in place of its default launcher. Looking the binary up takes Triton 20 to 30 us.
-    """
-
-    def __init__(self) -> None:
-        self.binaries: dict[int, Any] = {}  # by device
-
-    def __call__(self, triton_kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        device = driver.active.get_current_device()
-        binary = self.binaries.get(device)
-        if binary is None:
-            self.binaries[device] = default_launcher(triton_kernel, grid, *args, **options)
-            return
-        hooks = knobs.runtime
-        if hooks.launch_enter_hook is not None:  # a profiler listens
-            binary[(*grid, 1, 1)](*args)
-            return
-        stream = driver.active.get_current_stream(device)
-        y, z = (*grid, 1, 1)[1:3]
-        binary.run(grid[0], y, z, stream, binary.function, binary.packed_metadata, None, None, None, *args)
+    return Launcher(run)
 
 
 def _compile_interpreted(
@@ -116,16 +92,13 @@ def tf32_allowed(dtype: torch.dtype) -> bool:
 def tma_readable(tensor: torch.Tensor) -> bool:
     """Whether the tensor memory accelerator (Hopper and later) can read `tensor`, 2-D or 3-D.
 
-    It needs a base of 16-byte alignment and, apart from a stride of 1 in one of the last two dimensions, strides that
-    are multiples of 16 bytes.
+    It needs a base of 16-byte alignment, a last stride of 1 and others that are multiples of 16 bytes.
     """
     if tensor.device.type != "cuda" or torch.cuda.get_device_capability(tensor.device) < (9, 0):
         return False
     unit = 16 // tensor.element_size()
-    *others, row, column = tensor.stride()
-    if column != 1:
-        row, column = column, row
-    return column == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in (*others, row))
+    *others, last = tensor.stride()
+    return last == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in others)
 
 
 def span(tensor: torch.Tensor) -> int:

@@ -36,18 +36,18 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
     A, B, group_offsets = make_inputs([9, 0, 140], 40, 24, dtype=torch.float16, device=device)
     M = A.size(0)
     out = torch.empty(M, 40, dtype=A.dtype, device=device)
-    kernels.jagged(A, B, group_offsets, None, out, 2 * M + 1, 1, True)
+    kernels.jagged(A, B, group_offsets, None, out, 31, 2 * M + 1, False, False, True)
     assert_grouped_gemm_close(out, A, B, group_offsets)
-    bound = kernels.jagged.bind((A, B, group_offsets, None, out, 2 * M + 1, 1, True))
+    bound = kernels.jagged.bind((A, B, group_offsets, None, out, 31, 2 * M + 1, False, False, True))
     assert bound._config.block_sizes[0] == 64  # 149 rows, 3 groups
 
     out = torch.empty_like(out)
-    tiles = torch.empty(M // 64 + 3 + 2 | 1, 4, dtype=torch.int32, device=device)
+    tiles = torch.empty((M // 64 + 3 + 2) | 1, 4, dtype=torch.int32, device=device)
     num_tiles = torch.empty((), dtype=torch.int32, device=device)
-    kernels.tile_table(group_offsets, out, tiles, num_tiles, 2 * M + 1, 64, True)
+    kernels.tile_table(group_offsets, out, tiles, num_tiles, len(tiles), 2 * M + 1, 64, True)
     assert num_tiles.item() == 4
     assert tiles[:4].tolist() == [[0, 0, 0, 9], [2, 9, 9, 149], [2, 73, 73, 149], [2, 137, 137, 149]]
-    kernels.jagged_persistent(A, B, tiles, num_tiles, None, out, 1, 64, True)
+    kernels.jagged_persistent(A, B, tiles, num_tiles, None, out, False, False, 64, True)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
@@ -61,7 +61,18 @@ def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device:
 
     A, B, group_offsets = make_inputs([9, 0, 40], 40, 24, dtype=torch.float16, device=device)
     M = A.size(0)
-    args = (A, B, group_offsets, None, torch.empty(M, 40, dtype=A.dtype, device=device), 2 * M + 1, 1, True)
+    args = (
+        A,
+        B,
+        group_offsets,
+        None,
+        torch.empty(M, 40, dtype=A.dtype, device=device),
+        31,
+        2 * M + 1,
+        False,
+        False,
+        True,
+    )
     monkeypatch.setattr(launch, "default_autotuner_fn", lambda *_, **__: Search())
     kernels.jagged.autotune(args, force=True)
     assert started == [True]
