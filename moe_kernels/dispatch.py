@@ -138,9 +138,10 @@ def _run(
         result = torch.empty_like(out, dtype=torch.float32)
         launch(variant, A_packed, B, group_offsets, bias, result)
         return out.copy_(result)
-    if A_packed.device.index != torch.get_device_module(A_packed.device.type).current_device():
-        with torch.get_device_module(A_packed.device.type).device(A_packed.device):
-            launch(variant, A_packed, B, group_offsets, bias, out)
-    else:
+    module = torch.cuda if A_packed.is_cuda else torch.xpu
+    if A_packed.device.index == module.current_device():
         launch(variant, A_packed, B, group_offsets, bias, out)
+    else:
+        with module.device(A_packed.device):
+            launch(variant, A_packed, B, group_offsets, bias, out)
     return out

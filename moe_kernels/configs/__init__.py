@@ -102,4 +102,4 @@ def _offsets_block(G: int) -> int:
 
 def tile_table(G: int, N: int) -> helion.Config:
     """The config of the kernel that lists the persistent kernel's tiles."""
-    return helion.Config(block_sizes=[_offsets_block(G), _block_for(N, 64)], num_warps=4)
+    return helion.Config(block_sizes=[_offsets_block(G), _block_for(N, 64)], num_warps=1)

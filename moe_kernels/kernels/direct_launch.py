@@ -54,6 +54,8 @@ class DirectLaunch:
             self.raw = inspect.getclosurevars(self.raw).nonlocals["launcher"]
         if launcher_.global_scratch_size or launcher_.profile_scratch_size:
             raise NotImplementedError("scratch memory")
+        self.device = driver.active.get_current_device()
+        self.current_stream = driver.active.get_current_stream
         self.fixed = (self.binary.function, launcher_.launch_cooperative_grid, launcher_.launch_pdl, None, None)
 
     def _recorded(
@@ -96,7 +98,7 @@ class DirectLaunch:
             self.counts.append((position, next(i for i, x, y in pairs if (a, b) == (x, y))))
             self.template.append(None)
 
-    def __call__(self, args: Sequence[Any], device: int) -> None:
+    def __call__(self, args: Sequence[Any]) -> None:
         flat = self.template.copy()
         for position, i in self.pointers:
             flat[position] = args[i].data_ptr()
@@ -106,7 +108,7 @@ class DirectLaunch:
             descriptor.fill(flat, args)
         i, factor = self.grid
         grid = factor if i is None else args[i] * factor
-        stream = driver.active.get_current_stream(device)
+        stream = self.current_stream(self.device)
         self.raw(grid, 1, 1, stream, *self.fixed, self.binary.packed_metadata, None, None, None, *flat)
 
 
@@ -136,25 +138,24 @@ class _Descriptor:
 
 
 class Launcher:
-    """Calls Helion's generated function `run`; from the second call on a device, directly where that is possible."""
+    """Calls Helion's generated function `run`; from the second time on directly, where that is possible.
+
+    All calls have to come from the same device.
+    """
 
     def __init__(self, run: Callable[..., Any]):
         self.run = run
-        self.direct: dict[int, DirectLaunch | None] = {}
+        self.direct: DirectLaunch | None = None
+        self.called = False
 
     def __call__(self, *args: Any) -> None:
-        device = driver.active.get_current_device()
-        direct = self.direct.get(device)
-        if direct is not None and not knobs.runtime.launch_enter_hook.calls:  # a profiler listens there
-            direct(args, device)
-        elif device in self.direct:
+        if self.direct is not None and not knobs.runtime.launch_enter_hook.calls:  # a profiler listens there
+            self.direct(args)
+        elif self.called:
             self.run(*args)
         else:
-            self._first(args, device)
-
-    def _first(self, args: Sequence[Any], device: int) -> None:
-        try:
-            self.direct[device] = DirectLaunch(self.run, args)
-        except (AttributeError, KeyError, NotImplementedError, StopIteration, TypeError):
-            self.direct[device] = None
-            self.run(*args)
+            self.called = True
+            try:
+                self.direct = DirectLaunch(self.run, args)
+            except (AttributeError, KeyError, NotImplementedError, StopIteration, TypeError):
+                self.run(*args)

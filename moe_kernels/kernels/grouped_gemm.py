@@ -119,7 +119,7 @@ def jagged(
                 load0 = torch.minimum(row0, M - block_m)
             rows = load0.to(torch.int64) + hl.arange(block_m)
             if (region >= 1) & (region <= G):
-                group = region - 1
+                group = (region - 1).to(torch.int64)
                 weight = group * (not shared)
                 for tile_k in hl.tile(K):
                     if mask_rows:
@@ -217,7 +217,7 @@ def jagged_persistent(
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
     hl.pdl_wait()
     for tile_t, tile_n in hl.tile([num_tiles, N], block_size=[1, None]):
-        group = tiles[tile_t.id, 0]
+        group = tiles[tile_t.id, 0].to(torch.int64)
         weight = group * (not shared)
         load0 = tiles[tile_t.id, 1]
         rows = load0.to(torch.int64) + hl.arange(block_m)
