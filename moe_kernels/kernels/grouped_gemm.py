@@ -48,12 +48,9 @@ def _preset_persistent(
     num_tiles: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    shared: bool,
-    transposed: bool,
-    block_m: int,
-    mask_rows: bool,
+    *_: Any,
 ) -> helion.Config:
-    return configs.choose(_problem(A_packed, B, B.size(0), bias, out), "persistent", block_m).config
+    return configs.choose(_problem(A_packed, B, B.size(0), bias, out), "persistent").config
 
 
 def _clamped(group_offsets: torch.Tensor, index: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
