@@ -28,8 +28,8 @@ def table(results: dict[str, Any]) -> str:
         by.setdefault((r["case"], r["layout"]), {})[r["provider"], r["timing"]] = r
     lines = [
         f"{meta['gpu']}, driver {meta['driver']}, torch {meta['torch']}, triton {meta['triton']}, helion "
-        f"{meta['helion']}, {meta['date']}, bfloat16. Columns with a cross are times faster than `torch._grouped_mm` in "
-        "the same run, as CUDA-graph replays; below 1 is slower.",
+        f"{meta['helion']}, {meta['date']}, bfloat16. Columns marked x: so many times as fast as `torch._grouped_mm` "
+        "in the same run, as CUDA-graph replays with a cold L2 cache. Below 1 is slower.",
         "",
         "| case (G, M, N, K) | B | `torch._grouped_mm` us | "
         + " | ".join(f"{head} x" for head in PROVIDERS)
