@@ -83,7 +83,7 @@ class DirectLaunch:
     def _add(self, a: Any, b: Any, args: Sequence[Any], metadata: Any) -> None:
         position = len(self.template)
         if isinstance(a, torch.Tensor):
-            self.pointers.append((position, next(i for i, arg in enumerate(args) if arg is a)))
+            self.pointers.append((position, _index_of(a, args)))
             self.template.append(None)
         elif isinstance(a, TensorDescriptor):
             descriptor = _Descriptor(
@@ -110,6 +110,12 @@ class DirectLaunch:
         grid = factor if i is None else args[i] * factor
         stream = self.current_stream(self.device)
         self.raw(grid, 1, 1, stream, *self.fixed, self.binary.packed_metadata, None, None, None, *flat)
+
+
+def _index_of(tensor: torch.Tensor, args: Sequence[Any]) -> int:
+    """Which of the arguments lies where `tensor` does: itself, or a tensor that it is a view of."""
+    pointer = tensor.data_ptr()
+    return next(i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.data_ptr() == pointer)
 
 
 class _Descriptor:
@@ -143,19 +149,22 @@ class Launcher:
     All calls have to come from the same device.
     """
 
-    def __init__(self, run: Callable[..., Any]):
-        self.run = run
+    def __init__(self, run: Callable[..., Any], prepare: Callable[..., Sequence[Any]]):
+        """`prepare(*args)` gives the arguments of `run`: views of the same memory, where a view is needed."""
+        self.run, self.prepare = run, prepare
         self.direct: DirectLaunch | None = None
         self.called = False
 
     def __call__(self, *args: Any) -> None:
         if self.direct is not None and not knobs.runtime.launch_enter_hook.calls:  # a profiler listens there
             self.direct(args)
-        elif self.called:
-            self.run(*args)
-        else:
-            self.called = True
-            try:
-                self.direct = DirectLaunch(self.run, args)
-            except (AttributeError, KeyError, NotImplementedError, StopIteration, TypeError):
-                self.run(*args)
+            return
+        prepared = self.prepare(*args)
+        if self.called:
+            self.run(*prepared)
+            return
+        self.called = True
+        try:
+            self.direct = DirectLaunch(self.run, prepared)
+        except (AttributeError, KeyError, NotImplementedError, StopIteration, TypeError):
+            self.run(*prepared)

@@ -12,6 +12,7 @@ rows from the offsets alone, and the host bounds the number of slots by M and G 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import helion
@@ -140,14 +141,16 @@ def jagged(
 def tile_table(
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [M, N]
-    tiles: torch.Tensor,  # [slots, 4] int32
-    num_tiles: torch.Tensor,  # [] int32
+    tiles: torch.Tensor,  # [1 + slots, 4] int32
     slots: int,
     odd_M: int,
     block_m: hl.constexpr,
     mask_rows: hl.constexpr,
 ) -> torch.Tensor:
-    """List the row tiles of all groups: (group, first row to load, first row, end row); zero the rows in no group."""
+    """List the row tiles of all groups, and set the rows in no group to zero.
+
+    tiles[1 + i] = (group, first row to load, first row, end row) of tile i; tiles[0, 0] is their number.
+    """
     N = out.size(1)
     G = group_offsets.size(0) - 1
     hl.pdl_wait()
@@ -177,7 +180,7 @@ def tile_table(
         row0 = _first_row(slot, region, start, block_m)
         if row0 < end:
             if (region >= 1) & (region <= G):
-                index = index + _divide(row0 - start, block_m)
+                index = index + _divide(row0 - start, block_m) + 1
                 load0 = row0
                 if not mask_rows:
                     load0 = torch.minimum(row0, M - block_m)
@@ -191,7 +194,7 @@ def tile_table(
                     zeros = hl.zeros([block_m, tile_n], dtype=out.dtype)
                     hl.store(out, [rows, tile_n], zeros, extra_mask=(rows < end)[:, None])
         if slot == 0:
-            hl.store(num_tiles, [], total)
+            tiles[0, 0] = total
     return tiles
 
 
@@ -199,8 +202,8 @@ def tile_table(
 def jagged_persistent(
     A_packed: torch.Tensor,  # [M, K]
     B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share; the last two swapped if `transposed`
-    tiles: torch.Tensor,  # [slots, 4] int32
-    num_tiles: torch.Tensor,  # [] int32
+    tiles: torch.Tensor,  # [1 + slots, 4] int32, of tile_table
+    num_tiles: torch.Tensor,  # [] int32: tiles[0, 0]
     bias: torch.Tensor | None,  # [G, N]
     out: torch.Tensor,  # [M, N]
     shared: hl.constexpr,  # B is
@@ -214,11 +217,12 @@ def jagged_persistent(
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
     hl.pdl_wait()
     for tile_t, tile_n in hl.tile([num_tiles, N], block_size=[1, None]):
-        group = tiles[tile_t.id, 0].to(torch.int64)
+        t = tile_t.id + 1
+        group = tiles[t, 0].to(torch.int64)
         weight = group * (not shared)
-        load0 = tiles[tile_t.id, 1]
+        load0 = tiles[t, 1]
         rows = load0.to(torch.int64) + hl.arange(block_m)
-        inside = (rows >= tiles[tile_t.id, 2]) & (rows < tiles[tile_t.id, 3])
+        inside = (rows >= tiles[t, 2]) & (rows < tiles[t, 3])
         acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
         for tile_k in hl.tile(K):
             if mask_rows:
@@ -320,24 +324,26 @@ def _plan(
     G = group_offsets.size(0) - 1
     shared = B.size(0) == 1
     transposed = B.stride(1) == 1 != B.stride(2)
-    if transposed:
-        B = B.transpose(1, 2)
+    lies_as = (lambda B: B.transpose(1, 2)) if transposed else (lambda B: B)
+    B = lies_as(B)
     problem = _problem(A_packed, B, G, bias, out)
     choice = configs.choose(problem, variant)
     block_m, mask_rows = choice.block_m, choice.mask_rows
-    options = {"wide": problem.wide, "tf32": problem.tf32}
     # What the kernels are compiled for. TMA has no use for Helion's limit on the elements of a tensor: show it fewer.
     a = A_packed.narrow(0, 0, block_m) if choice.tma_A else without_ones(A_packed)
     b = B.narrow(0, 0, min(2, B.size(0))) if choice.tma_B else without_ones(B, keep_first=True)
     o = without_ones(out)
     bias = None if bias is None else without_ones(bias)
+    compiled = partial(compile_kernel, config=choice.config, wide=problem.wide, tf32=problem.tf32)
 
     def slots(M: int) -> int:
         return (M // block_m + G + 2) | 1
 
     if choice.variant == "basic":
-        run = compile_kernel(
-            jagged, (a, b, group_offsets, bias, o, 3, 3, shared, transposed, mask_rows), choice.config, **options
+        run = compiled(
+            jagged,
+            (a, b, group_offsets, bias, o, 3, 3, shared, transposed, mask_rows),
+            prepare=lambda A_packed, B, *rest: (A_packed, lies_as(B), *rest),
         )
 
         def basic(
@@ -347,28 +353,25 @@ def _plan(
             bias: torch.Tensor | None,
             out: torch.Tensor,
         ) -> None:
-            B = B.transpose(1, 2) if transposed else B
             M = A_packed.size(0)
             run(A_packed, B, group_offsets, bias, out, slots(M), 2 * M + 1, shared, transposed, mask_rows)
 
         return basic
 
-    def empty_table(M: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        tiles = torch.empty((slots(M), 4), dtype=torch.int32, device=device)
-        return tiles, torch.empty((), dtype=torch.int32, device=device)
+    def number(tiles: torch.Tensor) -> torch.Tensor:
+        return tiles.select(0, 0).select(0, 0)
 
-    tiles, num_tiles = empty_table(block_m, out.device)
+    tiles = torch.empty((1 + slots(block_m), 4), dtype=torch.int32, device=out.device)
     list_tiles = compile_kernel(
         tile_table,
-        (group_offsets, o, tiles, num_tiles, 3, 3, block_m, mask_rows),
+        (group_offsets, o, tiles, 3, 3, block_m, mask_rows),
         configs.tile_table(G, out.size(1)),
         wide=problem.wide,
     )
-    run = compile_kernel(
+    run = compiled(
         jagged_persistent,
-        (a, b, tiles, num_tiles, bias, o, shared, transposed, block_m, mask_rows),
-        choice.config,
-        **options,
+        (a, b, tiles, number(tiles), bias, o, shared, transposed, block_m, mask_rows),
+        prepare=lambda A_packed, B, tiles, *rest: (A_packed, lies_as(B), tiles, number(tiles), *rest[1:]),
     )
 
     def persistent(
@@ -379,9 +382,9 @@ def _plan(
         out: torch.Tensor,
     ) -> None:
         M = A_packed.size(0)
-        B = B.transpose(1, 2) if transposed else B
-        tiles, num_tiles = empty_table(M, out.device)
-        list_tiles(group_offsets, out, tiles, num_tiles, tiles.size(0), 2 * M + 1, block_m, mask_rows)
-        run(A_packed, B, tiles, num_tiles, bias, out, shared, transposed, block_m, mask_rows)
+        most = slots(M)
+        tiles = torch.empty((1 + most, 4), dtype=torch.int32, device=out.device)
+        list_tiles(group_offsets, out, tiles, most, 2 * M + 1, block_m, mask_rows)
+        run(A_packed, B, tiles, tiles, bias, out, shared, transposed, block_m, mask_rows)
 
     return persistent

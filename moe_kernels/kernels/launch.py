@@ -53,19 +53,26 @@ def _variant(kernel: helion.Kernel[Any], wide: bool, tf32: bool) -> helion.Kerne
 
 
 def compile_kernel(
-    kernel: helion.Kernel[Any], args: Sequence[Any], config: helion.Config, *, wide: bool = False, tf32: bool = False
+    kernel: helion.Kernel[Any],
+    args: Sequence[Any],
+    config: helion.Config,
+    *,
+    wide: bool = False,
+    tf32: bool = False,
+    prepare: Callable[..., Sequence[Any]] = lambda *args: args,
 ) -> Callable[..., Any]:
     """Compile `kernel` under `config` for every call whose arguments are like `args`.
 
     That is: their dtypes and strides, all but their first extents, whether their data is aligned to 16 bytes, and their
     integers' class (1, a multiple of 16, other). The caller answers for it, and for what the config assumes. `wide`
     computes addresses in 64 bits; without it `args` may be narrowed views, as long as the real tensors beyond 2^31
-    elements are reached through TMA only.
+    elements are reached through TMA only. `prepare` turns the arguments of a call into those of the kernel.
     """
     if interpreted():
-        return _compile_interpreted(kernel, args, config, wide)
+        interpret = _compile_interpreted(kernel, args, config, wide)
+        return lambda *args: interpret(*prepare(*args))
     run = _variant(kernel, wide, tf32).bind(tuple(args)).compile_config(config)
-    return Launcher(run)
+    return Launcher(run, prepare)
 
 
 def _compile_interpreted(

@@ -42,12 +42,12 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
     assert bound._config.block_sizes[0] == 64  # 149 rows, 3 groups
 
     out = torch.empty_like(out)
-    tiles = torch.empty((M // 64 + 3 + 2) | 1, 4, dtype=torch.int32, device=device)
-    num_tiles = torch.empty((), dtype=torch.int32, device=device)
-    kernels.tile_table(group_offsets, out, tiles, num_tiles, len(tiles), 2 * M + 1, 64, True)
-    assert num_tiles.item() == 4
-    assert tiles[:4].tolist() == [[0, 0, 0, 9], [2, 9, 9, 149], [2, 73, 73, 149], [2, 137, 137, 149]]
-    kernels.jagged_persistent(A, B, tiles, num_tiles, None, out, False, False, 64, True)
+    slots = (M // 64 + 3 + 2) | 1
+    tiles = torch.empty((1 + slots, 4), dtype=torch.int32, device=device)
+    kernels.tile_table(group_offsets, out, tiles, slots, 2 * M + 1, 64, True)
+    assert tiles[0, 0] == 4
+    assert tiles[1:5].tolist() == [[0, 0, 0, 9], [2, 9, 9, 149], [2, 73, 73, 149], [2, 137, 137, 149]]
+    kernels.jagged_persistent(A, B, tiles, tiles[0, 0], None, out, False, False, 64, True)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 

@@ -31,7 +31,7 @@ def compiled(
     """The report of every kernel that a call with these tensors compiles, by the kernel's name."""
     asked_for = []
 
-    def note(kernel: Any, args: Any, config: Any, *, wide: bool = False, tf32: bool = False) -> None:
+    def note(kernel: Any, args: Any, config: Any, *, wide: bool = False, tf32: bool = False, **_: Any) -> None:
         asked_for.append((launch._variant(kernel, wide, tf32), args, config))
 
     monkeypatch.setattr(kernels, "compile_kernel", note)
