@@ -101,9 +101,9 @@ def grouped_mm(
 
 
 def _use_kernels(A: Tensor) -> bool:
-    if A.device.type == "cpu":
-        return os.environ.get("TRITON_INTERPRET") == "1" and A.dtype != torch.float64
-    return A.device.type in ("cuda", "xpu")
+    if A.is_cuda or A.is_xpu:
+        return True
+    return A.is_cpu and os.environ.get("TRITON_INTERPRET") == "1" and A.dtype != torch.float64
 
 
 def _run(
@@ -131,7 +131,7 @@ def _run(
 
     from moe_kernels.kernels.grouped_gemm import launch
 
-    if A_packed.device.type == "cpu":
+    if A_packed.is_cpu:
         # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
         A_packed, B = (x.float() if x.dtype == torch.bfloat16 else x for x in (A_packed, B))
         bias = None if bias is None else bias.float()
