@@ -72,6 +72,11 @@ def _divide(a: torch.Tensor, b: int) -> torch.Tensor:
     return hl.inline_triton("{0} // {1}", args=(a, b), output_like=a)
 
 
+def _unmasked(tile: torch.Tensor) -> torch.Tensor:
+    """`tile` itself, hidden from Helion's mask propagation: a masked load would not be made by TMA."""
+    return hl.inline_triton("{0}", args=(tile,), output_like=tile)
+
+
 def _first_row(slot: torch.Tensor, region: torch.Tensor, region_start: torch.Tensor, block_m: int) -> torch.Tensor:
     return region_start + (slot - _divide(region_start, block_m) - region) * block_m
 
@@ -123,8 +128,7 @@ def jagged(
                     if mask_rows:
                         a = hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end)[:, None])
                     else:
-                        a = hl.load(A_packed, [load0 + hl.arange(block_m), tile_k])
-                        a = hl.inline_triton("{0}", args=(a,), output_like=a)
+                        a = _unmasked(hl.load(A_packed, [load0 + hl.arange(block_m), tile_k]))
                     if transposed:
                         b = B[weight, tile_n, tile_k].T
                     else:
@@ -228,8 +232,7 @@ def jagged_persistent(
             if mask_rows:
                 a = hl.load(A_packed, [rows, tile_k], extra_mask=inside[:, None])
             else:
-                a = hl.load(A_packed, [load0 + hl.arange(block_m), tile_k])
-                a = hl.inline_triton("{0}", args=(a,), output_like=a)
+                a = _unmasked(hl.load(A_packed, [load0 + hl.arange(block_m), tile_k]))
             if transposed:
                 b = B[weight, tile_n, tile_k].T
             else:
