@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels
+from moe_kernels import requirements
 
 _DEMO = """\
 Runs the main job on generated Mixture-of-Experts traffic: one ragged matrix of rows per expert, skewed, some of them
@@ -75,7 +76,7 @@ def demo() -> int:
             command = [sys.executable, "-m", "moe_kernels", "demo"]
             return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
         os.environ["TRITON_INTERPRET"] = "1"
-    problems, fix = _requirements()
+    problems, fix = requirements.problems(), requirements.FIX
     if problems:
         print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {fix}", file=sys.stderr)
         return 1
@@ -135,7 +136,7 @@ def demo() -> int:
 
 def info() -> int:
     """Print what is installed, what the kernels would use here, and what is missing."""
-    problems, fix = _requirements()
+    problems, fix = requirements.problems(), requirements.FIX
     on = _interpreter_on()
     _print_fields(
         [
@@ -230,16 +231,6 @@ def _nvidia_driver() -> str | None:
 
 def _interpreter_on() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _requirements() -> tuple[list[str], str]:
-    """What keeps the kernels from running, and the command that mends it."""
-    try:
-        from moe_kernels import requirements
-    except ImportError:  # it compares versions by `packaging`
-        missing = [package for package in ("triton", "helion", "numpy") if _version(package) == "not installed"]
-        return [f"not installed: {', '.join(['packaging', *missing])}"], "pip install -e . (in the checkout)"
-    return requirements.problems(), requirements.FIX
 
 
 def _version(package: str) -> str:
