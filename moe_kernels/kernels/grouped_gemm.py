@@ -157,8 +157,6 @@ def tile_table(
     """
     N = out.size(1)
     G = group_offsets.size(0) - 1
-    hl.pdl_wait()
-    hl.pdl_launch_dependents()
     for tile_s in hl.tile(slots, block_size=1):
         region = hl.zeros([], dtype=torch.int32)
         M = _halve(odd_M, region)
@@ -219,7 +217,7 @@ def jagged_persistent(
     K = A_packed.size(1)
     N = out.size(1)
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
-    hl.pdl_wait()
+    hl.pdl_wait()  # launched while tile_table still runs
     for tile_t, tile_n in hl.tile([num_tiles, N], block_size=[1, None]):
         t = tile_t.id + 1
         group = tiles[t, 0].to(torch.int64)
