@@ -247,13 +247,15 @@ def _problem(
 ) -> configs.Problem:
     M, K = A_packed.shape
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
-    tma_A, tma_B = tma_readable(A_packed), tma_readable(B)
+    N = out.size(1)
+    # A descriptor's block has at least 16 of each.
+    tma_A, tma_B = K >= 16 and tma_readable(A_packed), min(K, N) >= 16 and tma_readable(B)
     # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
     wide = max(2 * span(out), 0 if tma_A else 2 * span(A_packed), 0 if tma_B else span(B)) > INT32_MAX
     return configs.Problem(
         rows=configs.floor_power_of_2(M // G),
         M=configs.floor_power_of_2(M),
-        N=out.size(1),
+        N=N,
         K=K,
         G=G,
         dtype=dtype,
@@ -310,8 +312,54 @@ def launch(
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = _plan(variant, A_packed, B, group_offsets, bias, out)
+        dense = variant == "auto" and B.size(0) == 1 and bias is None and a_dtype == b_dtype == out.dtype
+        make = _dense_plan if dense and out.device.type != "cpu" else _plan
+        plan = _plans[key] = make(variant, A_packed, B, group_offsets, bias, out)
     plan(A_packed, B, group_offsets, bias, out)
+
+
+def _slots(M: int, G: int, block_m: int) -> int:
+    return (M // block_m + G + 2) | 1
+
+
+def _empty_table(M: int, G: int, block_m: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((1 + _slots(M, G, block_m), 4), dtype=torch.int32, device=device)
+
+
+def _compile_table(
+    group_offsets: torch.Tensor, out: torch.Tensor, block_m: int, mask_rows: bool, wide: bool
+) -> Callable[..., None]:
+    G = group_offsets.size(0) - 1
+    tiles = _empty_table(block_m, G, block_m, out.device)
+    args = (group_offsets, without_ones(out), tiles, 3, 3, block_m, mask_rows)
+    return compile_kernel(tile_table, args, configs.tile_table(G, out.size(1)), wide=wide)
+
+
+def _dense_plan(
+    variant: str,
+    A_packed: torch.Tensor,
+    B: torch.Tensor,
+    group_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> Callable[..., None]:
+    """One weight for all groups: one dense product of all rows, then zeros over the rows in no group."""
+    G = group_offsets.size(0) - 1
+    zero_outside = _compile_table(group_offsets, out, 128, True, wide=2 * span(out) > INT32_MAX)
+
+    def dense(
+        A_packed: torch.Tensor,
+        B: torch.Tensor,
+        group_offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        M = A_packed.size(0)
+        torch.mm(A_packed, B[0], out=out)
+        tiles = _empty_table(M, G, 128, out.device)
+        zero_outside(group_offsets, out, tiles, _slots(M, G, 128), 2 * M + 1, 128, True)
+
+    return dense
 
 
 def _plan(
@@ -337,9 +385,6 @@ def _plan(
     bias = None if bias is None else without_ones(bias)
     compiled = partial(compile_kernel, config=choice.config, wide=problem.wide, tf32=problem.tf32)
 
-    def slots(M: int) -> int:
-        return (M // block_m + G + 2) | 1
-
     if choice.variant == "basic":
         run = compiled(
             jagged,
@@ -355,20 +400,15 @@ def _plan(
             out: torch.Tensor,
         ) -> None:
             M = A_packed.size(0)
-            run(A_packed, B, group_offsets, bias, out, slots(M), 2 * M + 1, shared, transposed, mask_rows)
+            run(A_packed, B, group_offsets, bias, out, _slots(M, G, block_m), 2 * M + 1, shared, transposed, mask_rows)
 
         return basic
 
     def number(tiles: torch.Tensor) -> torch.Tensor:
         return tiles.select(0, 0).select(0, 0)
 
-    tiles = torch.empty((1 + slots(block_m), 4), dtype=torch.int32, device=out.device)
-    list_tiles = compile_kernel(
-        tile_table,
-        (group_offsets, o, tiles, 3, 3, block_m, mask_rows),
-        configs.tile_table(G, out.size(1)),
-        wide=problem.wide,
-    )
+    tiles = _empty_table(block_m, G, block_m, out.device)
+    list_tiles = _compile_table(group_offsets, out, block_m, mask_rows, problem.wide)
     run = compiled(
         jagged_persistent,
         (a, b, tiles, number(tiles), bias, o, shared, transposed, block_m, mask_rows),
@@ -383,9 +423,8 @@ def _plan(
         out: torch.Tensor,
     ) -> None:
         M = A_packed.size(0)
-        most = slots(M)
-        tiles = torch.empty((1 + most, 4), dtype=torch.int32, device=out.device)
-        list_tiles(group_offsets, out, tiles, most, 2 * M + 1, block_m, mask_rows)
+        tiles = _empty_table(M, G, block_m, out.device)
+        list_tiles(group_offsets, out, tiles, _slots(M, G, block_m), 2 * M + 1, block_m, mask_rows)
         run(A_packed, B, tiles, tiles, bias, out, shared, transposed, block_m, mask_rows)
 
     return persistent

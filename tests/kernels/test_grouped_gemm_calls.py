@@ -181,6 +181,19 @@ def test_the_host_never_waits(variant: str, device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("poison", [0.0, float("nan")], ids=["", "NaN in no group"])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_one_weight_for_all(transposed: bool, poison: float, device: str) -> None:
+    for M, K, N in ((3000, 512, 384), (20, 259, 97)):
+        A, B, _ = make_inputs([M], N, K, dtype=torch.bfloat16, device=device, per_group=False, transposed=transposed)
+        group_offsets = torch.tensor([7, 9, 9, M // 2, M - 5], dtype=torch.int32, device=device)
+        A[:7], A[-5:] = A[:7] + poison, A[-5:] + poison
+        assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets), A, B, group_offsets)
+        malformed = torch.tensor([7, M + 9, 2, -1, M - 5], dtype=torch.int32, device=device)
+        assert_grouped_gemm_close(grouped_gemm(A, B, malformed), A, B, malformed)
+
+
+@pytest.mark.gpu
 @variants
 def test_another_stream(variant: str, device: str) -> None:
     A, B, group_offsets = make_inputs([90, 0, 3000], 256, 1024, dtype=torch.bfloat16, device=device)
