@@ -1,4 +1,4 @@
-"""`python -m moe_kernels demo | info`: run the package's main job, or say what is installed and what is missing."""
+"""`python -m moe_kernels demo | info | tune`: run the main job, say what is installed, search better configs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels
-from moe_kernels import requirements
+from moe_kernels import requirements, tune
 
 _DEMO = """\
 Runs the main job on generated Mixture-of-Experts traffic: one ragged matrix of rows per expert, skewed, some of them
@@ -34,7 +35,8 @@ Needs torch, triton and helion. Exits with 0 if every check passed, otherwise wi
 
 _INFO = """\
 Prints the GPU and its driver, the versions of Python and the packages, whether Triton's interpreter is on, which
-kernel and config a few typical shapes get, and what is missing, with the command that installs it.
+kernel and config a few typical shapes get and from where (a file of tuned configs, with the distance of its entry
+in factors of two, or the rule), and what is missing, with the command that installs it.
 
 Needs torch only. Always exits with 0."""
 
@@ -53,19 +55,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m moe_kernels",
         description="Grouped GEMM kernels for Mixture-of-Experts layers: try them here, and see what they would use.",
-        epilog="`python -m moe_kernels demo --help` and `... info --help` say more.",
+        epilog="`python -m moe_kernels demo --help`, `... info --help` and `... tune --help` say more.",
     )
-    commands = parser.add_subparsers(dest="command", metavar="{demo,info}")
+    commands = parser.add_subparsers(dest="command", metavar="{demo,info,tune}")
     for name, summary, text in (
         ("demo", "run every kernel on generated traffic, check the results, print times; works without a GPU", _DEMO),
         ("info", "print GPU, versions, the configs in use, and what is missing; needs nothing but torch", _INFO),
     ):
         commands.add_parser(name, help=summary, description=text, formatter_class=raw)
-    command = parser.parse_args(argv).command
-    if command is None:
+    summary = "search faster configs for a model or given shapes on this GPU, and keep them; needs a GPU"
+    tune.add_arguments(commands.add_parser("tune", help=summary, description=tune.HELP, formatter_class=raw))
+    options = parser.parse_args(argv)
+    if options.command is None:
         parser.print_help()
         return 2
-    return demo() if command == "demo" else info()
+    if options.command == "tune":
+        if problems := requirements.problems():
+            print(
+                f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.FIX}", file=sys.stderr
+            )
+            return 1
+        return tune.main(options)
+    return demo() if options.command == "demo" else info()
 
 
 def demo() -> int:
@@ -154,12 +165,35 @@ def info() -> int:
         print("Configs: not shown, because finding them needs what is missing.")
         return 0
     try:
-        from moe_kernels import configs
+        from moe_kernels import configs  # noqa: F401
     except Exception as error:  # whatever a broken installation raises, this command is there to report it
         print(f"Configs: not shown, because helion cannot be imported: {type(error).__name__}: {error}")
         print(f"To fix it: {fix}")
         return 0
-    print("Configs: by rule, measured on an H200. There are no tuned configs for any GPU yet, so none for this one.")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _print_configs()
+    for warning in caught:
+        print(f"Note: {warning.message}")
+    return 0
+
+
+def _print_configs() -> None:
+    """Where tuned configs are looked for, and what a few typical shapes get."""
+    from moe_kernels import configs
+    from moe_kernels.configs import store
+
+    device = torch.device("cuda", 0) if _gpu() == "cuda" and not _interpreter_on() else None
+    if device is None:
+        print("Configs: by rule, measured on an H200. Tuned configs are for GPUs, and none is used here.")
+    else:
+        gpu = store.gpu_of(device)
+        entries = [file for file, _ in store.load(gpu)]
+        print(
+            f"Configs for {gpu.name}: the nearest of those tuned, or else by rule, measured on an H200. Looked for in"
+        )
+        for file, _ in store.files_for(gpu):
+            print(f"  {file}: {f'{entries.count(file)} entries for these versions' if file.exists() else 'not there'}")
     rows = []
     for name, G, M, N, K, dtype in _TYPICAL:
         mean_rows = M // G
@@ -175,23 +209,28 @@ def info() -> int:
             tma_B=True,
             wide=False,
             has_bias=False,
+            device=device,
         )
         choice = configs.choose(problem)
         relation = ">=" if mean_rows >= configs.PERSISTENT_FROM_ROWS else "<"
+        because = f"rule: {mean_rows} rows per group {relation} {configs.PERSISTENT_FROM_ROWS}"
+        if choice.entry is not None:
+            near = choice.entry.bucket
+            because = f"tuned: {choice.source}, distance {choice.distance:.2f} from "
+            because += f"{near.rows} rows per group, N {near.N}, K {near.K}, G {near.G}"
         values: dict[str, Any] = choice.config.config
         rows.append(
             [
                 name,
                 f"{G}, {M}, {N}, {K}",
                 choice.variant,
-                f"{mean_rows} rows per group {relation} {configs.PERSISTENT_FROM_ROWS}",
+                because,
                 f"block_m {choice.block_m}, blocks {values['block_sizes']}, "
                 f"{values['num_warps']} warps, {values['num_stages']} stages, "
                 f"{values['indexing'].count('tensor_descriptor')} of 2 operands by TMA",
             ]
         )
     _print_table(["layer", "G, M, N, K", "kernel", "because", "config"], rows)
-    return 0
 
 
 def _gpu() -> str | None:

@@ -83,6 +83,68 @@ def test_info_lists_versions_and_configs() -> None:
     assert "2048 rows per group >= " in done.stdout and "4 rows per group < " in done.stdout
 
 
+def test_info_names_the_entry_and_its_distance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As on a GPU with one tuned entry, near the second of the typical shapes."""
+    from moe_kernels import configs
+    from moe_kernels.configs import store
+
+    gpu = store.Gpu("NVIDIA Test 9000", (9, 0))
+    problem = configs.Problem(512, 65536, 1536, 1792, 128, torch.bfloat16, False, True, True, False, False)
+    by_rule = configs.rule(problem)
+    made = store.Entry(
+        by_rule.variant,
+        configs.bucket_of(problem),
+        by_rule.block_m,
+        by_rule.mask_rows,
+        {**by_rule.config.config, "num_stages": 3},
+        600.0,
+        610.0,
+        65536,
+        store.installed_versions(),
+        "2026-01-01",
+        "",
+    )
+    file = store.file_in(tmp_path, gpu.name)
+    store.write(file, gpu.name, [made])
+    (tmp_path / "nvidia-sm90.json").write_text("{")
+    monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(store, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(store, "BUNDLED", tmp_path / "none")
+    monkeypatch.setattr(cli, "_gpu", lambda: "cuda")
+    monkeypatch.setattr(cli, "_gpu_fields", list)
+    configs.reload()
+    assert cli.main(["info"]) == 0
+    configs.reload()
+    text = capsys.readouterr().out
+    assert f"{file}: 1 entries" in text and "not there" in text
+    assert f"tuned: {file}, distance 0.19 from 512 rows per group, N 1536, K 1792, G 128" in text
+    assert text.count("rule: ") == 3
+    assert f"Note: moe_kernels: {tmp_path / 'nvidia-sm90.json'} is not valid JSON" in text
+
+
+def test_tune_without_a_gpu() -> None:
+    done = run("tune", "--model", "qwen3-30b")
+    assert done.returncode == 2
+    assert "tune needs a CUDA GPU: torch finds none" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_tune_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert cli.main(["tune", "--shapes", "8,64,64,64"]) == 2
+    assert "TRITON_INTERPRET" in capsys.readouterr().err
+
+
+def test_tune_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    hide(monkeypatch, "helion")
+    assert cli.main(["tune", "--model", "olmoe"]) == 1
+    assert requirements.FIX in capsys.readouterr().err
+
+
 def test_info_without_helion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "helion", None)
     hide(monkeypatch, "helion")
@@ -116,6 +178,7 @@ def test_help_explains_the_commands() -> None:
     [
         (["--help"], 0, "without a GPU"),
         (["info", "--help"], 0, "Needs torch only"),
+        (["tune", "--help"], 0, "Ctrl-C keeps what is done"),
         (["nonsense"], 2, "invalid choice"),
     ],
 )

@@ -1,12 +1,24 @@
-"""Which kernel and which `helion.Config` a problem gets: so far a rule, written down from measurements on an H200."""
+"""Which kernel and which `helion.Config` a problem gets: a tuned one for this GPU (see `store`), or else by rule.
+
+The rule was written down from measurements on an H200.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import helion
 import torch
+
+from moe_kernels.configs import store
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,8 @@ class Problem:
     tma_B: bool
     wide: bool  # addresses do not fit into 32 bits
     has_bias: bool
+    transposed: bool = False  # B lies in memory as [G, N, K]
+    device: torch.device | None = None  # None leaves the choice to the rule
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,9 @@ class Choice:
     tma_A: bool  # A_packed is read by TMA
     tma_B: bool
     config: helion.Config
+    source: str = "rule"  # or the file that the entry is from
+    distance: float = 0.0  # of the problem from the one that the entry was tuned for: `store.Bucket.distance`
+    entry: store.Entry | None = field(default=None, compare=False, repr=False)
 
 
 _Presets = dict[int, tuple[int, int, int, int, int]]
@@ -52,6 +69,14 @@ MAX_BLOCK_G = 1024  # offsets that a program looks at together
 
 def choose(problem: Problem, variant: str = "auto") -> Choice:
     """The kernel and config for `problem`; a `variant` that is given leaves only the config to choose."""
+    choice = _pinned.get() or _tuned(problem, variant) or rule(problem, variant)
+    if (made := _made.get()) is not None:
+        made.append((problem, choice))
+    return choice
+
+
+def rule(problem: Problem, variant: str = "auto") -> Choice:
+    """The choice where nothing has been tuned: it compiles everywhere."""
     if variant == "auto":
         variant = "persistent" if problem.rows >= PERSISTENT_FROM_ROWS else "basic"
     if variant == "persistent":
@@ -71,21 +96,26 @@ def choose(problem: Problem, variant: str = "auto") -> Choice:
     block_n, block_k, num_warps, num_stages, l2_grouping = presets[block_m]
     block_n, block_k = _block_for(problem.N, block_n), _block_for(problem.K, block_k)
 
-    loads = ["tensor_descriptor" if tma else "pointer" for tma in (tma_A, tma_B)]
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [l2_grouping]}
     if tma_A or tma_B:
         options["host_tensor_descriptors"] = True
-    # `indexing` goes by the order of the accesses in the kernel: tables, A_packed, B, bias, out.
-    after = ["pointer"] * (1 + problem.has_bias)
     if variant == "persistent":
         options["pid_type"] = "persistent_interleaved"
         if tma_A and tma_B:
             options["range_flattens"] = [True, None]  # overlaps one tile's stores with the next one's loads
-        blocks, indexing = [block_n, block_k], [*["pointer"] * 4, *loads, *after]
+        blocks = [block_n, block_k]
     else:
-        blocks, indexing = [block_m, block_n, _offsets_block(problem.G), block_k], ["pointer", *loads, *after]
+        blocks = [block_m, block_n, _offsets_block(problem.G), block_k]
+    indexing = _indexing(variant, problem.has_bias, tma_A, tma_B)
     config = helion.Config(block_sizes=blocks, indexing=indexing, **options)
     return Choice(variant, block_m, mask_rows, tma_A, tma_B, config)
+
+
+def _indexing(variant: str, has_bias: bool, tma_A: bool, tma_B: bool) -> list[str]:
+    """How each access is made, in the kernel's order: tables, A_packed, B, bias, out."""
+    tables = 4 if variant == "persistent" else 1
+    loads = ["tensor_descriptor" if tma else "pointer" for tma in (tma_A, tma_B)]
+    return [*["pointer"] * tables, *loads, *["pointer"] * (1 + has_bias)]
 
 
 def floor_power_of_2(n: int) -> int:
@@ -105,3 +135,146 @@ def _offsets_block(G: int) -> int:
 def tile_table(G: int, N: int) -> helion.Config:
     """The config of the kernel that lists the persistent kernel's tiles."""
     return helion.Config(block_sizes=[_offsets_block(G), _block_for(N, 64)], num_warps=1)
+
+
+def bucket_of(problem: Problem) -> store.Bucket:
+    """What `problem` is looked up by."""
+    dtype = "tf32" if problem.tf32 else str(problem.dtype).removeprefix("torch.")
+    return store.Bucket(dtype, problem.transposed, problem.rows, problem.N, problem.K, problem.G)
+
+
+def _tuned(problem: Problem, variant: str) -> Choice | None:
+    """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
+    device = problem.device
+    if device is None or device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    for found in store.near(store.gpu_of(device), bucket_of(problem)):
+        choice = _adapted(found, problem)
+        if (
+            variant in ("auto", choice.variant)
+            and (choice.source, found.entry.key) not in _discarded
+            and why_illegal(choice, problem) is None
+        ):
+            return choice
+    return None
+
+
+def _adapted(found: store.Found, problem: Problem) -> Choice:
+    """The choice of an entry, which was tuned without a bias and perhaps for another number of groups."""
+    entry = found.entry
+    config = dict(entry.config)
+    loads = [
+        tma
+        for tma in itertools.product((True, False), repeat=2)
+        if config.get("indexing") == _indexing(entry.kernel, False, *tma)
+    ]
+    tma_A, tma_B = loads[0] if loads else (False, False)
+    if loads and problem.has_bias:
+        config["indexing"] = _indexing(entry.kernel, True, tma_A, tma_B)
+        for per_load in ("load_eviction_policies", "load_cache_modifiers"):
+            if isinstance(config.get(per_load), list):
+                config[per_load] = [*config[per_load], ""]
+    blocks = config.get("block_sizes")
+    if entry.kernel == "basic" and isinstance(blocks, list) and len(blocks) == 4 and problem.G != entry.bucket.G:
+        config["block_sizes"] = [blocks[0], blocks[1], _offsets_block(problem.G), blocks[3]]
+    return Choice(
+        entry.kernel,
+        entry.block_m,
+        entry.mask_rows,
+        tma_A,
+        tma_B,
+        helion.Config(**config),
+        source=str(found.file),
+        distance=found.distance,
+        entry=entry,
+    )
+
+
+def why_illegal(choice: Choice, problem: Problem) -> str | None:
+    """What keeps `choice` from being used for `problem`; None if nothing does."""
+    values: dict[str, Any] = choice.config.config
+    if choice.variant not in ("basic", "persistent"):
+        return f"no kernel {choice.variant!r}"
+    persistent = choice.variant == "persistent"
+    if values.get("indexing") != _indexing(choice.variant, problem.has_bias, choice.tma_A, choice.tma_B):
+        return f"indexing is {values.get('indexing')}"
+    blocks = values.get("block_sizes")
+    if not isinstance(blocks, list) or len(blocks) != (2 if persistent else 4):
+        return f"block_sizes are {blocks}"
+    if any(type(block) is not int or block < 1 or block & (block - 1) for block in (choice.block_m, *blocks)):
+        return "a block is no power of two"
+    block_n, block_k = blocks[0 if persistent else 1], blocks[-1]
+    if persistent:
+        if not str(values.get("pid_type")).startswith("persistent"):
+            return f"pid_type is {values.get('pid_type')}"
+    elif blocks[0] != choice.block_m:
+        return f"block_m is {choice.block_m} and {blocks[0]}"
+    if not 16 <= choice.block_m <= 128 or min(block_n, block_k) < 16:
+        return "a block is too small or too large"
+    if not choice.mask_rows and choice.block_m > problem.M:
+        return f"block_m = {choice.block_m} is more than M"
+    if (choice.tma_A and (choice.mask_rows or not problem.tma_A)) or (choice.tma_B and not problem.tma_B):
+        return "an operand cannot be read by TMA"
+    if choice.tma_A or choice.tma_B:
+        if values.get("host_tensor_descriptors") is not True:
+            return "TMA without host_tensor_descriptors"
+        if block_k > min(problem.K, 256) or (choice.tma_B and block_n > min(problem.N, 256)):
+            return "a block is larger than what TMA can read of the tensor"
+    return None
+
+
+_discarded: set[tuple[str, tuple[Any, ...]]] = set()
+_pinned: ContextVar[Choice | None] = ContextVar("pinned", default=None)
+_made: ContextVar[list[tuple[Problem, Choice]] | None] = ContextVar("made", default=None)
+
+
+@contextmanager
+def pinned(choice: Choice) -> Iterator[None]:
+    """In here, `choice` is every problem's."""
+    token = _pinned.set(choice)
+    try:
+        yield
+    finally:
+        _pinned.reset(token)
+
+
+@contextmanager
+def noted() -> Iterator[list[tuple[Problem, Choice]]]:
+    """The choices made in here, and for which problems."""
+    made: list[tuple[Problem, Choice]] = []
+    token = _made.set(made)
+    try:
+        yield made
+    finally:
+        _made.reset(token)
+
+
+def discard(choice: Choice, reason: str) -> bool:
+    """Never choose this tuned entry again in this process, and warn once of its file; False if it is the rule's."""
+    if choice.entry is None:
+        return False
+    _discarded.add((choice.source, choice.entry.key))
+    bucket = choice.entry.bucket
+    shape = f"{bucket.dtype}, {bucket.rows} rows per group, N {bucket.N}, K {bucket.K}, G {bucket.G}"
+    store.warn_once(f"{choice.source} ({shape})", f"does not work here, another config is used: {reason}")
+    return True
+
+
+def settle(attempt: Callable[[], _T]) -> _T:
+    """`attempt()`, which chooses configs, compiles and runs; again without the tuned entries it used if that fails."""
+    while True:
+        with noted() as made:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".split("\n")[0]
+                if not sum(discard(choice, reason) for _, choice in made):
+                    raise
+
+
+def reload() -> None:
+    """Read the files of tuned entries again when they are next needed."""
+    store.reload()
+    _discarded.clear()

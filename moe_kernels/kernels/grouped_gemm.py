@@ -39,7 +39,7 @@ def _preset_basic(
     out: torch.Tensor,
     *_: Any,
 ) -> helion.Config:
-    return configs.choose(_problem(A_packed, B, group_offsets.size(0) - 1, bias, out), "basic").config
+    return configs.rule(_problem(A_packed, B, group_offsets.size(0) - 1, bias, out), "basic").config
 
 
 def _preset_persistent(
@@ -51,7 +51,7 @@ def _preset_persistent(
     out: torch.Tensor,
     *_: Any,
 ) -> helion.Config:
-    return configs.choose(_problem(A_packed, B, B.size(0), bias, out), "persistent").config
+    return configs.rule(_problem(A_packed, B, B.size(0), bias, out), "persistent").config
 
 
 def _clamped(group_offsets: torch.Tensor, index: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
@@ -243,7 +243,12 @@ def jagged_persistent(
 
 
 def _problem(
-    A_packed: torch.Tensor, B: torch.Tensor, G: int, bias: torch.Tensor | None, out: torch.Tensor
+    A_packed: torch.Tensor,
+    B: torch.Tensor,
+    G: int,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    transposed: bool = False,
 ) -> configs.Problem:
     M, K = A_packed.shape
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
@@ -264,6 +269,8 @@ def _problem(
         tma_B=tma_B and not wide,
         wide=wide,
         has_bias=bias is not None,
+        transposed=transposed,
+        device=A_packed.device,
     )
 
 
@@ -314,8 +321,16 @@ def launch(
             _plans.clear()
         dense = variant == "auto" and B.size(0) == 1 and bias is None and a_dtype == b_dtype == out.dtype
         make = _dense_plan if dense and out.device.type != "cpu" else _plan
-        plan = _plans[key] = make(variant, A_packed, B, group_offsets, bias, out)
+        # A tuned config that does not work here gives way to the rule's.
+        _plans[key] = configs.settle(partial(_make_and_call, make, variant, A_packed, B, group_offsets, bias, out))
+        return
     plan(A_packed, B, group_offsets, bias, out)
+
+
+def _make_and_call(make: Callable[..., Callable[..., None]], variant: str, *tensors: Any) -> Callable[..., None]:
+    plan = make(variant, *tensors)
+    plan(*tensors)
+    return plan
 
 
 def _slots(M: int, G: int, block_m: int) -> int:
@@ -375,7 +390,7 @@ def _plan(
     transposed = B.stride(1) == 1 != B.stride(2)
     lies_as = (lambda B: B.transpose(1, 2)) if transposed else (lambda B: B)
     B = lies_as(B)
-    problem = _problem(A_packed, B, G, bias, out)
+    problem = _problem(A_packed, B, G, bias, out, transposed)
     choice = configs.choose(problem, variant)
     block_m, mask_rows = choice.block_m, choice.mask_rows
     # What the kernels are compiled for. TMA has no use for Helion's limit on the elements of a tensor: show it fewer.

@@ -1,0 +1,593 @@
+"""`python -m moe_kernels tune`: search configs for the layers of a model on this GPU, and keep them as data.
+
+For each problem a few neighbours of the rule's config are timed against each other. From the best of them Helion's
+autotuner searches on, over several routings at once, within its share of the time. What it finds takes turns with the
+rule's config, and is kept if it is faster; else the rule's is, so that the next process knows that this was looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import os
+import re
+import shlex
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from moe_kernels.packing import group_offsets_from_sizes
+from moe_kernels.testing import SizeKind, group_sizes_for, make_inputs
+
+if TYPE_CHECKING:
+    from moe_kernels.configs import Choice, Problem
+    from moe_kernels.configs.store import Bucket, Entry
+
+MODELS = {  # name: (H, I, E, top_k)
+    "deepseek-v2-lite": (2048, 1408, 64, 6),
+    "deepseek-v3": (7168, 2048, 256, 8),
+    "glm-4.5": (5120, 1536, 160, 8),
+    "glm-4.5-air": (4096, 1408, 128, 8),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+    "kimi-k2": (7168, 2048, 384, 8),
+    "llama-4-maverick": (5120, 8192, 128, 1),
+    "llama-4-scout": (5120, 8192, 16, 1),
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "olmoe": (2048, 1024, 64, 8),
+    "qwen3-235b": (4096, 1536, 128, 8),
+    "qwen3-30b": (2048, 768, 128, 8),
+    "qwen3-next": (2048, 512, 512, 10),
+}
+TOKENS = (16, 512, 8192)
+ROUTINGS: tuple[SizeKind, ...] = ("softmax", "zipf", "uniform")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+GAIN = 1.01  # a config has to be this much faster than the rule's to replace it
+_LEAST_SEARCH = 20  # seconds; what Helion's first round of configs takes
+_ROUNDS = 21
+_INT32_MAX = 2**31 - 1
+
+HELP = """\
+Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU, and writes those that are
+faster than the rule's to <out>/<gpu>.json, where the next process finds them. Needs a CUDA GPU that nothing else uses.
+
+The time is split evenly over what is left to do. Each problem first tries neighbours of the rule's config, then
+Helion's own autotuner from the best of them, with softmax-skewed, zipf-skewed and uniform routing at once, and last
+times the winner in turns with the rule's config. Helion looks at the clock between rounds only, so a problem may take
+a minute longer than its share. What the file has for these versions of triton and helion is skipped (--force does it
+anew), and Ctrl-C keeps what is done, so a search can be continued by the same command.
+
+Exits with 0 when all is done or the time is spent, 2 without a GPU or on wrong arguments, 130 after Ctrl-C, otherwise
+with 1."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem to tune."""
+
+    G: int
+    M: int
+    N: int
+    K: int
+    dtype: str
+    transposed: bool
+
+    def __str__(self) -> str:
+        layout = "[G, N, K] transposed" if self.transposed else "[G, K, N]"
+        return f"G={self.G} M={self.M} N={self.N} K={self.K} {self.dtype}, B {layout}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tune`."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", choices=MODELS, help="both GEMMs of this model's experts, for several token counts")
+    what.add_argument(
+        "--shapes", nargs="+", type=_shape, metavar="G,M,N,K", help="groups, rows in all, columns, contraction"
+    )
+    parser.add_argument(
+        "--tokens", nargs="+", type=_positive, default=list(TOKENS), help="of --model (default: 16 512 8192)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument(
+        "--layout",
+        choices=("gnk", "gkn", "both"),
+        default="gnk",
+        help="how B lies in memory: [G, N, K] viewed transposed, as modules hold their weights (default), or [G, K, N]",
+    )
+    parser.add_argument("--budget", type=seconds, default=600.0, help="for all of it: 90s, 10m (default) or 2h")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the user's cache folder, see `info`")
+    parser.add_argument("--force", action="store_true", help="tune again what is already there")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; the exit code."""
+    if (reason := _no_gpu()) is not None:
+        print(f"tune needs a CUDA GPU: {reason}.", file=sys.stderr)
+        return 2
+    from moe_kernels.configs import store
+
+    warnings.filterwarnings("ignore", "moe_kernels: no config has been tuned")
+    device = torch.device("cuda", torch.cuda.current_device())
+    gpu = store.gpu_of(device)
+    file = store.file_in(options.out or store.cache_folder(), gpu.name)
+    return tune(tasks(options), file, gpu.name, device, options.budget, options.force)
+
+
+def tasks(options: argparse.Namespace) -> list[Task]:
+    """What the command line asks for, no problem twice."""
+    shapes: list[tuple[int, int, int, int]] = options.shapes or []
+    if options.model:
+        H, width, E, top_k = MODELS[options.model]
+        sizes = [(N, K) for N, K in ((2 * width, H), (H, width))]
+        shapes = [(E, tokens * top_k, N, K) for tokens in options.tokens for N, K in sizes]
+    layouts = {"gkn": (False,), "gnk": (True,), "both": (False, True)}[options.layout]
+    return list(dict.fromkeys(Task(*shape, options.dtype, t) for shape in shapes for t in layouts))
+
+
+def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budget: float, force: bool = False) -> int:
+    """Tune `todo` within `budget` seconds and write each result to `file` at once; the exit code."""
+    from moe_kernels.configs import store
+
+    deadline = time.monotonic() + budget
+    begun = time.monotonic()
+    print(f"Tuning {len(todo)} problems for {gpu} within {_duration(budget)}, into {file}", flush=True)
+    failed = 0
+    try:
+        for i, task in enumerate(todo):
+            name = f"[{i + 1}/{len(todo)}] {task}"
+            if not force and (known := _known(task, file, gpu, device)) is not None:
+                print(f"{name}: there already, {known.us:.1f} us (--force tunes it again)", flush=True)
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                print(f"The time is spent; {len(todo) - i} problems are left. The same command goes on.")
+                break
+            share = left / (len(todo) - i)
+            print(f"{name}: {_duration(share)} of the {_duration(left)} that are left", flush=True)
+            try:
+                entry = tune_one(task, device, share)
+            except Exception as error:
+                failed += 1
+                print(f"  failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                if _gpu_is_lost(device):
+                    print("  The GPU does not answer any more. The same command goes on.", file=sys.stderr)
+                    break
+                continue
+            store.write(file, gpu, [entry])
+            print(
+                f"  {entry.us:.1f} us, the rule's config {entry.rule_us:.1f} us "
+                f"({entry.rule_us / entry.us:.3f} times as fast): {entry.kernel}, block_m {entry.block_m}, "
+                f"{entry.config}",
+                flush=True,
+            )
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. What is done is in {file}; the same command goes on.", file=sys.stderr)
+        return 130
+    store.reload()
+    print(f"{_duration(time.monotonic() - begun)} in all. Entries are in {file}.")
+    return int(failed > 0)
+
+
+def tune_one(task: Task, device: torch.device, share: float) -> Entry:
+    """The best entry for `task` that is found in about `share` seconds."""
+    from moe_kernels import configs
+    from moe_kernels.configs import store
+
+    until = time.monotonic() + share
+    G, M = _fitting(task, device)
+    if (G, M) != (task.G, task.M):
+        print(f"  as G={G} M={M}, for which the weights fit")
+    inputs = Inputs(replace(task, G=G, M=M), device)
+    with configs.noted() as made:
+        _plan(None, inputs)
+    problem = replace(made[0][0], transposed=task.transposed, device=device)
+    by_rule, known = configs.rule(problem), configs.choose(problem)
+    start = list(unique([by_rule, known, *alternatives(problem)]))
+    times = measure(start, inputs, rounds=7)
+    best, us = min(zip(start, times, strict=True), key=lambda pair: pair[1])
+    print(f"  {best.variant}, block_m {best.block_m}: {us:.1f} us; the rule's config: {times[0]:.1f} us", flush=True)
+    near = [best, *neighbours(best, problem)]
+    finalists = [by_rule, known, best]
+    for_search = int(0.75 * (until - time.monotonic())) - 10  # Helion exceeds its budget by up to one round
+    if for_search >= _LEAST_SEARCH:
+        print(f"  Helion's autotuner, from {len(near)} configs: {_duration(for_search)}", flush=True)
+        try:
+            finalists.append(search(problem, near, inputs, for_search))
+        except Exception as error:
+            print(f"  Helion's autotuner failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            if _gpu_is_lost(device):
+                raise
+    else:
+        print("  too little time for Helion's autotuner: only neighbours of that config")
+        finalists += near
+    finalists = list(unique(finalists))
+    times = measure(finalists, inputs, rounds=_ROUNDS, until=math.inf if for_search >= _LEAST_SEARCH else until)
+    rule_us = times[0]
+    winner, us = min(zip(finalists, times, strict=True), key=lambda pair: pair[1])
+    if us * GAIN > rule_us:
+        winner, us = by_rule, rule_us
+    if not math.isfinite(us):
+        raise RuntimeError("no config works, not even the rule's")
+    return store.Entry(
+        kernel=winner.variant,
+        bucket=configs.bucket_of(problem),
+        block_m=winner.block_m,
+        mask_rows=winner.mask_rows,
+        config=concise(winner.config.config),
+        us=round(us, 2),
+        rule_us=round(rule_us, 2) if math.isfinite(rule_us) else round(us, 2),
+        M=M,
+        versions=store.installed_versions(),
+        date=datetime.date.today().isoformat(),
+        command=_command(task),
+    )
+
+
+class Inputs:
+    """The tensors of a task: one A_packed and B, and the offsets of each routing."""
+
+    def __init__(self, task: Task, device: torch.device):
+        dtype = DTYPES[task.dtype]
+        sizes = [group_sizes_for(kind, task.G, task.M) for kind in ROUTINGS]
+        self.A, self.B, _ = make_inputs(
+            sizes[0], task.N, task.K, dtype=dtype, device=device, transposed=task.transposed
+        )
+        self.offsets = [group_offsets_from_sizes(torch.tensor(s, dtype=torch.int32, device=device)) for s in sizes]
+        # Zeros, because a search compares what was there before with what a config left.
+        self.outs = [torch.zeros(task.M, task.N, dtype=dtype, device=device) for _ in sizes]
+
+    def tensors(self) -> Iterator[tuple[Tensor, Tensor, Tensor, None, Tensor]]:
+        """The arguments of a plan, for each routing."""
+        for offsets, out in zip(self.offsets, self.outs, strict=True):
+            yield self.A, self.B, offsets, None, out
+
+
+def alternatives(problem: Problem) -> list[Choice]:
+    """The rule's choice for `problem` at other heights, and by the other kernel."""
+    from moe_kernels import configs
+
+    found = []
+    for variant in ("persistent", "basic"):
+        if variant == "persistent" and problem.rows < 32:
+            continue
+        by_rule = configs.rule(problem, variant)
+        heights = {by_rule.block_m, by_rule.block_m // 2, by_rule.block_m * 2}
+        for block_m in sorted(heights & ({64, 128} if variant == "persistent" else {16, 32, 64, 128})):
+            # A tile of 64 rows has work for 4 warps.
+            warps = by_rule.config.config["num_warps"] if block_m == by_rule.block_m or block_m == 128 else 4
+            found.append(_with(by_rule, block_m=block_m, num_warps=warps))
+    return [choice for choice in found if configs.why_illegal(choice, problem) is None]
+
+
+def neighbours(choice: Choice, problem: Problem) -> list[Choice]:
+    """Configs near that of `choice`, of the same kernel and height."""
+    from moe_kernels import configs
+
+    values: dict[str, Any] = choice.config.config
+    n, k = (0 if choice.variant == "persistent" else 1), -1
+    found = [_with(choice, l2_groupings=[size]) for size in (1, 4, 8, 16)]
+    found += [_with(choice, num_stages=values["num_stages"] + more) for more in (-1, 1) if values["num_stages"] > 1]
+    for index in (n, k):
+        size = values["block_sizes"][index]
+        found += [_with(choice, block=(index, changed)) for changed in (size // 2, size * 2)]
+    found += [_with(choice, num_warps=warps) for warps in (4, 8)]
+    return [near for near in list(unique([choice, *found]))[1:] if configs.why_illegal(near, problem) is None]
+
+
+def search(problem: Problem, seeds: Sequence[Choice], inputs: Inputs, budget: int) -> Choice:
+    """What Helion's autotuner finds in about `budget` seconds, for the kernel and height of the first of `seeds`."""
+    import helion
+
+    from moe_kernels import configs
+    from moe_kernels.kernels import launch
+
+    start = seeds[0]
+    kernel, arg_sets = kernel_calls(start, inputs)
+    kept = {"indexing": start.config.config["indexing"]}
+    if start.config.config.get("host_tensor_descriptors"):
+        kept["host_tensor_descriptors"] = True
+
+    def usable(config: helion.Config) -> helion.Config | None:
+        # `block_m` is in the arguments: as a constant, or as the number of slots.
+        return config if configs.why_illegal(replace(start, config=config), problem) is None else None
+
+    def baseline(*args: Any) -> Any:
+        bound = launch._variant(kernel, problem.wide, problem.tf32).bind(args)
+        return bound.compile_config(start.config)(*args)
+
+    tuned: helion.Kernel[Any] = helion.kernel(
+        kernel.fn,
+        static_shapes=False,
+        index_dtype=torch.int64 if problem.wide else torch.int32,
+        dot_precision="tf32" if problem.tf32 else "ieee",
+        autotune_effort="quick",  # small rounds: the clock is looked at between them
+        autotune_max_generations=50,
+        autotune_budget_seconds=budget,
+        autotune_initial_population_strategy="from_random",
+        autotune_seed_configs=[seed.config for seed in seeds],
+        autotune_config_overrides=kept,
+        autotune_config_filter=usable,
+        # A grid that the device counts has to be walked by a fixed number of workers.
+        autotune_force_persistent=start.variant == "persistent",
+        autotune_baseline_fn=baseline,
+        autotune_baseline_accuracy_check_fn=check_close,
+        # `out` is written in place, which Helion's separate benchmark process cannot do. No config of these kernels
+        # reaches out of bounds, so none takes this process down.
+        autotune_benchmark_subprocess=False,
+        autotune_precompile="fork",
+        autotune_ignore_errors=True,
+        autotune_progress_bar=True,
+        autotune_random_seed=0,
+    )
+    config = tuned.autotune_multi(arg_sets, cache_tag=f"moe_kernels {start.variant} {start.block_m}")
+    return replace(start, config=helion.Config(**config.config), entry=None, source="search")
+
+
+def kernel_calls(choice: Choice, inputs: Inputs) -> tuple[Any, list[tuple[Any, ...]]]:
+    """The Helion kernel that multiplies under `choice`, and its arguments for each routing."""
+    from moe_kernels.kernels import grouped_gemm
+    from moe_kernels.kernels.launch import compile_kernel
+
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def noting(
+        kernel: Any,
+        args: Sequence[Any],
+        config: Any,
+        *,
+        prepare: Callable[..., Sequence[Any]] = lambda *args: args,
+        **options: Any,
+    ) -> Callable[..., Any]:
+        run = compile_kernel(kernel, args, config, prepare=prepare, **options)
+
+        def call(*args: Any) -> Any:
+            if config is choice.config:
+                calls.append((kernel, tuple(prepare(*args))))
+            return run(*args)
+
+        return call
+
+    with mock.patch.object(grouped_gemm, "compile_kernel", noting):
+        plan = _plan(choice, inputs)
+    for tensors in inputs.tensors():
+        plan(*tensors)
+    for out in inputs.outs:
+        out.zero_()
+    return calls[0][0], [args for _, args in calls]
+
+
+def check_close(actual: Any, expected: Any) -> None:
+    """Raise AssertionError if one config's result differs from another's by more than roundings.
+
+    Helion compares the result, and then all arguments, of which `out` is the only one that changes and is the result.
+    """
+    if not isinstance(actual, Tensor):
+        return
+    tolerance = max(4 * torch.finfo(actual.dtype).eps, 1e-4)
+    allowed = expected.abs().float().add_(1).mul_(tolerance)
+    if not bool(((actual.float() - expected).abs_() <= allowed).all()):
+        raise AssertionError("the result differs from that of the rule's config")
+
+
+def measure(choices: Sequence[Choice], inputs: Inputs, rounds: int, until: float = math.inf) -> list[float]:
+    """Each choice's microseconds, in turns: the geometric mean over the routings of medians.
+
+    inf is for a choice that does not work, has another result than the first that does, or after the time `until`
+    would have to be compiled; the first three are looked at whatever the time.
+    """
+    calls: dict[tuple[int, int], Callable[[], None]] = {}
+    expected: list[Tensor] = []
+    for i, choice in enumerate(choices):
+        if i >= 3 and time.monotonic() > until:
+            break
+        try:
+            plan = _plan(choice, inputs)
+            outs = []
+            for tensors in inputs.tensors():
+                tensors[-1].fill_(math.nan)
+                plan(*tensors)
+                plan(*tensors)
+                outs.append(tensors[-1])
+            for out, right in zip(outs, expected or outs, strict=True):
+                check_close(out, right)
+            expected = expected or [out.clone() for out in outs]
+            calls |= {(i, j): _bound(plan, tensors) for j, tensors in enumerate(inputs.tensors())}
+        except Exception as error:
+            reason = str(error).split("\n")[0][:200]
+            print(f"  does not work: {choice.variant}, {choice.config.config} ({type(error).__name__}: {reason})")
+    for out in inputs.outs:
+        out.zero_()
+    medians = interleaved(calls, rounds, inputs.A.device)
+    return [
+        math.prod(medians[i, j] for j in range(len(ROUTINGS))) ** (1 / len(ROUTINGS)) if (i, 0) in calls else math.inf
+        for i in range(len(choices))
+    ]
+
+
+def interleaved(
+    calls: dict[tuple[int, int], Callable[[], None]], rounds: int, device: torch.device
+) -> dict[tuple[int, int], float]:
+    """Median microseconds of each call with a cold L2 cache, all taking turns, the order rotating."""
+    if not calls:
+        return {}
+    cuda: Any = torch.cuda
+    flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
+    times: dict[tuple[int, int], list[float]] = {key: [] for key in calls}
+    keys = list(calls)
+    for r in range(rounds):
+        events = []
+        for key in keys[r % len(keys) :] + keys[: r % len(keys)]:
+            start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            calls[key]()
+            end.record()
+            events.append((key, start, end))
+        torch.cuda.synchronize(device)
+        for key, start, end in events:
+            times[key].append(1e3 * start.elapsed_time(end))
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def concise(values: dict[str, Any]) -> dict[str, Any]:
+    """A config without the options that only repeat Helion's defaults."""
+    neutral: dict[str, tuple[Any, ...]] = {
+        "range_unroll_factors": (0,),
+        "range_num_stages": (0,),
+        "load_eviction_policies": ("",),
+        "load_cache_modifiers": ("",),
+        "store_cache_modifiers": ("",),
+        "range_flattens": (None,),
+        "range_multi_buffers": (None,),
+        "range_warp_specializes": (None,),
+        "loop_orders": ([0, 1],),
+    }
+    kept = {}
+    for name, value in values.items():
+        alone = value is None or value == [] or (name, value) == ("num_sm_multiplier", 1)
+        if alone or (isinstance(value, list) and all(item in neutral.get(name, ()) for item in value)):
+            continue
+        kept[name] = value
+    return kept
+
+
+def unique(choices: Sequence[Choice]) -> Iterator[Choice]:
+    """Each choice once, whatever its source."""
+    seen = []
+    for choice in choices:
+        key = (choice.variant, choice.block_m, choice.mask_rows, concise(choice.config.config))
+        if key not in seen:
+            seen.append(key)
+            yield choice
+
+
+def seconds(text: str) -> float:
+    """The seconds in "90s", "10m", "2h" or "90"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a time such as 90s, 10m or 2h, got {text!r}")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def _with(
+    choice: Choice,
+    *,
+    block_m: int | None = None,
+    block: tuple[int, int] | None = None,
+    **changed: Any,
+) -> Choice:
+    """`choice` with something of its config changed; `block` is (index, size)."""
+    import helion
+
+    values = {**choice.config.config, **changed}
+    blocks = list(values["block_sizes"])
+    if block_m is not None and choice.variant == "basic":
+        blocks[0] = block_m
+    if block is not None:
+        blocks[block[0]] = block[1]
+    values["block_sizes"] = blocks
+    return replace(choice, block_m=block_m or choice.block_m, config=helion.Config(**values))
+
+
+def _plan(choice: Choice | None, inputs: Inputs) -> Callable[..., None]:
+    """What `grouped_gemm` would call for these tensors; under the rule without a choice."""
+    from moe_kernels import configs
+    from moe_kernels.kernels import grouped_gemm
+
+    with nullcontext() if choice is None else configs.pinned(choice):
+        plan: Callable[..., None] = grouped_gemm._plan("auto", *next(inputs.tensors()))
+    return plan
+
+
+def _bound(plan: Callable[..., None], tensors: tuple[Any, ...]) -> Callable[[], None]:
+    return lambda: plan(*tensors)
+
+
+def _bucket(task: Task, G: int, M: int) -> Bucket:
+    from moe_kernels import configs
+    from moe_kernels.configs import store
+    from moe_kernels.kernels.launch import tf32_allowed
+
+    dtype = "tf32" if tf32_allowed(DTYPES[task.dtype]) else task.dtype
+    return store.Bucket(dtype, task.transposed, configs.floor_power_of_2(M // G), task.N, task.K, G)
+
+
+def _known(task: Task, file: Path, gpu: str, device: torch.device) -> Entry | None:
+    """The entry for `task` that `file` has for the versions installed."""
+    from moe_kernels.configs import store
+
+    bucket, minor = _bucket(task, *_fitting(task, device)), store.installed_versions().minor
+    try:
+        entries = store.read(file, gpu)
+    except store.Skipped:
+        return None  # `write` says so, and puts the file aside
+    return next((e for e in entries if e.bucket == bucket and e.versions.minor == minor), None)
+
+
+def _fitting(task: Task, device: torch.device) -> tuple[int, int]:
+    """G and M, both halved until B has no more elements than Helion reads by TMA, and a search fits into memory."""
+    memory = torch.cuda.get_device_properties(device).total_memory
+    G, M = task.G, task.M
+    while G > 1:
+        # Helion keeps a copy of the arguments for each routing.
+        needed = (2 + len(ROUTINGS)) * DTYPES[task.dtype].itemsize * (G * task.N * task.K + M * (task.K + 3 * task.N))
+        if G * task.N * task.K <= _INT32_MAX and needed < 0.8 * memory:
+            break
+        G, M = G // 2, max(1, M // 2)
+    return G, M
+
+
+def _gpu_is_lost(device: torch.device) -> bool:
+    """Whether an error has left the process without a usable GPU."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _no_gpu() -> str | None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 makes Triton run on the CPU; unset it"
+    if not torch.cuda.is_available():
+        return "torch finds none (`python -m moe_kernels info` shows what it does find)"
+    return None
+
+
+def _command(task: Task) -> str:
+    """A command that tunes this problem alone."""
+    shape = f"{task.G},{task.M},{task.N},{task.K}"
+    layout = "gnk" if task.transposed else "gkn"
+    words = ["--shapes", shape, "--dtype", task.dtype, "--layout", layout]
+    return "python -m moe_kernels tune " + shlex.join(words)
+
+
+def _duration(spent: float) -> str:
+    minutes, rest = divmod(round(spent), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    shape = tuple(_positive(number) for number in text.split(","))
+    if len(shape) != 4:
+        raise argparse.ArgumentTypeError(f"expected G,M,N,K, got {text!r}")
+    return shape
+
+
+def _positive(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)

@@ -1,0 +1,144 @@
+"""What `tune` asks of Helion, up to the measurements, and what the compiler makes of the configs that are bundled."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import helion
+import pytest
+import torch
+from helion.autotuner import benchmark_provider
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sm90 import stand_ins
+from test_grouped_gemm import SHARED_MEMORY, compiled
+
+from moe_kernels import configs, tune
+from moe_kernels.configs import store
+from moe_kernels.kernels import launch
+
+BUNDLED = [
+    (file, entry)
+    for file in sorted(Path(configs.__file__).parent.glob("*.json"))
+    for entry in store.read(file, json.loads(file.read_text())["gpu"])
+]
+
+
+class Provider(benchmark_provider.LocalBenchmarkProvider):
+    """Measures nothing: makes 7 stages and no grouping the fastest."""
+
+    seen: ClassVar[list[helion.Config]] = []
+
+    def _compute_baseline(self) -> tuple[object, Sequence[int], None]:
+        assert self.settings.autotune_baseline_fn is not None
+        return None, [4], None
+
+    def setup(self) -> None: ...
+
+    def benchmark(self, batch: list[helion.Config], **_: Any) -> list[Any]:
+        results = []
+        for config in batch:
+            self.seen.append(config)
+            us = 1.0 + abs(config.config["num_stages"] - 7) + 0.1 * config.config["l2_groupings"][0]
+            result = benchmark_provider.BenchmarkResult(config, lambda *_: None, us, "ok", 0.1, time.perf_counter())
+            results.append(result)
+        return results
+
+
+def fake_inputs(task: tune.Task) -> tune.Inputs:
+    dtype = tune.DTYPES[task.dtype]
+    shape = (task.G, task.N, task.K) if task.transposed else (task.G, task.K, task.N)
+    inputs = tune.Inputs.__new__(tune.Inputs)
+    inputs.A = torch.empty(task.M, task.K, dtype=dtype, device="cuda")
+    B = torch.empty(shape, dtype=dtype, device="cuda")
+    inputs.B = B.transpose(1, 2) if task.transposed else B
+    inputs.offsets = [torch.empty(task.G + 1, dtype=torch.int32, device="cuda") for _ in tune.ROUTINGS]
+    inputs.outs = [torch.empty(task.M, task.N, dtype=dtype, device="cuda") for _ in tune.ROUTINGS]
+    return inputs
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["B [G, K, N]", "B [G, N, K] viewed"])
+@pytest.mark.parametrize("variant", ["basic", "persistent"])
+def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, variant: str, transposed: bool) -> None:
+    monkeypatch.setattr(benchmark_provider, "LocalBenchmarkProvider", Provider)
+    monkeypatch.setattr(launch, "compile_kernel", lambda *_, **__: lambda *_: None)
+    monkeypatch.setattr(Provider, "seen", [])
+    rows = 512 if variant == "persistent" else 4
+    task = tune.Task(16, 16 * rows, 1536, 2048, "bfloat16", transposed)
+    with stand_ins():
+        inputs = fake_inputs(task)
+        with configs.noted() as made:
+            tune._plan(None, inputs)
+        problem = made[0][0]
+        start = configs.rule(problem, variant)
+        seeds = [start, *tune.neighbours(start, problem)]
+        found = tune.search(problem, seeds, inputs, 6)
+        kernel, arg_sets = tune.kernel_calls(start, inputs)
+        spec = launch._variant(kernel, problem.wide, problem.tf32).bind(arg_sets[0]).config_spec
+    assert len(Provider.seen) > 60
+    for config in Provider.seen:
+        assert configs.why_illegal(replace(start, config=config), problem) is None
+    assert len({str(config) for config in Provider.seen}) > 20
+    assert (found.variant, found.block_m) == (variant, start.block_m)
+    assert configs.why_illegal(found, problem) is None
+    assert abs(found.config.config["num_stages"] - 7) < 3  # the seeds have 3 to 5
+    for config in Provider.seen[:30]:
+        full, short = copy.deepcopy(config), helion.Config(**tune.concise(config.config))
+        spec.normalize(full)
+        spec.normalize(short)
+        assert full == short
+
+
+@pytest.mark.parametrize("rows", [4, 64, 512])
+def test_every_alternative_compiles(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    shape = (16, 16 * rows, 1536, 2048)
+    problem = configs.Problem(rows, 16 * rows, 1536, 2048, 16, torch.bfloat16, False, True, True, False, False)
+    choices = tune.alternatives(problem)
+    assert len(choices) >= 2
+    for choice in choices:
+        with configs.pinned(choice):
+            reports = compiled(monkeypatch, "auto", shape)
+        monkeypatch.undo()
+        report = reports["jagged" if choice.variant == "basic" else "jagged_persistent"]
+        assert report["code"].count("_desc.load(") == 2
+        assert report["stack"] == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "entry"),
+    BUNDLED,
+    ids=[f"{f.stem} {e.kernel} {e.bucket.rows} {e.bucket.N} {e.bucket.K}" for f, e in BUNDLED],
+)
+def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: store.Entry) -> None:
+    """Each compiles within an H200's shared memory, with the TMA loads that it names."""
+    bucket = entry.bucket
+    dtype = torch.float32 if bucket.dtype == "tf32" else getattr(torch, bucket.dtype)
+    problem = configs.Problem(
+        bucket.rows,
+        configs.floor_power_of_2(entry.M),
+        bucket.N,
+        bucket.K,
+        bucket.G,
+        dtype,
+        bucket.dtype == "tf32",
+        True,
+        True,
+        False,
+        False,
+        bucket.transposed,
+    )
+    choice = configs._adapted(store.Found(entry, file, 0.0), problem)
+    assert configs.why_illegal(choice, problem) is None
+    shape = (bucket.G, entry.M, bucket.N, bucket.K)
+    with configs.pinned(choice):
+        reports = compiled(monkeypatch, "auto", shape, dtype=dtype, transposed=bucket.transposed)
+    report = reports["jagged" if choice.variant == "basic" else "jagged_persistent"]
+    assert report["shared"] <= SHARED_MEMORY
+    assert report["code"].count("_desc.load(") == choice.tma_A + choice.tma_B

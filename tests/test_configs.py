@@ -1,0 +1,449 @@
+"""Tuned configs as data: which entry a problem gets, what is skipped, and how files are written."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_kernels import configs
+from moe_kernels.configs import store
+
+GPU = store.Gpu("NVIDIA Test 9000", (9, 0))
+FAMILY = "NVIDIA sm90"
+PROBLEM = configs.Problem(
+    rows=512,
+    M=65536,
+    N=1536,
+    K=2048,
+    G=128,
+    dtype=torch.bfloat16,
+    tf32=False,
+    tma_A=True,
+    tma_B=True,
+    wide=False,
+    has_bias=False,
+    device=torch.device("cuda", 0),
+)
+DECODE = replace(PROBLEM, rows=4, M=512)
+
+
+@pytest.fixture(autouse=True)
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A GPU that is not there, and folders of its own for each test."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path / "named"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(store, "BUNDLED", tmp_path / "bundled")
+    monkeypatch.setattr(store, "gpu_of", lambda device: GPU)
+    configs.reload()
+    yield
+    configs.reload()
+
+
+def entry(problem: configs.Problem = PROBLEM, variant: str = "auto", **changed: Any) -> store.Entry:
+    """An entry for `problem` with a config that the rule does not give: 7 stages."""
+    by_rule = configs.rule(problem, variant)
+    made = store.Entry(
+        kernel=by_rule.variant,
+        bucket=configs.bucket_of(problem),
+        block_m=by_rule.block_m,
+        mask_rows=by_rule.mask_rows,
+        config={**by_rule.config.config, "num_stages": 7},
+        us=100.0,
+        rule_us=110.0,
+        M=problem.M,
+        versions=store.installed_versions(),
+        date="2026-01-01",
+        command="python -m moe_kernels tune",
+    )
+    return replace(made, **changed)
+
+
+def with_config(**values: Any) -> store.Entry:
+    return entry(config={**entry().config, **values})
+
+
+def named(tmp_path: Path, gpu: str = GPU.name) -> Path:
+    return store.file_in(tmp_path / "named", gpu)
+
+
+def put(file: Path, *entries: store.Entry, gpu: str = GPU.name) -> Path:
+    store.write(file, gpu, entries)
+    return file
+
+
+def choose_quietly(problem: configs.Problem = PROBLEM, variant: str = "auto") -> configs.Choice:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return configs.choose(problem, variant)
+
+
+def test_file_names(tmp_path: Path) -> None:
+    assert store.file_in(tmp_path, "NVIDIA H200").name == "nvidia-h200.json"
+    assert store.file_in(tmp_path, store.Gpu("NVIDIA H200", (9, 0)).family).name == "nvidia-sm90.json"
+    assert store.file_in(tmp_path, "NVIDIA H100 80GB HBM3").name == "nvidia-h100-80gb-hbm3.json"
+
+
+def test_an_entry_survives_the_file(tmp_path: Path) -> None:
+    file = put(named(tmp_path), entry(), entry(DECODE))
+    assert set(map(repr, store.read(file, GPU.name))) == {repr(entry()), repr(entry(DECODE))}
+    lines = file.read_text().splitlines()
+    assert any('"block_sizes": [256, 64],' in line for line in lines)  # for people: a list to a line
+    assert list(json.loads(file.read_text())) == ["schema", "gpu", "entries"]
+
+
+def test_lookup_order(tmp_path: Path) -> None:
+    cache = tmp_path / "xdg" / "moe_kernels" / "configs"
+    assert store.cache_folder() == cache
+    folders = (tmp_path / "named", cache, tmp_path / "bundled")
+    files = [(store.file_in(folder, gpu), gpu) for folder in folders for gpu in (GPU.name, FAMILY)]
+    for file, gpu in reversed(files):
+        put(file, entry(), gpu=gpu)
+        configs.reload()
+        assert choose_quietly().source == str(file)
+    for file, _ in files:
+        assert choose_quietly().source == str(file)
+        file.unlink()
+        configs.reload()
+    with pytest.warns(RuntimeWarning, match="python -m moe_kernels tune"):
+        assert configs.choose(PROBLEM).source == "rule"
+
+
+def test_the_cache_folder_without_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert store.cache_folder() == tmp_path / ".cache" / "moe_kernels" / "configs"
+
+
+def test_the_nearest_bucket_wins_whatever_the_file(tmp_path: Path) -> None:
+    put(named(tmp_path), entry(replace(PROBLEM, N=1024)))
+    near = put(store.file_in(tmp_path / "bundled", GPU.name), entry(replace(PROBLEM, K=1792)))
+    choice = choose_quietly()
+    assert choice.source == str(near) and choice.distance == pytest.approx(0.193, abs=1e-3)
+    assert choice.config.config["num_stages"] == 7
+
+
+@pytest.mark.parametrize(
+    ("changed", "used"),
+    [
+        ({}, True),
+        ({"rows": 1024, "M": 131072}, True),
+        ({"rows": 2048, "M": 131072}, False),
+        ({"rows": 1024, "M": 65536, "N": 1500}, False),
+        ({"N": 768}, True),
+        ({"N": 767}, False),
+        ({"K": 4096}, True),
+        ({"K": 4104}, False),
+        ({"G": 64}, True),
+        ({"G": 60}, False),
+        ({"N": 1024, "K": 2560}, True),
+        ({"N": 1024, "K": 3072}, False),
+        ({"transposed": True}, False),
+        ({"dtype": torch.float16}, False),
+        ({"dtype": torch.float32, "tf32": True}, False),
+    ],
+    ids=str,
+)
+def test_the_limit_is_one_factor_of_two(tmp_path: Path, changed: dict[str, Any], used: bool) -> None:
+    file = put(named(tmp_path), entry())
+    choice = choose_quietly(replace(PROBLEM, **changed))
+    assert choice.source == (str(file) if used else "rule")
+    assert choice.distance <= store.LIMIT
+    if not used:
+        assert choice == configs.rule(replace(PROBLEM, **changed))
+
+
+def test_less_than_a_row_per_group_is_near_one(tmp_path: Path) -> None:
+    put(named(tmp_path), entry(replace(DECODE, rows=1, M=128)))
+    assert choose_quietly(replace(DECODE, rows=0, M=64)).distance == 1
+
+
+def test_the_variant_that_is_asked_for(tmp_path: Path) -> None:
+    put(named(tmp_path), entry())
+    assert choose_quietly(PROBLEM, "persistent").entry is not None
+    assert choose_quietly(PROBLEM, "basic") == configs.rule(PROBLEM, "basic")
+
+
+def broken(file: Path, kind: str) -> None:
+    put(file, entry())
+    text = file.read_text()
+    content = json.loads(text)
+    if kind == "corrupt":
+        file.write_text(text[: len(text) // 2])
+    elif kind == "binary":
+        file.write_bytes(b"\xff\xfe\x00")
+    elif kind == "unreadable":
+        file.unlink()
+        file.mkdir()
+    elif kind == "foreign":
+        file.write_text(text.replace(GPU.name, "NVIDIA Other"))
+    elif kind == "schema":
+        file.write_text(text.replace('"schema": 1', '"schema": 2'))
+    elif kind == "a list":
+        file.write_text("[]")
+    elif kind == "a field is missing":
+        del content["entries"][0]["block_m"]
+        file.write_text(json.dumps(content))
+    elif kind == "a field is of another type":
+        content["entries"][0]["rows"] = "512"
+        file.write_text(json.dumps(content))
+    elif kind == "helion":
+        file.write_text(text.replace('"helion": "1.5', '"helion": "1.4'))
+    elif kind == "triton":
+        file.write_text(text.replace('"triton": "3.', '"triton": "2.'))
+    assert file.is_dir() or file.read_bytes() != text.encode()
+
+
+KINDS = ["corrupt", "binary", "unreadable", "foreign", "schema", "a list", "a field is missing"]
+KINDS += ["a field is of another type", "helion", "triton"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside a good file"])
+def test_a_file_that_cannot_be_used_is_skipped_with_one_warning(tmp_path: Path, kind: str, others: bool) -> None:
+    bad = named(tmp_path)
+    broken(bad, kind)
+    good = store.file_in(tmp_path / "bundled", GPU.name)
+    if others:
+        put(good, entry())
+    with pytest.warns(RuntimeWarning) as caught:
+        for _ in range(3):
+            choice = configs.choose(PROBLEM)
+            store._loaded.clear()  # as for another GPU of the same model
+    assert choice.source == (str(good) if others else "rule")
+    [warning] = caught
+    assert str(bad) in str(warning.message) and "python -m moe_kernels tune" in str(warning.message)
+
+
+def test_patch_versions_do_not_matter(tmp_path: Path) -> None:
+    versions = store.installed_versions()
+    put(named(tmp_path), entry(versions=replace(versions, helion=f"{versions.helion.rsplit('.', 1)[0]}.99")))
+    assert choose_quietly().entry is not None
+
+
+def test_entries_of_other_versions_stay_and_are_not_warned_of_beside_new_ones(tmp_path: Path) -> None:
+    old = entry(versions=replace(store.installed_versions(), triton="2.1.0"))
+    file = put(put(named(tmp_path), old), entry(us=50.0))
+    assert len(store.read(file, GPU.name)) == 2
+    choice = choose_quietly()
+    assert choice.entry is not None and choice.entry.us == 50.0
+
+
+ILLEGAL = {
+    "blocks of too few": with_config(block_sizes=[256]),
+    "blocks of basic": with_config(block_sizes=[128, 256, 256, 64]),
+    "no power of two": with_config(block_sizes=[192, 64]),
+    "block_k above 256": with_config(block_sizes=[128, 512]),
+    "block_n above N": with_config(block_sizes=[2048, 64]),
+    "block of 8": with_config(block_sizes=[256, 8]),
+    "an access too few": with_config(indexing=entry().config["indexing"][1:]),
+    "TMA stores": with_config(indexing=[*entry().config["indexing"][:-1], "tensor_descriptor"]),
+    "one word for all": with_config(indexing="tensor_descriptor"),
+    "descriptors made on the device": with_config(host_tensor_descriptors=False),
+    "a flat grid": with_config(pid_type="flat"),
+    "masked rows with TMA": entry(mask_rows=True),
+    "a block_m of 256": entry(block_m=256),
+    "an unknown kernel": entry(kernel="swapped"),
+    "two block_m": entry(PROBLEM, "basic", block_m=64),
+}
+
+
+@pytest.mark.parametrize("made", ILLEGAL.values(), ids=ILLEGAL)
+def test_illegal_entries_are_not_chosen(tmp_path: Path, made: store.Entry) -> None:
+    put(named(tmp_path), made)
+    assert choose_quietly() == configs.rule(PROBLEM)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"tma_A": False}, {"tma_B": False}, {"tma_A": False, "tma_B": False, "wide": True}, {"M": 64, "G": 128}],
+    ids=str,
+)
+def test_entries_are_not_chosen_for_problems_where_they_are_illegal(tmp_path: Path, changed: dict[str, Any]) -> None:
+    put(named(tmp_path), entry())
+    assert choose_quietly(replace(PROBLEM, **changed)).source == "rule"
+
+
+def test_a_problem_too_narrow_for_the_block(tmp_path: Path) -> None:
+    put(named(tmp_path), entry(replace(PROBLEM, N=300)))
+    assert choose_quietly(replace(PROBLEM, N=300)).entry is not None
+    assert choose_quietly(replace(PROBLEM, N=250)).source == "rule"
+
+
+def test_an_entry_is_adapted_to_a_bias_and_to_the_number_of_groups(tmp_path: Path) -> None:
+    tuned = entry(DECODE, "basic")
+    tuned.config["load_eviction_policies"] = ["", "first", "last"]
+    put(named(tmp_path), tuned)
+    choice = choose_quietly(replace(DECODE, has_bias=True, G=250, M=1024))
+    by_rule = configs.rule(replace(DECODE, has_bias=True, G=250, M=1024), "basic")
+    values = choice.config.config
+    assert choice.entry is not None and values["num_stages"] == 7
+    assert values["load_eviction_policies"] == ["", "first", "last", ""]
+    for name in ("indexing", "block_sizes"):
+        assert values[name] == by_rule.config.config[name]
+    assert (choice.tma_A, choice.tma_B) == (True, True)
+
+
+def test_a_persistent_entry_with_tiles_of_64_rows(tmp_path: Path) -> None:
+    put(named(tmp_path), entry(block_m=64))
+    choice = choose_quietly()
+    assert (choice.variant, choice.block_m) == ("persistent", 64)
+
+
+@pytest.mark.parametrize("why", ["a CPU", "no device", "the interpreter"])
+def test_nothing_is_read_or_warned_of_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
+    broken(named(tmp_path), "corrupt")
+    device = {"a CPU": torch.device("cpu"), "no device": None}.get(why, torch.device("cuda", 0))
+    if why == "the interpreter":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_quietly(replace(PROBLEM, device=device)).source == "rule"
+
+
+def test_without_entries_there_is_one_warning_per_process() -> None:
+    with pytest.warns(RuntimeWarning, match=f"{GPU.name}.*python -m moe_kernels tune") as caught:
+        for _ in range(3):
+            assert configs.choose(PROBLEM) == configs.rule(PROBLEM)
+    assert len(caught) == 1
+
+
+def test_a_bundled_file_keeps_the_warning_away_for_every_problem(tmp_path: Path) -> None:
+    put(store.file_in(tmp_path / "bundled", GPU.name), entry())
+    assert choose_quietly(replace(PROBLEM, rows=1, M=128)).source == "rule"
+
+
+def test_discard_leads_to_the_next_entry_and_then_to_the_rule(tmp_path: Path) -> None:
+    first = put(named(tmp_path), entry())
+    second = put(store.file_in(tmp_path / "bundled", GPU.name), entry())
+    for file in (first, second):
+        choice = choose_quietly()
+        assert choice.source == str(file)
+        with pytest.warns(RuntimeWarning, match="out of resources") as caught:
+            assert configs.discard(choice, "out of resources")
+        assert str(file) in str(caught[0].message)
+    by_rule = choose_quietly()
+    assert by_rule == configs.rule(PROBLEM)
+    assert not configs.discard(by_rule, "whatever")
+
+
+def test_settle_tries_again_without_what_failed(tmp_path: Path) -> None:
+    file = put(named(tmp_path), entry(), entry(DECODE))
+    tried = []
+
+    def attempt() -> str:
+        choice = configs.choose(PROBLEM)
+        tried.append(choice.source)
+        if choice.entry is not None:
+            raise RuntimeError("out of resource: shared memory")
+        return choice.source
+
+    with pytest.warns(RuntimeWarning, match="shared memory") as caught:
+        assert configs.settle(attempt) == "rule"
+    assert len(caught) == 1 and tried == [str(file), "rule"]
+    assert choose_quietly(DECODE).entry is not None  # the others stay
+
+
+def test_settle_raises_what_the_rule_cannot_help(tmp_path: Path) -> None:
+    put(named(tmp_path), entry())
+
+    def attempt(error: Exception) -> None:
+        configs.choose(PROBLEM)
+        raise error
+
+    with pytest.raises(torch.OutOfMemoryError):
+        configs.settle(lambda: attempt(torch.OutOfMemoryError("full")))
+    assert choose_quietly().entry is not None
+    with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="broken"):
+        configs.settle(lambda: attempt(ValueError("broken")))
+
+
+def test_pinned_is_every_problems_choice(tmp_path: Path) -> None:
+    choice = configs.rule(DECODE)
+    with configs.pinned(choice):
+        assert configs.choose(PROBLEM) is choice
+    put(named(tmp_path), entry())
+    assert choose_quietly() is not choice
+
+
+def write_many(file: Path, start: int, count: int) -> None:
+    for i in range(start, start + count):
+        store.write(file, GPU.name, [entry(replace(PROBLEM, N=1000 + i))])
+
+
+def test_two_writers_lose_nothing_and_readers_see_whole_files(tmp_path: Path) -> None:
+    file, count = named(tmp_path), 25
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_many, args=(file, i * count, count)) for i in range(2)]
+    for writer in writers:
+        writer.start()
+    seen = [0]
+    while any(writer.is_alive() for writer in writers):
+        found = len(store.read(file, GPU.name))  # raises if it is half a file
+        assert found >= seen[-1]
+        seen.append(found)
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert {made.bucket.N for made in store.read(file, GPU.name)} == set(range(1000, 1000 + 2 * count))
+    assert not list(file.parent.glob("*.tmp"))
+
+
+def test_writing_replaces_the_entry_of_the_same_bucket(tmp_path: Path) -> None:
+    file = put(put(named(tmp_path), entry(), entry(DECODE)), entry(us=90.0))
+    assert sorted(made.us for made in store.read(file, GPU.name)) == [90.0, 100.0]
+
+
+def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
+    file = named(tmp_path)
+    broken(file, "corrupt")
+    with pytest.warns(RuntimeWarning, match="is now"):
+        put(file, entry())
+    assert len(store.read(file, GPU.name)) == 1
+    assert file.with_name(f"{file.name}.bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 128, "M": 16384}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 64, "M": 8192}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
+        ({"rows": 4, "M": 512}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
+        ({"rows": 0, "M": 8, "tma_A": False}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
+        ({"tma_B": False}, ("persistent", 128, [128, 32], 8, 3)),
+        ({"dtype": torch.float32}, ("persistent", 128, [64, 32], 8, 3)),
+        ({"N": 97, "K": 3, "tma_A": False, "tma_B": False}, ("persistent", 128, [64, 16], 8, 3)),
+    ],
+    ids=str,
+)
+def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    problem = replace(PROBLEM, device=None, **changed)
+    choice = configs.choose(problem)
+    values = choice.config.config
+    got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
+    assert got == expected
+    assert configs.why_illegal(choice, problem) is None
+
+
+def test_bundled_files_are_read_and_legal() -> None:
+    for file in (Path(configs.__file__).parent).glob("*.json"):
+        gpu = json.loads(file.read_text())["gpu"]
+        assert store.file_in(file.parent, gpu) == file
+        for made in store.read(file, gpu):
+            bucket = made.bucket
+            problem = replace(
+                PROBLEM,
+                **{name: getattr(bucket, name) for name in ("rows", "N", "K", "G", "transposed")},
+                M=configs.floor_power_of_2(made.M),
+                dtype=torch.float32 if bucket.dtype == "tf32" else getattr(torch, bucket.dtype),
+                tf32=bucket.dtype == "tf32",
+            )
+            choice = configs._adapted(store.Found(made, file, 0.0), problem)
+            assert configs.why_illegal(choice, problem) is None
