@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from helion.runtime import default_launcher
 from triton import knobs
-from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -122,6 +121,8 @@ class _Descriptor:
     """A TMA descriptor among a binary's arguments, encoded again only if it is of other memory than the last time."""
 
     def __init__(self, position: int, index: int, like: TensorDescriptor, meta: dict[str, Any]):
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # not in every build of Triton
+
         self.position, self.index = position, index
         self.shape, self.strides = list(like.shape), list(like.strides)
         if self.strides != list(like.base.stride()) or like.padding != "zero" or meta["fp4_padded"]:
@@ -166,5 +167,5 @@ class Launcher:
         self.called = True
         try:
             self.direct = DirectLaunch(self.run, prepared)
-        except (AttributeError, KeyError, NotImplementedError, StopIteration, TypeError):
+        except (AttributeError, ImportError, KeyError, NotImplementedError, StopIteration, TypeError):
             self.run(*prepared)
