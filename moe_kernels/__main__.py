@@ -207,7 +207,10 @@ def _print_configs() -> None:
             tf32=False,
             tma_A=True,
             tma_B=True,
-            wide=False,
+            tma_out=True,
+            wide_A=False,
+            wide_B=False,
+            wide_out=False,
             has_bias=False,
             device=device,
         )
@@ -227,7 +230,7 @@ def _print_configs() -> None:
                 because,
                 f"block_m {choice.block_m}, blocks {values['block_sizes']}, "
                 f"{values['num_warps']} warps, {values['num_stages']} stages, "
-                f"{values['indexing'].count('tensor_descriptor')} of 2 operands by TMA",
+                f"{values['indexing'].count('tensor_descriptor')} of 3 tensors by TMA",
             ]
         )
     _print_table(["layer", "G, M, N, K", "kernel", "because", "config"], rows)

@@ -223,7 +223,6 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
         kernel=winner.variant,
         bucket=configs.bucket_of(problem),
         block_m=winner.block_m,
-        mask_rows=winner.mask_rows,
         config=concise(winner.config.config),
         us=round(us, 2),
         rule_us=round(rule_us, 2) if math.isfinite(rule_us) else round(us, 2),
@@ -303,13 +302,13 @@ def search(problem: Problem, seeds: Sequence[Choice], inputs: Inputs, budget: in
         return config if configs.why_illegal(replace(start, config=config), problem) is None else None
 
     def baseline(*args: Any) -> Any:
-        bound = launch._variant(kernel, problem.wide, problem.tf32).bind(args)
+        bound = launch._variant(kernel, start.access.wide, problem.tf32).bind(args)
         return bound.compile_config(start.config)(*args)
 
     tuned: helion.Kernel[Any] = helion.kernel(
         kernel.fn,
         static_shapes=False,
-        index_dtype=torch.int64 if problem.wide else torch.int32,
+        index_dtype=torch.int64 if start.access.wide else torch.int32,
         dot_precision="tf32" if problem.tf32 else "ieee",
         autotune_effort="quick",  # small rounds: the clock is looked at between them
         autotune_max_generations=50,
@@ -441,7 +440,7 @@ def interleaved(
 
 
 def concise(values: dict[str, Any]) -> dict[str, Any]:
-    """A config without the options that only repeat Helion's defaults."""
+    """A config without how memory is accessed, and without options that only repeat Helion's defaults."""
     neutral: dict[str, tuple[Any, ...]] = {
         "range_unroll_factors": (0,),
         "range_num_stages": (0,),
@@ -455,6 +454,8 @@ def concise(values: dict[str, Any]) -> dict[str, Any]:
     }
     kept = {}
     for name, value in values.items():
+        if name in ("indexing", "host_tensor_descriptors"):
+            continue
         alone = value is None or value == [] or (name, value) == ("num_sm_multiplier", 1)
         if alone or (isinstance(value, list) and all(item in neutral.get(name, ()) for item in value)):
             continue
@@ -466,7 +467,7 @@ def unique(choices: Sequence[Choice]) -> Iterator[Choice]:
     """Each choice once, whatever its source."""
     seen = []
     for choice in choices:
-        key = (choice.variant, choice.block_m, choice.mask_rows, concise(choice.config.config))
+        key = (choice.variant, choice.block_m, concise(choice.config.config))
         if key not in seen:
             seen.append(key)
             yield choice

@@ -5,13 +5,12 @@ The rule was written down from measurements on an H200.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import helion
 import torch
@@ -34,21 +33,31 @@ class Problem:
     tf32: bool  # fp32 products may use tf32
     tma_A: bool  # A_packed can be read by TMA
     tma_B: bool
-    wide: bool  # addresses do not fit into 32 bits
+    tma_out: bool  # out can be written by TMA
+    wide_A: bool  # addresses in A_packed do not fit into 32 bits
+    wide_B: bool
+    wide_out: bool
     has_bias: bool
     transposed: bool = False  # B lies in memory as [G, N, K]
     device: torch.device | None = None  # None leaves the choice to the rule
 
 
-@dataclass(frozen=True)
-class Choice:
-    """`variant` is "basic" or "persistent"; `mask_rows` and `block_m` are the kernels' arguments of these names."""
+class Access(NamedTuple):
+    """How memory is reached."""
 
-    variant: str
-    block_m: int
-    mask_rows: bool
     tma_A: bool  # A_packed is read by TMA
     tma_B: bool
+    tma_out: bool  # out is written by TMA
+    wide: bool  # addresses are computed in 64 bits
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a problem is computed."""
+
+    variant: str  # "basic" or "persistent"
+    block_m: int  # the kernels' argument of this name
+    access: Access
     config: helion.Config
     source: str = "rule"  # or the file that the entry is from
     distance: float = 0.0  # of the problem from the one that the entry was tuned for: `store.Bucket.distance`
@@ -85,37 +94,44 @@ def rule(problem: Problem, variant: str = "auto") -> Choice:
         # Half of a tile that is twice the mean is wasted; two tiles instead of one read the weight twice.
         block_m = next(block for rows, block in ((128, 128), (32, 64), (16, 32), (0, 16)) if problem.rows >= rows)
         presets = _BASIC
-    mask_rows = block_m > problem.M
-    # A descriptor may not have more than its tensor, nor less than 16 bytes.
-    tma_A = problem.tma_A and not mask_rows and problem.K >= 16
-    tma_B = problem.tma_B and min(problem.N, problem.K) >= 16
+    access = _access(problem, variant, block_m)
     if problem.dtype == torch.float32:
         presets = _TF32 if problem.tf32 else _IEEE
-    elif not tma_B:
+    elif not access.tma_B:
         presets = _POINTERS
     block_n, block_k, num_warps, num_stages, l2_grouping = presets[block_m]
     block_n, block_k = _block_for(problem.N, block_n), _block_for(problem.K, block_k)
 
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [l2_grouping]}
-    if tma_A or tma_B:
-        options["host_tensor_descriptors"] = True
     if variant == "persistent":
         options["pid_type"] = "persistent_interleaved"
-        if tma_A and tma_B:
+        if access.tma_A and access.tma_B:
             options["range_flattens"] = [True, None]  # overlaps one tile's stores with the next one's loads
+        if access.tma_out:
+            options["epilogue_subtile"] = 2  # or there would be no shared memory for that many stages
         blocks = [block_n, block_k]
     else:
         blocks = [block_m, block_n, _offsets_block(problem.G), block_k]
-    indexing = _indexing(variant, problem.has_bias, tma_A, tma_B)
-    config = helion.Config(block_sizes=blocks, indexing=indexing, **options)
-    return Choice(variant, block_m, mask_rows, tma_A, tma_B, config)
+    options |= _indexing(variant, problem.has_bias, access)
+    return Choice(variant, block_m, access, helion.Config(block_sizes=blocks, **options))
 
 
-def _indexing(variant: str, has_bias: bool, tma_A: bool, tma_B: bool) -> list[str]:
-    """How each access is made, in the kernel's order: tables, A_packed, B, bias, out."""
-    tables = 4 if variant == "persistent" else 1
-    loads = ["tensor_descriptor" if tma else "pointer" for tma in (tma_A, tma_B)]
-    return [*["pointer"] * tables, *loads, *["pointer"] * (1 + has_bias)]
+def _access(problem: Problem, variant: str, block_m: int) -> Access:
+    # A descriptor's block may not have more rows than its tensor.
+    tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
+    # Products of float32 leave no shared memory for tiles of the output.
+    tma_out = variant == "persistent" and tma_A and tma_B and problem.tma_out and problem.dtype != torch.float32
+    if (problem.wide_A and not tma_A) or (problem.wide_B and not tma_B) or (problem.wide_out and not tma_out):
+        return Access(False, False, False, wide=True)  # Helion makes no descriptors where it computes in 64 bits
+    return Access(tma_A, tma_B, tma_out, wide=False)
+
+
+def _indexing(variant: str, has_bias: bool, access: Access) -> dict[str, Any]:
+    """The options for `access`, in the kernel's order: tables, A_packed, B, bias, out."""
+    tables = 3 if variant == "persistent" else 1
+    a, b, out = ("tensor_descriptor" if tma else "pointer" for tma in access[:3])
+    indexing = [*["pointer"] * tables, a, b, *["pointer"] * has_bias, out]
+    return {"indexing": indexing} | ({"host_tensor_descriptors": True} if access.tma_A or access.tma_B else {})
 
 
 def floor_power_of_2(n: int) -> int:
@@ -163,14 +179,9 @@ def _adapted(found: store.Found, problem: Problem) -> Choice:
     """The choice of an entry, which was tuned without a bias and perhaps for another number of groups."""
     entry = found.entry
     config = dict(entry.config)
-    loads = [
-        tma
-        for tma in itertools.product((True, False), repeat=2)
-        if config.get("indexing") == _indexing(entry.kernel, False, *tma)
-    ]
-    tma_A, tma_B = loads[0] if loads else (False, False)
-    if loads and problem.has_bias:
-        config["indexing"] = _indexing(entry.kernel, True, tma_A, tma_B)
+    access = _access(problem, entry.kernel, entry.block_m)
+    config |= _indexing(entry.kernel, problem.has_bias, access)
+    if problem.has_bias:
         for per_load in ("load_eviction_policies", "load_cache_modifiers"):
             if isinstance(config.get(per_load), list):
                 config[per_load] = [*config[per_load], ""]
@@ -180,9 +191,7 @@ def _adapted(found: store.Found, problem: Problem) -> Choice:
     return Choice(
         entry.kernel,
         entry.block_m,
-        entry.mask_rows,
-        tma_A,
-        tma_B,
+        access,
         helion.Config(**config),
         source=str(found.file),
         distance=found.distance,
@@ -196,7 +205,11 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     if choice.variant not in ("basic", "persistent"):
         return f"no kernel {choice.variant!r}"
     persistent = choice.variant == "persistent"
-    if values.get("indexing") != _indexing(choice.variant, problem.has_bias, choice.tma_A, choice.tma_B):
+    if choice.access != _access(problem, choice.variant, choice.block_m):
+        return "memory is reached in another way"
+    if any(
+        values.get(name) != value for name, value in _indexing(choice.variant, problem.has_bias, choice.access).items()
+    ):
         return f"indexing is {values.get('indexing')}"
     blocks = values.get("block_sizes")
     if not isinstance(blocks, list) or len(blocks) != (2 if persistent else 4):
@@ -211,15 +224,10 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
         return f"block_m is {choice.block_m} and {blocks[0]}"
     if not 16 <= choice.block_m <= 128 or min(block_n, block_k) < 16:
         return "a block is too small or too large"
-    if not choice.mask_rows and choice.block_m > problem.M:
-        return f"block_m = {choice.block_m} is more than M"
-    if (choice.tma_A and (choice.mask_rows or not problem.tma_A)) or (choice.tma_B and not problem.tma_B):
-        return "an operand cannot be read by TMA"
-    if choice.tma_A or choice.tma_B:
-        if values.get("host_tensor_descriptors") is not True:
-            return "TMA without host_tensor_descriptors"
-        if block_k > min(problem.K, 256) or (choice.tma_B and block_n > min(problem.N, 256)):
-            return "a block is larger than what TMA can read of the tensor"
+    if (choice.access.tma_A and block_k > min(problem.K, 256)) or (
+        choice.access.tma_B and (block_k > min(problem.K, 256) or block_n > min(problem.N, 256))
+    ):
+        return "a block is larger than what TMA can read of the tensor"
     return None
 
 

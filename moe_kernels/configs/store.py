@@ -80,8 +80,7 @@ class Entry:
     kernel: str  # "basic" or "persistent"
     bucket: Bucket
     block_m: int
-    mask_rows: bool
-    config: dict[str, Any]  # of the `helion.Config`
+    config: dict[str, Any]  # of the `helion.Config`, less how memory is accessed, which follows from the tensors
     us: float  # a call's microseconds, the geometric mean over the routings
     rule_us: float  # those of the rule's config, in turns with it
     M: int  # rows in all when it was measured
@@ -250,7 +249,7 @@ def _to_json(entry: Entry) -> dict[str, Any]:
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("kernel", "dtype", "torch", "triton", "helion", "date", "command"), str),
-    **dict.fromkeys(("transposed", "mask_rows"), bool),
+    "transposed": bool,
     **dict.fromkeys(("rows", "N", "K", "G", "block_m", "M"), int),
     **dict.fromkeys(("us", "rule_us"), (int, float)),
     "config": dict,

@@ -20,6 +20,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import configs
+from moe_kernels.kernels import direct_launch
 from moe_kernels.kernels.launch import (
     INT32_MAX,
     compile_kernel,
@@ -145,15 +146,14 @@ def jagged(
 def tile_table(
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [M, N]
-    tiles: torch.Tensor,  # [1 + slots, 4] int32
+    tiles: torch.Tensor,  # [1 + slots, 3] int32
     slots: int,
     odd_M: int,
     block_m: hl.constexpr,
-    mask_rows: hl.constexpr,
 ) -> torch.Tensor:
     """List the row tiles of all groups, and set the rows in no group to zero.
 
-    tiles[1 + i] = (group, first row to load, first row, end row) of tile i; tiles[0, 0] is their number.
+    tiles[0, 0] is their number, tiles[1 + i] = (group, first row, end row) of tile i.
     """
     N = out.size(1)
     G = group_offsets.size(0) - 1
@@ -183,13 +183,9 @@ def tile_table(
         if row0 < end:
             if (region >= 1) & (region <= G):
                 index = index + _divide(row0 - start, block_m) + 1
-                load0 = row0
-                if not mask_rows:
-                    load0 = torch.minimum(row0, M - block_m)
                 tiles[index, 0] = region - 1
-                tiles[index, 1] = load0
-                tiles[index, 2] = row0
-                tiles[index, 3] = end
+                tiles[index, 1] = row0
+                tiles[index, 2] = torch.minimum(row0 + block_m, end)
             else:
                 rows = row0.to(torch.int64) + hl.arange(block_m)
                 for tile_n in hl.tile(N):
@@ -204,14 +200,15 @@ def tile_table(
 def jagged_persistent(
     A_packed: torch.Tensor,  # [M, K]
     B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share; the last two swapped if `transposed`
-    tiles: torch.Tensor,  # [1 + slots, 4] int32, of tile_table
+    tiles: torch.Tensor,  # [1 + slots, 3] int32, of tile_table
     num_tiles: torch.Tensor,  # [] int32: tiles[0, 0]
     bias: torch.Tensor | None,  # [G, N]
-    out: torch.Tensor,  # [M, N]
+    out: torch.Tensor,  # [M, N], or `_windows` of it if `tma_out`
     shared: hl.constexpr,  # B is
     transposed: hl.constexpr,
     block_m: hl.constexpr,  # that of `tiles`
-    mask_rows: hl.constexpr,  # that of `tiles`
+    tma_A: hl.constexpr,  # A_packed is read by TMA, which takes rows outside of it for zeros
+    tma_out: hl.constexpr,  # out is written by TMA, which leaves out what is past the end of a window
 ) -> torch.Tensor:
     """One program per SM; each walks every num_SM-th of the listed tiles, so the work is even whatever the groups."""
     K = A_packed.size(1)
@@ -222,15 +219,15 @@ def jagged_persistent(
         t = tile_t.id + 1
         group = tiles[t, 0].to(torch.int64)
         weight = group * (not shared)
-        load0 = tiles[t, 1]
-        rows = load0.to(torch.int64) + hl.arange(block_m)
-        inside = (rows >= tiles[t, 2]) & (rows < tiles[t, 3])
+        row0 = tiles[t, 1]
+        end = tiles[t, 2]
         acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
         for tile_k in hl.tile(K):
-            if mask_rows:
-                a = hl.load(A_packed, [rows, tile_k], extra_mask=inside[:, None])
+            if tma_A:
+                a = _unmasked(hl.load(A_packed, [row0 + hl.arange(block_m), tile_k]))
             else:
-                a = _unmasked(hl.load(A_packed, [load0 + hl.arange(block_m), tile_k]))
+                rows = row0.to(torch.int64) + hl.arange(block_m)
+                a = hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end)[:, None])
             if transposed:
                 b = B[weight, tile_n, tile_k].T
             else:
@@ -238,8 +235,23 @@ def jagged_persistent(
             acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
         if bias is not None:
             acc = acc + bias[group, tile_n].to(torch.float32)[None, :]
-        hl.store(out, [rows, tile_n], acc.to(out.dtype), extra_mask=inside[:, None])
+        if tma_out:
+            hl.store(out, [row0 + block_m - end + hl.arange(block_m), tile_n, end], acc.to(out.dtype))
+        else:
+            rows = row0.to(torch.int64) + hl.arange(block_m)
+            hl.store(out, [rows, tile_n], acc.to(out.dtype), extra_mask=(rows < end)[:, None])
     return out
+
+
+def _windows(out: torch.Tensor, block_m: int) -> torch.Tensor:
+    """`[M, N]` as `[block_m, N, M]`, where `[:, n, m]` is the window of `block_m` rows that ends before row m.
+
+    TMA clips each coordinate by itself: a tile of fewer rows, written from further down in the window that ends where
+    the tile does, leaves alone what comes after. The windows of the first rows begin before `out`, where no tensor can.
+    So this view only has the shape and strides, and a direct launch moves the descriptor `block_m` rows back.
+    """
+    row, column = out.stride()
+    return out.as_strided((block_m, out.size(1), out.size(0) - block_m + 1), (row, column, row))
 
 
 def _problem(
@@ -249,14 +261,12 @@ def _problem(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     transposed: bool = False,
+    clips: bool = False,
 ) -> configs.Problem:
     M, K = A_packed.shape
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
     N = out.size(1)
-    # A descriptor's block has at least 16 of each.
-    tma_A, tma_B = K >= 16 and tma_readable(A_packed), min(K, N) >= 16 and tma_readable(B)
     # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
-    wide = max(2 * span(out), 0 if tma_A else 2 * span(A_packed), 0 if tma_B else span(B)) > INT32_MAX
     return configs.Problem(
         rows=configs.floor_power_of_2(M // G),
         M=configs.floor_power_of_2(M),
@@ -265,9 +275,13 @@ def _problem(
         G=G,
         dtype=dtype,
         tf32=tf32_allowed(dtype),
-        tma_A=tma_A and not wide,
-        tma_B=tma_B and not wide,
-        wide=wide,
+        # A descriptor's block has at least 16 of each.
+        tma_A=K >= 16 and tma_readable(A_packed),
+        tma_B=min(K, N) >= 16 and tma_readable(B),
+        tma_out=clips and N >= 16 and tma_readable(out),
+        wide_A=2 * span(A_packed) > INT32_MAX,
+        wide_B=span(B) > INT32_MAX,
+        wide_out=2 * span(out) > INT32_MAX,
         has_bias=bias is not None,
         transposed=transposed,
         device=A_packed.device,
@@ -328,8 +342,12 @@ def launch(
 
 
 def _make_and_call(make: Callable[..., Callable[..., None]], variant: str, *tensors: Any) -> Callable[..., None]:
-    plan = make(variant, *tensors)
-    plan(*tensors)
+    try:
+        plan = make(variant, *tensors)
+        plan(*tensors)
+    except direct_launch.Unavailable:
+        plan = _plan(variant, *tensors, clips=False)
+        plan(*tensors)
     return plan
 
 
@@ -338,15 +356,14 @@ def _slots(M: int, G: int, block_m: int) -> int:
 
 
 def _empty_table(M: int, G: int, block_m: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((1 + _slots(M, G, block_m), 4), dtype=torch.int32, device=device)
+    return torch.empty((1 + _slots(M, G, block_m), 3), dtype=torch.int32, device=device)
 
 
-def _compile_table(
-    group_offsets: torch.Tensor, out: torch.Tensor, block_m: int, mask_rows: bool, wide: bool
-) -> Callable[..., None]:
+def _compile_table(group_offsets: torch.Tensor, out: torch.Tensor, block_m: int) -> Callable[..., None]:
     G = group_offsets.size(0) - 1
     tiles = _empty_table(block_m, G, block_m, out.device)
-    args = (group_offsets, without_ones(out), tiles, 3, 3, block_m, mask_rows)
+    args = (group_offsets, without_ones(out), tiles, 3, 3, block_m)
+    wide = 2 * span(out) > INT32_MAX
     return compile_kernel(tile_table, args, configs.tile_table(G, out.size(1)), wide=wide)
 
 
@@ -360,7 +377,7 @@ def _dense_plan(
 ) -> Callable[..., None]:
     """One weight for all groups: one dense product of all rows, then zeros over the rows in no group."""
     G = group_offsets.size(0) - 1
-    zero_outside = _compile_table(group_offsets, out, 128, True, wide=2 * span(out) > INT32_MAX)
+    zero_outside = _compile_table(group_offsets, out, 128)
 
     def dense(
         A_packed: torch.Tensor,
@@ -372,7 +389,7 @@ def _dense_plan(
         M = A_packed.size(0)
         torch.mm(A_packed, B[0], out=out)
         tiles = _empty_table(M, G, 128, out.device)
-        zero_outside(group_offsets, out, tiles, _slots(M, G, 128), 2 * M + 1, 128, True)
+        zero_outside(group_offsets, out, tiles, _slots(M, G, 128), 2 * M + 1, 128)
 
     return dense
 
@@ -384,26 +401,27 @@ def _plan(
     group_offsets: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    clips: bool = True,  # TMA may be relied upon to leave out what is outside of a tensor
 ) -> Callable[..., None]:
     G = group_offsets.size(0) - 1
     shared = B.size(0) == 1
     transposed = B.stride(1) == 1 != B.stride(2)
     lies_as = (lambda B: B.transpose(1, 2)) if transposed else (lambda B: B)
     B = lies_as(B)
-    problem = _problem(A_packed, B, G, bias, out, transposed)
+    problem = _problem(A_packed, B, G, bias, out, transposed, clips)
     choice = configs.choose(problem, variant)
-    block_m, mask_rows = choice.block_m, choice.mask_rows
+    block_m = choice.block_m
+    tma_A, tma_B, tma_out, wide = choice.access
     # What the kernels are compiled for. TMA has no use for Helion's limit on the elements of a tensor: show it fewer.
-    a = A_packed.narrow(0, 0, block_m) if choice.tma_A else without_ones(A_packed)
-    b = B.narrow(0, 0, min(2, B.size(0))) if choice.tma_B else without_ones(B, keep_first=True)
-    o = without_ones(out)
+    a = A_packed.narrow(0, 0, block_m) if tma_A else without_ones(A_packed)
+    b = B.narrow(0, 0, min(2, B.size(0))) if tma_B else without_ones(B, keep_first=True)
     bias = None if bias is None else without_ones(bias)
-    compiled = partial(compile_kernel, config=choice.config, wide=problem.wide, tf32=problem.tf32)
+    compiled = partial(compile_kernel, config=choice.config, wide=wide, tf32=problem.tf32)
 
     if choice.variant == "basic":
         run = compiled(
             jagged,
-            (a, b, group_offsets, bias, o, 3, 3, shared, transposed, mask_rows),
+            (a, b, group_offsets, bias, without_ones(out), 3, 3, shared, transposed, not tma_A),
             prepare=lambda A_packed, B, *rest: (A_packed, lies_as(B), *rest),
         )
 
@@ -415,19 +433,32 @@ def _plan(
             out: torch.Tensor,
         ) -> None:
             M = A_packed.size(0)
-            run(A_packed, B, group_offsets, bias, out, _slots(M, G, block_m), 2 * M + 1, shared, transposed, mask_rows)
+            run(A_packed, B, group_offsets, bias, out, _slots(M, G, block_m), 2 * M + 1, shared, transposed, not tma_A)
 
         return basic
 
-    def number(tiles: torch.Tensor) -> torch.Tensor:
-        return tiles.select(0, 0).select(0, 0)
+    def prepare(
+        A_packed: torch.Tensor,
+        B: torch.Tensor,
+        tiles: torch.Tensor,
+        _: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        *rest: Any,
+    ) -> tuple[Any, ...]:
+        if tma_out:
+            out = _windows(out, block_m)
+        return A_packed, lies_as(B), tiles, tiles.select(0, 0).select(0, 0), bias, out, *rest
 
     tiles = _empty_table(block_m, G, block_m, out.device)
-    list_tiles = _compile_table(group_offsets, out, block_m, mask_rows, problem.wide)
+    list_tiles = _compile_table(group_offsets, out, block_m)
+    o = without_ones(_windows(out.narrow(0, 0, block_m), block_m) if tma_out else out)
+    number = tiles.select(0, 0).select(0, 0)
     run = compiled(
         jagged_persistent,
-        (a, b, tiles, number(tiles), bias, o, shared, transposed, block_m, mask_rows),
-        prepare=lambda A_packed, B, tiles, *rest: (A_packed, lies_as(B), tiles, number(tiles), *rest[1:]),
+        (a, b, tiles, number, bias, o, shared, transposed, block_m, tma_A, tma_out),
+        prepare=prepare,
+        clipped=({0: 0} if tma_A else {}) | ({5: block_m} if tma_out else {}),
     )
 
     def persistent(
@@ -439,7 +470,7 @@ def _plan(
     ) -> None:
         M = A_packed.size(0)
         tiles = _empty_table(M, G, block_m, out.device)
-        list_tiles(group_offsets, out, tiles, _slots(M, G, block_m), 2 * M + 1, block_m, mask_rows)
-        run(A_packed, B, tiles, tiles, bias, out, shared, transposed, block_m, mask_rows)
+        list_tiles(group_offsets, out, tiles, _slots(M, G, block_m), 2 * M + 1, block_m)
+        run(A_packed, B, tiles, tiles, bias, out, shared, transposed, block_m, tma_A, tma_out)
 
     return persistent

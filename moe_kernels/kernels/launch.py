@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,9 +12,10 @@ import helion
 import torch
 from helion.runtime.settings import default_autotuner_fn
 
-from moe_kernels.kernels.direct_launch import Launcher
+from moe_kernels.kernels import direct_launch
 
 INT32_MAX = 2**31 - 1
+_NOTHING: Mapping[int, int] = {}
 
 
 def interpreted() -> bool:
@@ -60,19 +61,45 @@ def compile_kernel(
     wide: bool = False,
     tf32: bool = False,
     prepare: Callable[..., Sequence[Any]] = lambda *args: args,
+    clipped: Mapping[int, int] = _NOTHING,
 ) -> Callable[..., Any]:
     """Compile `kernel` under `config` for every call whose arguments are like `args`.
 
     That is: their dtypes and strides, all but their first extents, whether their data is aligned to 16 bytes, and their
     integers' class (1, a multiple of 16, other). The caller answers for it, and for what the config assumes. `wide`
     computes addresses in 64 bits; without it `args` may be narrowed views, as long as the real tensors beyond 2^31
-    elements are reached through TMA only. `prepare` turns the arguments of a call into those of the kernel.
+    elements are reached through TMA only. `prepare` turns the arguments of a call into those of the kernel: views of
+    the same memory, where a view is needed. All calls have to come from the same device.
+
+    `clipped` has the indices of tensors outside of which the kernel reads or writes, relying on TMA not to go there,
+    and how many rows before the tensor its descriptor begins.
     """
     if interpreted():
         interpret = _compile_interpreted(kernel, args, config, wide)
         return lambda *args: interpret(*prepare(*args))
     run = _variant(kernel, wide, tf32).bind(tuple(args)).compile_config(config)
-    return Launcher(run, prepare)
+    return _Launcher(run, prepare, clipped)
+
+
+class _Launcher:
+    """Calls Helion's generated function directly, where that is possible."""
+
+    def __init__(self, run: Callable[..., Any], prepare: Callable[..., Sequence[Any]], clipped: Mapping[int, int]):
+        self.run, self.prepare, self.clipped = run, prepare, clipped
+        self.launch: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> None:
+        if self.launch is None:
+            self.launch = self._launch(args)
+        self.launch(*args)
+
+    def _launch(self, args: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return direct_launch.direct(self.run, self.prepare(*args), self.clipped)
+        except direct_launch.Unavailable:
+            if self.clipped:
+                raise
+            return lambda *args: self.run(*self.prepare(*args))
 
 
 def _compile_interpreted(
