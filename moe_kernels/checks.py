@@ -14,6 +14,7 @@ _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
 _PROMOTED = {(a, b): torch.promote_types(a, b) for a in _ALL_DTYPES for b in _ALL_DTYPES}
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_VALIDATE = os.environ.get("MOE_KERNELS_VALIDATE") == "1"  # read once: this is on the way of every call
 
 
 def check_grouped_gemm(
@@ -123,8 +124,8 @@ def validate_offsets(group_offsets: Tensor, M: int) -> None:
 
 
 def validation_enabled(validate: bool | None) -> bool:
-    """Whether to call `validate_offsets`: as `validate` says, or if None as `MOE_KERNELS_VALIDATE=1` says."""
-    return os.environ.get("MOE_KERNELS_VALIDATE") == "1" if validate is None else validate
+    """Whether to call `validate_offsets`: as `validate` says, or if None as `MOE_KERNELS_VALIDATE=1` said at import."""
+    return _VALIDATE if validate is None else validate
 
 
 def _result_dtype(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,14 +48,18 @@ def grouped_gemm(
         ImportError: the kernels are needed and a package they need is missing or too old.
         NotImplementedError: a gradient is asked for and plain PyTorch does not do the work, as it does on a CPU.
     """
+    validate = checks.validation_enabled(validate)
+    if not validate and (out := _again(variant, A_packed, B, group_offsets, out_dtype)) is not None:
+        return out
     if variant not in ("auto", "basic", "persistent"):
         raise ValueError(f'variant: expected "auto", "basic" or "persistent", got {variant!r}')
     dtype = checks.check_grouped_gemm(A_packed, B, group_offsets, out_dtype)
-    if checks.validation_enabled(validate):
+    if validate:
         checks.validate_offsets(group_offsets, A_packed.size(0))
     if not _use_kernels(A_packed):
         return reference.grouped_gemm(A_packed, B, group_offsets, out_dtype=out_dtype)
-    return _run(variant, A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, dtype)
+    key = _key(variant, A_packed, B, group_offsets, None, out_dtype)
+    return _run(key, variant, A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, dtype)
 
 
 def grouped_gemm_jagged(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
@@ -97,7 +103,9 @@ def grouped_mm(
     if not _use_kernels(mat_a):
         return reference.grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
     assert offs is not None  # checked
-    return _run("auto", mat_a, mat_b, packing.group_offsets_from_offs(offs), bias, dtype)
+    group_offsets = packing.group_offsets_from_offs(offs)
+    key = _key("auto", mat_a, mat_b, group_offsets, bias, out_dtype)
+    return _run(key, "auto", mat_a, mat_b, group_offsets, bias, dtype)
 
 
 def _use_kernels(A: Tensor) -> bool:
@@ -106,7 +114,71 @@ def _use_kernels(A: Tensor) -> bool:
     return A.is_cpu and os.environ.get("TRITON_INTERPRET") == "1" and A.dtype != torch.float64
 
 
+_plans: dict[tuple[Any, ...], tuple[Callable[..., None], int, torch.dtype]] = {}  # and N and dtype of the result
+_MOST_PLANS = 4096
+
+
+def _key(
+    variant: str,
+    A_packed: Tensor,
+    B: Tensor,
+    group_offsets: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:
+    """Everything that checks, choice and compiled code depend on; M is in it by its magnitude alone.
+
+    This is on the way of every call, where an attribute of a tensor takes some 0.1 us.
+    """
+    M, K = A_packed.shape
+    G = group_offsets.size(0) - 1
+    a_dtype, b_dtype = A_packed.dtype, B.dtype
+    return (
+        variant,
+        out_dtype,
+        M.bit_length(),
+        G and (M // G).bit_length(),
+        K,
+        a_dtype,
+        A_packed.stride(),
+        A_packed.data_ptr() % 16,
+        A_packed.get_device(),
+        b_dtype,
+        B.shape,
+        B.stride(),
+        B.data_ptr() % 16,
+        B.get_device(),
+        group_offsets.shape,
+        group_offsets.dtype,
+        group_offsets.stride(),
+        group_offsets.data_ptr() % 16,
+        group_offsets.get_device(),
+        None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16),
+        (a_dtype == torch.float32 or b_dtype == torch.float32) and torch.backends.cuda.matmul.fp32_precision,
+    )
+
+
+def _again(
+    variant: str, A_packed: Tensor, B: Tensor, group_offsets: Tensor, out_dtype: torch.dtype | None
+) -> Tensor | None:
+    """The result if there has been such a call before, from the current device, without gradients."""
+    try:
+        plan, N, dtype = _plans[_key(variant, A_packed, B, group_offsets, None, out_dtype)]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return None  # what is wrong, if anything is, the checks find
+    if (
+        not A_packed.is_cuda
+        or A_packed.get_device() != torch.cuda.current_device()
+        or (torch.is_grad_enabled() and (A_packed.requires_grad or B.requires_grad))
+    ):
+        return None
+    out = A_packed.new_empty((A_packed.size(0), N), dtype=dtype)
+    plan(A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, out)
+    return out
+
+
 def _run(
+    key: tuple[Any, ...],
     variant: str,
     A_packed: Tensor,  # [M, K]
     B: Tensor,  # [G, K, N], or [1, K, N] for one that all groups share
@@ -121,7 +193,7 @@ def _run(
             "the kernels have no backward yet: call under torch.no_grad(), or on detached tensors"
         )
     M, K = A_packed.shape
-    out = torch.empty((M, B.size(2)), dtype=dtype, device=A_packed.device)
+    out = A_packed.new_empty((M, B.size(2)), dtype=dtype)
     if out.numel() == 0:
         return out
     if group_offsets.size(0) == 1 or (K == 0 and bias is None):
@@ -129,19 +201,26 @@ def _run(
     if M > 2**31 - 1:
         raise ValueError(f"A_packed: expected at most 2**31 - 1 rows, got {M}")
 
-    from moe_kernels.kernels.grouped_gemm import launch
-
     if A_packed.is_cpu:
         # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
         A_packed, B = (x.float() if x.dtype == torch.bfloat16 else x for x in (A_packed, B))
         bias = None if bias is None else bias.float()
         result = torch.empty_like(out, dtype=torch.float32)
-        launch(variant, A_packed, B, group_offsets, bias, result)
+        _call(key, variant, A_packed, B, group_offsets, bias, result)
         return out.copy_(result)
-    module = torch.cuda if A_packed.is_cuda else torch.xpu
-    if A_packed.device.index == module.current_device():
-        launch(variant, A_packed, B, group_offsets, bias, out)
-    else:
-        with module.device(A_packed.device):
-            launch(variant, A_packed, B, group_offsets, bias, out)
+    with (torch.cuda if A_packed.is_cuda else torch.xpu).device(A_packed.device):
+        _call(key, variant, A_packed, B, group_offsets, bias, out)
     return out
+
+
+def _call(
+    key: tuple[Any, ...], variant: str, A: Tensor, B: Tensor, offsets: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    if key in _plans:
+        _plans[key][0](A, B, offsets, bias, out)
+        return
+    from moe_kernels.kernels import grouped_gemm as kernels
+
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = kernels.plan(variant, A, B, offsets, bias, out), B.size(2), out.dtype

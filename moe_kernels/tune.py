@@ -223,6 +223,7 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
         kernel=winner.variant,
         bucket=configs.bucket_of(problem),
         block_m=winner.block_m,
+        tma=winner.access.tma,
         config=concise(winner.config.config),
         us=round(us, 2),
         rule_us=round(rule_us, 2) if math.isfinite(rule_us) else round(us, 2),

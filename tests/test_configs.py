@@ -28,7 +28,10 @@ PROBLEM = configs.Problem(
     tf32=False,
     tma_A=True,
     tma_B=True,
-    wide=False,
+    tma_out=True,
+    wide_A=False,
+    wide_B=False,
+    wide_out=False,
     has_bias=False,
     device=torch.device("cuda", 0),
 )
@@ -55,7 +58,7 @@ def entry(problem: configs.Problem = PROBLEM, variant: str = "auto", **changed: 
         kernel=by_rule.variant,
         bucket=configs.bucket_of(problem),
         block_m=by_rule.block_m,
-        mask_rows=by_rule.mask_rows,
+        tma=by_rule.access.tma,
         config={**by_rule.config.config, "num_stages": 7},
         us=100.0,
         rule_us=110.0,
@@ -244,12 +247,8 @@ ILLEGAL = {
     "block_k above 256": with_config(block_sizes=[128, 512]),
     "block_n above N": with_config(block_sizes=[2048, 64]),
     "block of 8": with_config(block_sizes=[256, 8]),
-    "an access too few": with_config(indexing=entry().config["indexing"][1:]),
-    "TMA stores": with_config(indexing=[*entry().config["indexing"][:-1], "tensor_descriptor"]),
-    "one word for all": with_config(indexing="tensor_descriptor"),
-    "descriptors made on the device": with_config(host_tensor_descriptors=False),
+    "less by TMA": entry(tma=["A", "B"]),
     "a flat grid": with_config(pid_type="flat"),
-    "masked rows with TMA": entry(mask_rows=True),
     "a block_m of 256": entry(block_m=256),
     "an unknown kernel": entry(kernel="swapped"),
     "two block_m": entry(PROBLEM, "basic", block_m=64),
@@ -264,7 +263,7 @@ def test_illegal_entries_are_not_chosen(tmp_path: Path, made: store.Entry) -> No
 
 @pytest.mark.parametrize(
     "changed",
-    [{"tma_A": False}, {"tma_B": False}, {"tma_A": False, "tma_B": False, "wide": True}, {"M": 64, "G": 128}],
+    [{"tma_A": False}, {"tma_B": False}, {"tma_out": False}, {"tma_B": False, "wide_B": True}, {"M": 64, "G": 128}],
     ids=str,
 )
 def test_entries_are_not_chosen_for_problems_where_they_are_illegal(tmp_path: Path, changed: dict[str, Any]) -> None:
@@ -289,7 +288,7 @@ def test_an_entry_is_adapted_to_a_bias_and_to_the_number_of_groups(tmp_path: Pat
     assert values["load_eviction_policies"] == ["", "first", "last", ""]
     for name in ("indexing", "block_sizes"):
         assert values[name] == by_rule.config.config[name]
-    assert (choice.tma_A, choice.tma_B) == (True, True)
+    assert choice.access == (True, True, False, False)
 
 
 def test_a_persistent_entry_with_tiles_of_64_rows(tmp_path: Path) -> None:

@@ -91,13 +91,15 @@ def test_info_names_the_entry_and_its_distance(
     from moe_kernels.configs import store
 
     gpu = store.Gpu("NVIDIA Test 9000", (9, 0))
-    problem = configs.Problem(512, 65536, 1536, 1792, 128, torch.bfloat16, False, True, True, False, False)
+    problem = configs.Problem(
+        512, 65536, 1536, 1792, 128, torch.bfloat16, False, True, True, True, False, False, False, False
+    )
     by_rule = configs.rule(problem)
     made = store.Entry(
         by_rule.variant,
         configs.bucket_of(problem),
         by_rule.block_m,
-        by_rule.mask_rows,
+        by_rule.access.tma,
         {**by_rule.config.config, "num_stages": 3},
         600.0,
         610.0,

@@ -47,7 +47,20 @@ class Bench:
         M, N = inputs.outs[0].shape
         rows = configs.floor_power_of_2(M // inputs.B.size(0))
         made = configs.Problem(
-            rows, M, N, inputs.A.size(1), inputs.B.size(0), inputs.A.dtype, False, True, True, False, False
+            rows,
+            M,
+            N,
+            inputs.A.size(1),
+            inputs.B.size(0),
+            inputs.A.dtype,
+            False,
+            True,
+            True,
+            True,
+            False,
+            False,
+            False,
+            False,
         )
         chosen = choice or configs.choose(made)
 
@@ -103,7 +116,7 @@ def test_a_faster_config_is_written_and_found_again(
     monkeypatch.setattr(store, "gpu_of", lambda device: store.Gpu(GPU, (9, 0)))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     configs.reload()
-    problem = configs.Problem(128, 512, 96, 64, 4, torch.float32, False, True, True, False, False)
+    problem = configs.Problem(128, 512, 96, 64, 4, torch.float32, False, True, True, True, False, False, False, False)
     choice = configs.choose(replace(problem, device=torch.device("cuda", 0)))
     assert choice.source == str(file) and stages(choice) == 9
     configs.reload()
@@ -308,7 +321,9 @@ def test_concise_leaves_out_defaults_alone() -> None:
 
 @pytest.mark.parametrize("rows", [1, 32, 128, 1024])
 def test_alternatives_and_neighbours_are_legal_and_distinct(rows: int) -> None:
-    problem = configs.Problem(rows, 64 * rows, 1536, 2048, 64, torch.bfloat16, False, True, True, False, False)
+    problem = configs.Problem(
+        rows, 64 * rows, 1536, 2048, 64, torch.bfloat16, False, True, True, True, False, False, False, False
+    )
     start = tune.alternatives(problem)
     assert configs.rule(problem) in start
     for choice in start:

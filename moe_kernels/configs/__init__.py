@@ -50,6 +50,11 @@ class Access(NamedTuple):
     tma_out: bool  # out is written by TMA
     wide: bool  # addresses are computed in 64 bits
 
+    @property
+    def tma(self) -> list[str]:
+        """As a tuned entry has it."""
+        return [name for name, reached in zip(("A", "B", "out"), self[:3], strict=True) if reached]
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -205,7 +210,8 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     if choice.variant not in ("basic", "persistent"):
         return f"no kernel {choice.variant!r}"
     persistent = choice.variant == "persistent"
-    if choice.access != _access(problem, choice.variant, choice.block_m):
+    access = _access(problem, choice.variant, choice.block_m)
+    if choice.access != access or (choice.entry is not None and choice.entry.tma != access.tma):
         return "memory is reached in another way"
     if any(
         values.get(name) != value for name, value in _indexing(choice.variant, problem.has_bias, choice.access).items()

@@ -80,7 +80,8 @@ class Entry:
     kernel: str  # "basic" or "persistent"
     bucket: Bucket
     block_m: int
-    config: dict[str, Any]  # of the `helion.Config`, less how memory is accessed, which follows from the tensors
+    tma: list[str]  # which of "A", "B" and "out" were reached by TMA; the config is for problems where the same are
+    config: dict[str, Any]  # of the `helion.Config`
     us: float  # a call's microseconds, the geometric mean over the routings
     rule_us: float  # those of the rule's config, in turns with it
     M: int  # rows in all when it was measured
@@ -252,6 +253,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "transposed": bool,
     **dict.fromkeys(("rows", "N", "K", "G", "block_m", "M"), int),
     **dict.fromkeys(("us", "rule_us"), (int, float)),
+    "tma": list,
     "config": dict,
 }
 

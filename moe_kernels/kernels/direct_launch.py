@@ -56,20 +56,25 @@ def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, 
     first, second = (_recorded(run, args, integers, values) for values in _STAND_INS)
     descriptions = iter(getattr(binary.metadata, "tensordesc_meta", None) or ())
     names: dict[str, Any] = {"hooks": knobs.runtime, "binary": binary}
-    pointers, flat = set(), []
+    pointers: list[int] = []
+    described: list[int] = []
+    flat: list[str] = []
     for a, b in zip(first[1], second[1], strict=True):
         if isinstance(a, torch.Tensor):
             index = _index_of(a, args)
-            pointers.add(index)
+            pointers.append(index)
             flat.append(f"a{index}.data_ptr()")
         elif isinstance(a, TensorDescriptor):
             index = next(i for i, arg in enumerate(args) if arg is a.base)
             name = f"descriptor{len(names)}"
             names[name] = descriptor = _Descriptor(a, next(descriptions))
-            before = clipped.get(index, 0)
-            pointer = f"a{index}.data_ptr() - {before * a.base.stride(0) * a.base.element_size()}"
-            extents = [str(extent) for extent in a.shape]
-            extents[descriptor.changing] = extent = f"a{index}.size(0) + {before}"
+            pointer, extent = f"a{index}.data_ptr()", f"extent{index}"
+            described.append(index)
+            if before := clipped.get(index, 0):
+                pointer += f" - {before * a.base.stride(0) * a.base.element_size()}"
+                extent += f" + {before}"
+            extents = [str(size) for size in a.shape]
+            extents[descriptor.changing] = extent
             flat += [f"{name}({pointer}, {extent})", *extents, *map(str, a.strides)]
         elif a == b:
             names[f"constant{len(names)}"] = a
@@ -77,7 +82,7 @@ def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, 
         else:
             index = next(i for i, x, y in zip(integers, *_STAND_INS, strict=False) if (a, b) == (x, y))
             flat.append(f"a{index}")
-    if pointers & clipped.keys():
+    if clipped.keys() & set(pointers):
         raise Unavailable("a tensor is not reached by TMA")
     names["raw"] = launcher.launch
     if any(name.startswith("descriptor") for name in names):
@@ -97,6 +102,7 @@ def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, 
     # A profiler listens to the hooks.
     source = f"""
 def launch({", ".join(f"a{i}" for i in range(len(args)))}):
+    {"; ".join(f"extent{i} = a{i}.size(0)" for i in described) or "pass"}
     enter = hooks.launch_enter_hook
     if enter.calls:
         metadata = binary.launch_metadata(({grid}, 1, 1), stream(device))

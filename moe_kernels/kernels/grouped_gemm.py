@@ -288,57 +288,23 @@ def _problem(
     )
 
 
-_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
-_MOST_PLANS = 4096
-
-
-def launch(
+def plan(
     variant: str,  # "auto", "basic" or "persistent"
     A_packed: torch.Tensor,  # [M, K]
     B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share
     group_offsets: torch.Tensor,  # [G + 1]
     bias: torch.Tensor | None,  # [G, N]
     out: torch.Tensor,  # [M, N]
-) -> None:
-    """Write the jagged product to `out`. Nothing is checked; M, N and G may not be 0.
-
-    A kernel is chosen and compiled once for all that the key names. M is in it by its magnitude alone.
+) -> Callable[..., None]:
+    """Choose and compile kernels, write the jagged product to `out`, and return what does it again: `plan_key` says for
+    which tensors, given in the same order. Nothing is checked; M, N and G may not be 0.
     """
-    M = A_packed.size(0)
-    G = group_offsets.size(0) - 1
-    a_dtype, b_dtype = A_packed.dtype, B.dtype
-    key = (
-        variant,
-        M.bit_length(),
-        (M // G).bit_length(),
-        a_dtype,
-        A_packed.stride(),
-        A_packed.data_ptr() % 16,
-        A_packed.device,
-        b_dtype,
-        B.shape,
-        B.stride(),
-        B.data_ptr() % 16,
-        G,
-        group_offsets.dtype,
-        group_offsets.stride(),
-        group_offsets.data_ptr() % 16,
-        out.dtype,
-        out.stride(),
-        out.data_ptr() % 16,
-        None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16),
-        (a_dtype == torch.float32 or b_dtype == torch.float32) and tf32_allowed(torch.float32),
+    one_dtype = A_packed.dtype == B.dtype == out.dtype
+    dense = variant == "auto" and B.size(0) == 1 and bias is None and one_dtype and out.device.type != "cpu"
+    # A tuned config that does not work here gives way to the rule's.
+    return configs.settle(
+        partial(_make_and_call, _dense_plan if dense else _plan, variant, A_packed, B, group_offsets, bias, out)
     )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        dense = variant == "auto" and B.size(0) == 1 and bias is None and a_dtype == b_dtype == out.dtype
-        make = _dense_plan if dense and out.device.type != "cpu" else _plan
-        # A tuned config that does not work here gives way to the rule's.
-        _plans[key] = configs.settle(partial(_make_and_call, make, variant, A_packed, B, group_offsets, bias, out))
-        return
-    plan(A_packed, B, group_offsets, bias, out)
 
 
 def _make_and_call(make: Callable[..., Callable[..., None]], variant: str, *tensors: Any) -> Callable[..., None]:
@@ -355,13 +321,13 @@ def _slots(M: int, G: int, block_m: int) -> int:
     return (M // block_m + G + 2) | 1
 
 
-def _empty_table(M: int, G: int, block_m: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((1 + _slots(M, G, block_m), 3), dtype=torch.int32, device=device)
+def _empty_table(like: torch.Tensor, M: int, G: int, block_m: int) -> torch.Tensor:
+    return like.new_empty((1 + _slots(M, G, block_m), 3), dtype=torch.int32)
 
 
 def _compile_table(group_offsets: torch.Tensor, out: torch.Tensor, block_m: int) -> Callable[..., None]:
     G = group_offsets.size(0) - 1
-    tiles = _empty_table(block_m, G, block_m, out.device)
+    tiles = _empty_table(out, block_m, G, block_m)
     args = (group_offsets, without_ones(out), tiles, 3, 3, block_m)
     wide = 2 * span(out) > INT32_MAX
     return compile_kernel(tile_table, args, configs.tile_table(G, out.size(1)), wide=wide)
@@ -388,7 +354,7 @@ def _dense_plan(
     ) -> None:
         M = A_packed.size(0)
         torch.mm(A_packed, B[0], out=out)
-        tiles = _empty_table(M, G, 128, out.device)
+        tiles = _empty_table(out, M, G, 128)
         zero_outside(group_offsets, out, tiles, _slots(M, G, 128), 2 * M + 1, 128)
 
     return dense
@@ -450,7 +416,7 @@ def _plan(
             out = _windows(out, block_m)
         return A_packed, lies_as(B), tiles, tiles.select(0, 0).select(0, 0), bias, out, *rest
 
-    tiles = _empty_table(block_m, G, block_m, out.device)
+    tiles = _empty_table(out, block_m, G, block_m)
     list_tiles = _compile_table(group_offsets, out, block_m)
     o = without_ones(_windows(out.narrow(0, 0, block_m), block_m) if tma_out else out)
     number = tiles.select(0, 0).select(0, 0)
@@ -469,7 +435,7 @@ def _plan(
         out: torch.Tensor,
     ) -> None:
         M = A_packed.size(0)
-        tiles = _empty_table(M, G, block_m, out.device)
+        tiles = _empty_table(out, M, G, block_m)
         list_tiles(group_offsets, out, tiles, _slots(M, G, block_m), 2 * M + 1, block_m)
         run(A_packed, B, tiles, tiles, bias, out, shared, transposed, block_m, tma_A, tma_out)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
+from moe_kernels import checks, dispatch, grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
 from moe_kernels.kernels import grouped_gemm as kernels
 from moe_kernels.kernels import launch
 from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for, make_inputs
@@ -43,11 +43,11 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
 
     out = torch.empty_like(out)
     slots = (M // 64 + 3 + 2) | 1
-    tiles = torch.empty((1 + slots, 4), dtype=torch.int32, device=device)
-    kernels.tile_table(group_offsets, out, tiles, slots, 2 * M + 1, 64, True)
+    tiles = torch.empty((1 + slots, 3), dtype=torch.int32, device=device)
+    kernels.tile_table(group_offsets, out, tiles, slots, 2 * M + 1, 64)
     assert tiles[0, 0] == 4
-    assert tiles[1:5].tolist() == [[0, 0, 0, 9], [2, 9, 9, 149], [2, 73, 73, 149], [2, 137, 137, 149]]
-    kernels.jagged_persistent(A, B, tiles, tiles[0, 0], None, out, False, False, 64, True)
+    assert tiles[1:5].tolist() == [[0, 0, 9], [2, 9, 73], [2, 73, 137], [2, 137, 149]]
+    kernels.jagged_persistent(A, B, tiles, tiles[0, 0], None, out, False, False, 64, False, False)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
@@ -87,7 +87,7 @@ def test_effort_none_does_not_mean_tiny_blocks(effort: str) -> None:
 
 
 def test_refusals_launch_nothing(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(kernels, "launch", _refuse_to_search)
+    monkeypatch.setattr(kernels, "plan", _refuse_to_search)
     A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float16, device=device)
     for args, error, text in [
         ((A, B[:, :-1], group_offsets), ValueError, "B: expected K = 24"),
@@ -109,18 +109,18 @@ def test_validation_by_environment(monkeypatch: pytest.MonkeyPatch, device: str)
     A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float16, device=device)
     group_offsets[2] = 3
     grouped_gemm(A, B, group_offsets)
-    monkeypatch.setenv("MOE_KERNELS_VALIDATE", "1")
+    monkeypatch.setattr(checks, "_VALIDATE", True)
     with pytest.raises(ValueError, match=r"group_offsets\[2\]: .*got 3"):
         grouped_gemm(A, B, group_offsets)
 
 
 def test_a_new_number_of_rows_finds_its_plan(device: str) -> None:
     _, B, _ = make_inputs([1, 1], 40, 24, dtype=torch.float16, device=device)
-    kernels._plans.clear()
+    dispatch._plans.clear()
     for M in range(40, 64, 5):
         A, _, group_offsets = make_inputs([M - 20, 20], 40, 24, dtype=torch.float16, device=device)
         grouped_gemm(A, B, group_offsets)
-    assert len(kernels._plans) == 1
+    assert len(dispatch._plans) == 1
 
 
 @pytest.mark.gpu

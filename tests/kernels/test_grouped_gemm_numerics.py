@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_kernels import configs, group_offsets_from_sizes, grouped_gemm, grouped_mm, reference
-from moe_kernels.kernels.grouped_gemm import launch
+from moe_kernels.kernels.grouped_gemm import plan
 from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for, make_inputs
 
 variants = pytest.mark.parametrize("variant", ["basic", "persistent"])
@@ -184,7 +184,7 @@ def test_writes_stay_in_bounds(variant: str, device: str) -> None:
     M, N = A.size(0), 40
     canvas = torch.full((M + 64, N + 48), 7.0, dtype=torch.float16, device=device)
     out = canvas[32 : 32 + M, 24 : 24 + N]
-    launch(variant, A, B, group_offsets, None, out)
+    plan(variant, A, B, group_offsets, None, out)
     assert_grouped_gemm_close(out, A, B, group_offsets)
     out.fill_(7.0)
     assert (canvas == 7.0).all()

@@ -65,6 +65,7 @@ def test_persistent(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: boo
     report = reports["jagged_persistent"]
     assert_lean(report)
     assert report["code"].count("_desc.load(") == 2
+    assert report["code"].count("out_desc.store(") == 2  # halves, so that there is shared memory for four stages
     assert report["tma_load"] >= 2
     assert report["wgmma"] > 0
     assert "flatten=True" in report["code"]
@@ -98,6 +99,7 @@ def test_what_tma_cannot_read(monkeypatch: pytest.MonkeyPatch, variant: str, sha
     for report in compiled(monkeypatch, variant, shape, misaligned=True).values():
         assert_lean(report)
         assert "A_packed_desc.load(" not in report["code"]
+        assert "out_desc.store(" not in report["code"]
 
 
 def test_weights_of_more_than_2_to_the_31_elements_keep_tma(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
         seeds = [start, *tune.neighbours(start, problem)]
         found = tune.search(problem, seeds, inputs, 6)
         kernel, arg_sets = tune.kernel_calls(start, inputs)
-        spec = launch._variant(kernel, problem.wide, problem.tf32).bind(arg_sets[0]).config_spec
+        spec = launch._variant(kernel, False, problem.tf32).bind(arg_sets[0]).config_spec
     assert len(Provider.seen) > 60
     for config in Provider.seen:
         assert configs.why_illegal(replace(start, config=config), problem) is None
@@ -90,7 +90,8 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
     assert configs.why_illegal(found, problem) is None
     assert abs(found.config.config["num_stages"] - 7) < 3  # the seeds have 3 to 5
     for config in Provider.seen[:30]:
-        full, short = copy.deepcopy(config), helion.Config(**tune.concise(config.config))
+        full = copy.deepcopy(config)
+        short = helion.Config(**tune.concise(config.config), **configs._indexing(variant, False, start.access))
         spec.normalize(full)
         spec.normalize(short)
         assert full == short
@@ -99,7 +100,9 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
 @pytest.mark.parametrize("rows", [4, 64, 512])
 def test_every_alternative_compiles(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     shape = (16, 16 * rows, 1536, 2048)
-    problem = configs.Problem(rows, 16 * rows, 1536, 2048, 16, torch.bfloat16, False, True, True, False, False)
+    problem = configs.Problem(
+        rows, 16 * rows, 1536, 2048, 16, torch.bfloat16, False, True, True, True, False, False, False, False
+    )
     choices = tune.alternatives(problem)
     assert len(choices) >= 2
     for choice in choices:
@@ -128,11 +131,14 @@ def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: sto
         bucket.G,
         dtype,
         bucket.dtype == "tf32",
-        True,
-        True,
-        False,
-        False,
-        bucket.transposed,
+        tma_A=True,
+        tma_B=True,
+        tma_out=True,
+        wide_A=False,
+        wide_B=False,
+        wide_out=False,
+        has_bias=False,
+        transposed=bucket.transposed,
     )
     choice = configs._adapted(store.Found(entry, file, 0.0), problem)
     assert configs.why_illegal(choice, problem) is None
@@ -141,4 +147,4 @@ def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: sto
         reports = compiled(monkeypatch, "auto", shape, dtype=dtype, transposed=bucket.transposed)
     report = reports["jagged" if choice.variant == "basic" else "jagged_persistent"]
     assert report["shared"] <= SHARED_MEMORY
-    assert report["code"].count("_desc.load(") == choice.tma_A + choice.tma_B
+    assert report["code"].count("_desc.load(") == choice.access.tma_A + choice.access.tma_B
