@@ -73,6 +73,11 @@ def _divide(a: torch.Tensor, b: int) -> torch.Tensor:
     return hl.inline_triton("{0} // {1}", args=(a, b), output_like=a)
 
 
+def _multiple(a: torch.Tensor, b: int) -> torch.Tensor:
+    """Whether a >= 0 is a multiple of b > 0."""
+    return hl.inline_triton("{0} % {1} == 0", args=(a, b), output_like=a == 0)
+
+
 def _unmasked(tile: torch.Tensor) -> torch.Tensor:
     """`tile` itself, hidden from Helion's mask propagation: a masked load would not be made by TMA."""
     return hl.inline_triton("{0}", args=(tile,), output_like=tile)
@@ -94,6 +99,7 @@ def jagged(
     shared: hl.constexpr,  # B is
     transposed: hl.constexpr,
     mask_rows: hl.constexpr,  # False needs M >= the largest block_m: A is then read in whole tiles
+    slot_per_row: hl.constexpr,  # slot i is row i, and a tile if one begins there: fewer slots if M < G
 ) -> torch.Tensor:
     """A grid over slots and columns; each program finds its group by counting the offsets before its slot."""
     K = A_packed.size(1)
@@ -110,12 +116,19 @@ def jagged(
         previous = hl.zeros([], dtype=torch.int32)
         for tile_g in hl.tile(G + 1):
             ends = _running_max(_clamped(group_offsets, tile_g.index, M), previous)
-            before = (_divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= G)
+            if slot_per_row:
+                before = (ends <= slot) & (tile_g.index <= G)
+            else:
+                before = (_divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= G)
             region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
             start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
             end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
             previous = torch.amax(ends)
-        row0 = _first_row(slot, region, start, block_m)
+        if slot_per_row:
+            into_group = slot - start
+            row0 = torch.where(_multiple(into_group, block_m), slot, end)
+        else:
+            row0 = _first_row(slot, region, start, block_m)
         if row0 < end:
             acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
             load0 = row0
@@ -385,9 +398,10 @@ def _plan(
     compiled = partial(compile_kernel, config=choice.config, wide=wide, tf32=problem.tf32)
 
     if choice.variant == "basic":
+        slot_per_row = problem.rows == 0
         run = compiled(
             jagged,
-            (a, b, group_offsets, bias, without_ones(out), 3, 3, shared, transposed, not tma_A),
+            (a, b, group_offsets, bias, without_ones(out), 3, 3, shared, transposed, not tma_A, slot_per_row),
             prepare=lambda A_packed, B, *rest: (A_packed, lies_as(B), *rest),
         )
 
@@ -399,7 +413,8 @@ def _plan(
             out: torch.Tensor,
         ) -> None:
             M = A_packed.size(0)
-            run(A_packed, B, group_offsets, bias, out, _slots(M, G, block_m), 2 * M + 1, shared, transposed, not tma_A)
+            slots = M | 1 if slot_per_row else _slots(M, G, block_m)
+            run(A_packed, B, group_offsets, bias, out, slots, 2 * M + 1, shared, transposed, not tma_A, slot_per_row)
 
         return basic
 

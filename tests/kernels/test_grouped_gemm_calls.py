@@ -36,9 +36,9 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
     A, B, group_offsets = make_inputs([9, 0, 140], 40, 24, dtype=torch.float16, device=device)
     M = A.size(0)
     out = torch.empty(M, 40, dtype=A.dtype, device=device)
-    kernels.jagged(A, B, group_offsets, None, out, 31, 2 * M + 1, False, False, True)
+    kernels.jagged(A, B, group_offsets, None, out, 31, 2 * M + 1, False, False, True, False)
     assert_grouped_gemm_close(out, A, B, group_offsets)
-    bound = kernels.jagged.bind((A, B, group_offsets, None, out, 31, 2 * M + 1, False, False, True))
+    bound = kernels.jagged.bind((A, B, group_offsets, None, out, 31, 2 * M + 1, False, False, True, False))
     assert bound._config.block_sizes[0] == 64  # 149 rows, 3 groups
 
     out = torch.empty_like(out)
