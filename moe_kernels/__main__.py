@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels
-from moe_kernels import requirements, tune
+from moe_kernels import requirements, timing, tune
 
 _DEMO = """\
 Runs the main job on generated Mixture-of-Experts traffic: one ragged matrix of rows per expert, skewed, some of them
@@ -121,7 +120,10 @@ def demo() -> int:
         offs = moe_kernels.offs_from_group_offsets(group_offsets)
         calls.append(("torch's grouped_mm", B, lambda: torch.nn.functional.grouped_mm(A_packed, B, offs=offs)))
         checked.append(["", "", "not checked"])
-        micros = _interleaved_micros(torch.get_device_module(gpu), [call for *_, call in calls])
+        timed = {i: call for i, (*_, call) in enumerate(calls)}
+        for call in timed.values():
+            call()
+        micros = timing.interleaved(timed, _ROUNDS, torch.device(gpu)).values()
         header = ["kernel", "B", "us", "TFLOP/s", "error", "budget", "result"]
         times = [[f"{us:8.1f}", f"{flop_count(sizes, N, K) / us / 1e6:7.0f}"] for us in micros]
     else:
@@ -311,24 +313,6 @@ def _seconds(call: Callable[[], Tensor]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def _interleaved_micros(module: Any, calls: list[Callable[[], Tensor]]) -> list[float]:
-    """Each call's median time on the GPU, in microseconds."""
-    for call in calls * 3:
-        call()
-    module.synchronize()
-    pairs: list[list[tuple[Any, Any]]] = [[] for _ in calls]
-    for r in range(_ROUNDS):
-        for i in range(len(calls)):
-            k = (r + i) % len(calls)
-            start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
-            start.record()
-            calls[k]()
-            end.record()
-            pairs[k].append((start, end))
-    module.synchronize()
-    return [statistics.median(1e3 * start.elapsed_time(end) for start, end in found) for found in pairs]
 
 
 def _print_fields(fields: list[tuple[str, str]]) -> None:

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shlex
-import statistics
 import sys
 import time
 import warnings
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from moe_kernels.packing import group_offsets_from_sizes
 from moe_kernels.testing import SizeKind, group_sizes_for, make_inputs
+from moe_kernels.timing import gpu_is_lost, interleaved
 
 if TYPE_CHECKING:
     from moe_kernels.configs import Choice, Problem
@@ -160,7 +160,7 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
             except Exception as error:
                 failed += 1
                 print(f"  failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                if _gpu_is_lost(device):
+                if gpu_is_lost(device):
                     print("  The GPU does not answer any more. The same command goes on.", file=sys.stderr)
                     break
                 continue
@@ -206,7 +206,7 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
             finalists.append(search(problem, near, inputs, for_search))
         except Exception as error:
             print(f"  Helion's autotuner failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            if _gpu_is_lost(device):
+            if gpu_is_lost(device):
                 raise
     else:
         print("  too little time for Helion's autotuner: only neighbours of that config")
@@ -415,31 +415,6 @@ def measure(choices: Sequence[Choice], inputs: Inputs, rounds: int, until: float
     ]
 
 
-def interleaved(
-    calls: dict[tuple[int, int], Callable[[], None]], rounds: int, device: torch.device
-) -> dict[tuple[int, int], float]:
-    """Median microseconds of each call with a cold L2 cache, all taking turns, the order rotating."""
-    if not calls:
-        return {}
-    cuda: Any = torch.cuda
-    flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
-    times: dict[tuple[int, int], list[float]] = {key: [] for key in calls}
-    keys = list(calls)
-    for r in range(rounds):
-        events = []
-        for key in keys[r % len(keys) :] + keys[: r % len(keys)]:
-            start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            start.record()
-            calls[key]()
-            end.record()
-            events.append((key, start, end))
-        torch.cuda.synchronize(device)
-        for key, start, end in events:
-            times[key].append(1e3 * start.elapsed_time(end))
-    return {key: statistics.median(values) for key, values in times.items()}
-
-
 def concise(values: dict[str, Any]) -> dict[str, Any]:
     """A config without how memory is accessed, and without options that only repeat Helion's defaults."""
     neutral: dict[str, tuple[Any, ...]] = {
@@ -548,17 +523,6 @@ def _fitting(task: Task, device: torch.device) -> tuple[int, int]:
             break
         G, M = G // 2, max(1, M // 2)
     return G, M
-
-
-def _gpu_is_lost(device: torch.device) -> bool:
-    """Whether an error has left the process without a usable GPU."""
-    if device.type != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return True
-    return False
 
 
 def _no_gpu() -> str | None:
