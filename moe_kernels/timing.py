@@ -37,8 +37,8 @@ def interleaved(calls: Mapping[_Key, Call], rounds: int, device: torch.device) -
     return {key: statistics.median(values) for key, values in times.items()}
 
 
-def host_microseconds(calls: Sequence[Call], device: torch.device, repeats: int = 50) -> float:
-    """Median microseconds until a call returns, the device not waited for; `calls` are made one after another.
+def host_microseconds(calls: Sequence[Call], device: torch.device, repeats: int) -> float:
+    """Median microseconds until a call returns, the device not waited for; `repeats` calls, going round `calls`.
 
     The device is synchronized after every fifth call, so that none waits for room in the queue.
     """

@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from moe_kernels.bench.suites import MODELS, positive, shape
 from moe_kernels.packing import group_offsets_from_sizes
 from moe_kernels.testing import SizeKind, group_sizes_for, make_inputs
 from moe_kernels.timing import gpu_is_lost, interleaved
@@ -34,22 +35,6 @@ if TYPE_CHECKING:
     from moe_kernels.configs import Choice, Problem
     from moe_kernels.configs.store import Bucket, Entry
 
-MODELS = {  # name: (H, I, E, top_k)
-    "deepseek-v2-lite": (2048, 1408, 64, 6),
-    "deepseek-v3": (7168, 2048, 256, 8),
-    "glm-4.5": (5120, 1536, 160, 8),
-    "glm-4.5-air": (4096, 1408, 128, 8),
-    "gpt-oss-120b": (2880, 2880, 128, 4),
-    "gpt-oss-20b": (2880, 2880, 32, 4),
-    "kimi-k2": (7168, 2048, 384, 8),
-    "llama-4-maverick": (5120, 8192, 128, 1),
-    "llama-4-scout": (5120, 8192, 16, 1),
-    "mixtral-8x7b": (4096, 14336, 8, 2),
-    "olmoe": (2048, 1024, 64, 8),
-    "qwen3-235b": (4096, 1536, 128, 8),
-    "qwen3-30b": (2048, 768, 128, 8),
-    "qwen3-next": (2048, 512, 512, 10),
-}
 TOKENS = (16, 512, 8192)
 ROUTINGS: tuple[SizeKind, ...] = ("softmax", "zipf", "uniform")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -93,10 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", choices=MODELS, help="both GEMMs of this model's experts, for several token counts")
     what.add_argument(
-        "--shapes", nargs="+", type=_shape, metavar="G,M,N,K", help="groups, rows in all, columns, contraction"
+        "--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="groups, rows in all, columns, contraction"
     )
     parser.add_argument(
-        "--tokens", nargs="+", type=_positive, default=list(TOKENS), help="of --model (default: 16 512 8192)"
+        "--tokens", nargs="+", type=positive, default=list(TOKENS), help="of --model (default: 16 512 8192)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument(
@@ -544,16 +529,3 @@ def _command(task: Task) -> str:
 def _duration(spent: float) -> str:
     minutes, rest = divmod(round(spent), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    shape = tuple(_positive(number) for number in text.split(","))
-    if len(shape) != 4:
-        raise argparse.ArgumentTypeError(f"expected G,M,N,K, got {text!r}")
-    return shape
-
-
-def _positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
-    return int(text)
