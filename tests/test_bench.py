@@ -10,6 +10,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,38 @@ def test_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     results = run.Results(META)
     list(run.run_suite(suite, suite.cases(["gnk"]), ["ours"], 3, ["eager"], CPU, results))
     assert len(results.records) == 6 and len(made) == 2
+
+
+def test_compiling_beforehand_calls_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, in place of several; a failure leaves the rest to do."""
+    called = []
+
+    def make(key: str) -> Callable[[Inputs], Call]:
+        def made(inputs: Inputs) -> Call:
+            called.append((key, len(inputs.A)))
+            raise RuntimeError("out of memory")
+
+        return made
+
+    class Pool:
+        def __init__(self, jobs: int, mp_context: Any):
+            assert jobs == 3
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def submit(self, function: Any, *arguments: Any) -> Future[None]:
+            done: Future[None] = Future()
+            done.set_result(function(*arguments))
+            return done
+
+    with_providers(monkeypatch, **{key: replace(GROUPED.providers[key], make=make(key)) for key in ("torch", "ours")})
+    monkeypatch.setattr(run, "ProcessPoolExecutor", Pool)
+    suite = replace(SUITES["smoke"], shapes=(CASE, replace(CASE, M=7), replace(CASE, M=9, K=8)))
+    run.compile_beforehand("grouped_gemm", suite.cases(["gkn"]), ["torch", "ours"], 3, CPU)
+    assert called == [("ours", 20), ("ours", 7), ("ours", 9)]
 
 
 def test_a_lost_gpu_ends_the_run(

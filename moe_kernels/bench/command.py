@@ -127,7 +127,7 @@ def _measure(
             print(f"  {provider.label}: left out, {provider.package} is not installed")
     keys = [key for key in keys if operator.providers[key].installed]
     if options.jobs and device.type != "cpu":
-        run.compile_beforehand(suite.operator, cases, keys, options.jobs)
+        run.compile_beforehand(suite.operator, cases, keys, options.jobs, device)
         print(f"  compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
     measured = run.run_suite(suite, cases, keys, options.rounds or suite.rounds, timings, device, results)
     for i, (case, records, reason) in enumerate(measured):

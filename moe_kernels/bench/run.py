@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import groupby
@@ -211,7 +212,9 @@ def measure(
     return records
 
 
-def compile_beforehand(operator: str, cases: Sequence[Case], keys: Sequence[str], jobs: int) -> None:
+def compile_beforehand(
+    operator: str, cases: Sequence[Case], keys: Sequence[str], jobs: int, device: torch.device
+) -> None:
     """Call our providers for all cases in `jobs` processes, which leaves their binaries in Triton's disk cache.
 
     What fails here, for want of memory perhaps, is compiled when its turn comes.
@@ -220,29 +223,24 @@ def compile_beforehand(operator: str, cases: Sequence[Case], keys: Sequence[str]
     ours = [key for key in keys if OPERATORS[operator].providers[key].ours]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for done in [pool.submit(_compile, operator, group, ours) for group in groups]:
-            done.result()
+        for done in [pool.submit(_compile, operator, group, ours, device) for group in groups]:
+            done.exception()
 
 
-def _compile(name: str, cases: Sequence[Case], keys: Sequence[str]) -> None:
+def _compile(name: str, cases: Sequence[Case], keys: Sequence[str], device: torch.device) -> None:
+    """Call the providers `keys` for `cases`, which share weights."""
     warnings.simplefilter("ignore")
-    operator, device = OPERATORS[name], torch.device("cuda", torch.cuda.current_device())
-    weights = None
+    operator = OPERATORS[name]
+    weights = operator.weights(cases[0], device)
     with torch.no_grad():
         for case in cases:
-            try:
-                if weights is None:
-                    weights = operator.weights(case, device)
-                inputs = operator.inputs(case, weights, device)
-                for key in keys:
+            inputs = operator.inputs(case, weights, device)
+            for key in keys:
+                with suppress(Exception):
                     operator.providers[key].make(inputs)()
-                torch.cuda.synchronize(device)
-            except Exception:
-                if gpu_is_lost(device):
-                    return
-            inputs = None
-    weights = None
-    torch.cuda.empty_cache()
+    if device.type != "cpu":
+        del weights, inputs
+        torch.cuda.empty_cache()
 
 
 def _host_times(
