@@ -449,15 +449,28 @@ class Peer:
 
     def make_ragged_tensor_metadata(self, sizes: Any, rows: int) -> Any:
         assert sizes.dtype == torch.int32 and rows >= sizes.sum()
-        return sizes
+        return argparse.Namespace(slice_sizes=sizes)
 
     def matmul(self, a: Any, b: Any, bias: None, a_ragged_metadata: Any) -> Any:
-        return torch._grouped_mm(a, b, a_ragged_metadata.cumsum(0).int())
+        return torch._grouped_mm(a, b, a_ragged_metadata.slice_sizes.cumsum(0).int())
+
+    def RoutingData(self, gates: None, sizes: Any, experts: int, top_k: int, metadata: Any) -> Any:
+        assert sizes is metadata.slice_sizes and len(sizes) == experts and top_k == 1
+        return metadata
+
+    def matmul_ogs(self, x: Any, w: Any, bias: None, routing_data: Any) -> Any:
+        return self.matmul(x, w, bias, routing_data)[None]
 
 
+@pytest.mark.parametrize("absent", ["", "triton_kernels.matmul"])
 @pytest.mark.parametrize("layout", ["gkn", "gnk"])
-def test_peers_get_what_they_take(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "import_module", lambda name: Peer())
+def test_peers_get_what_they_take(layout: str, absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> Peer:
+        if name == absent:
+            raise ModuleNotFoundError
+        return Peer()
+
+    monkeypatch.setattr(peers, "import_module", import_module)
     keys = [key for key, provider in GROUPED.providers.items() if provider.package]
     records = measured(GROUPED, *keys, case=replace(CASE, layout=layout))
     assert len(records) == 4

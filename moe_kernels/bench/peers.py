@@ -57,10 +57,20 @@ def without_padding(inputs: Any, out: Tensor) -> Tensor:
 
 def triton_kernels(inputs: Any) -> Call:
     """triton_kernels (https://github.com/triton-lang/triton, python/triton_kernels): its lists of tiles beforehand."""
-    matmul = import_module("triton_kernels.matmul").matmul
     make_metadata = import_module("triton_kernels.tensor").make_ragged_tensor_metadata
     metadata = make_metadata(inputs.group_offsets.diff(), len(inputs.A))
+    try:
+        matmul = import_module("triton_kernels.matmul").matmul
+    except ModuleNotFoundError:  # up to the one that belongs to triton 3.6
+        module = import_module("triton_kernels.matmul_ogs")
+        routing = module.RoutingData(None, metadata.slice_sizes, len(inputs.sizes), 1, metadata)
+        return lambda: module.matmul_ogs(inputs.A, inputs.B, None, routing)
     return lambda: matmul(inputs.A, inputs.B, None, a_ragged_metadata=metadata)
+
+
+def without_batch(inputs: Any, out: Tensor) -> Tensor:
+    """`triton_kernels`' result, which some versions give one more dimension."""
+    return out.view(-1, out.size(-1))
 
 
 def _alignment(module: Any) -> int:

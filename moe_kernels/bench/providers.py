@@ -239,7 +239,10 @@ OPERATORS = {
                 "DeepGEMM, rows padded beforehand", peers.deep_gemm, "deep_gemm", result=peers.without_padding
             ),
             "triton_kernels": Provider(
-                "triton_kernels, metadata made beforehand", peers.triton_kernels, "triton_kernels"
+                "triton_kernels, metadata made beforehand",
+                peers.triton_kernels,
+                "triton_kernels",
+                result=peers.without_batch,
             ),
         },
     ),
