@@ -1,12 +1,10 @@
-"""`python -m moe_kernels demo | info | tune`: run the main job, say what is installed, search better configs."""
+"""`python -m moe_kernels demo | info | tune | bench`: run the main job, say what is installed, tune, measure."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
-import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +17,8 @@ import torch
 from torch import Tensor
 
 import moe_kernels
-from moe_kernels import requirements, tune
+from moe_kernels import requirements, timing, tune
+from moe_kernels.bench import command as bench
 
 _DEMO = """\
 Runs the main job on generated Mixture-of-Experts traffic: one ragged matrix of rows per expert, skewed, some of them
@@ -55,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m moe_kernels",
         description="Grouped GEMM kernels for Mixture-of-Experts layers: try them here, and see what they would use.",
-        epilog="`python -m moe_kernels demo --help`, `... info --help` and `... tune --help` say more.",
+        epilog="`python -m moe_kernels demo --help` and so on say more.",
     )
-    commands = parser.add_subparsers(dest="command", metavar="{demo,info,tune}")
+    commands = parser.add_subparsers(dest="command", metavar="{demo,info,tune,bench}")
     for name, summary, text in (
         ("demo", "run every kernel on generated traffic, check the results, print times; works without a GPU", _DEMO),
         ("info", "print GPU, versions, the configs in use, and what is missing; needs nothing but torch", _INFO),
@@ -65,17 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=summary, description=text, formatter_class=raw)
     summary = "search faster configs for a model or given shapes on this GPU, and keep them; needs a GPU"
     tune.add_arguments(commands.add_parser("tune", help=summary, description=tune.HELP, formatter_class=raw))
+    summary = "time suites of shapes beside PyTorch and installed peers: tables, JSON, CSV, plots; needs a GPU"
+    bench.add_arguments(commands.add_parser("bench", help=summary, description=bench.HELP, formatter_class=raw))
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
         return 2
-    if options.command == "tune":
+    if options.command in ("tune", "bench"):
         if problems := requirements.problems():
             print(
                 f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.FIX}", file=sys.stderr
             )
             return 1
-        return tune.main(options)
+        return tune.main(options) if options.command == "tune" else bench.main(options)
     return demo() if options.command == "demo" else info()
 
 
@@ -121,7 +122,10 @@ def demo() -> int:
         offs = moe_kernels.offs_from_group_offsets(group_offsets)
         calls.append(("torch's grouped_mm", B, lambda: torch.nn.functional.grouped_mm(A_packed, B, offs=offs)))
         checked.append(["", "", "not checked"])
-        micros = _interleaved_micros(torch.get_device_module(gpu), [call for *_, call in calls])
+        timed = {i: call for i, (*_, call) in enumerate(calls)}
+        for call in timed.values():
+            call()
+        micros = timing.interleaved(timed, _ROUNDS, torch.device(gpu)).values()
         header = ["kernel", "B", "us", "TFLOP/s", "error", "budget", "result"]
         times = [[f"{us:8.1f}", f"{flop_count(sizes, N, K) / us / 1e6:7.0f}"] for us in micros]
     else:
@@ -254,21 +258,9 @@ def _gpu_fields() -> list[tuple[str, str]]:
         fields = [(f"GPU {i}", torch.xpu.get_device_name(i)) for i in range(torch.xpu.device_count())]
     else:
         fields.append(("GPU", "none usable: CPU tensors are multiplied in plain PyTorch"))
-    fields.append(("driver", _nvidia_driver() or "no NVIDIA driver found"))
+    fields.append(("driver", requirements.nvidia_driver() or "no NVIDIA driver found"))
     fields.append(("torch built for", f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"))
     return fields
-
-
-def _nvidia_driver() -> str | None:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found[0] if found else None
 
 
 def _interpreter_on() -> bool:
@@ -311,24 +303,6 @@ def _seconds(call: Callable[[], Tensor]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def _interleaved_micros(module: Any, calls: list[Callable[[], Tensor]]) -> list[float]:
-    """Each call's median time on the GPU, in microseconds."""
-    for call in calls * 3:
-        call()
-    module.synchronize()
-    pairs: list[list[tuple[Any, Any]]] = [[] for _ in calls]
-    for r in range(_ROUNDS):
-        for i in range(len(calls)):
-            k = (r + i) % len(calls)
-            start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
-            start.record()
-            calls[k]()
-            end.record()
-            pairs[k].append((start, end))
-    module.synchronize()
-    return [statistics.median(1e3 * start.elapsed_time(end) for start, end in found) for found in pairs]
 
 
 def _print_fields(fields: list[tuple[str, str]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from importlib import metadata
 
 # helion 1.5.1 cannot be imported with torch 2.11, and 1.4 knows no descriptor coordinates that come from memory.
@@ -18,6 +20,19 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def nvidia_driver() -> str | None:
+    """The version of the NVIDIA driver, None if there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found else None
 
 
 def problems() -> list[str]:

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shlex
-import statistics
 import sys
 import time
 import warnings
@@ -27,29 +26,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from moe_kernels.bench.suites import MODELS, positive, shape
 from moe_kernels.packing import group_offsets_from_sizes
 from moe_kernels.testing import SizeKind, group_sizes_for, make_inputs
+from moe_kernels.timing import gpu_is_lost, interleaved
 
 if TYPE_CHECKING:
     from moe_kernels.configs import Choice, Problem
     from moe_kernels.configs.store import Bucket, Entry
 
-MODELS = {  # name: (H, I, E, top_k)
-    "deepseek-v2-lite": (2048, 1408, 64, 6),
-    "deepseek-v3": (7168, 2048, 256, 8),
-    "glm-4.5": (5120, 1536, 160, 8),
-    "glm-4.5-air": (4096, 1408, 128, 8),
-    "gpt-oss-120b": (2880, 2880, 128, 4),
-    "gpt-oss-20b": (2880, 2880, 32, 4),
-    "kimi-k2": (7168, 2048, 384, 8),
-    "llama-4-maverick": (5120, 8192, 128, 1),
-    "llama-4-scout": (5120, 8192, 16, 1),
-    "mixtral-8x7b": (4096, 14336, 8, 2),
-    "olmoe": (2048, 1024, 64, 8),
-    "qwen3-235b": (4096, 1536, 128, 8),
-    "qwen3-30b": (2048, 768, 128, 8),
-    "qwen3-next": (2048, 512, 512, 10),
-}
 TOKENS = (16, 512, 8192)
 ROUTINGS: tuple[SizeKind, ...] = ("softmax", "zipf", "uniform")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -93,10 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", choices=MODELS, help="both GEMMs of this model's experts, for several token counts")
     what.add_argument(
-        "--shapes", nargs="+", type=_shape, metavar="G,M,N,K", help="groups, rows in all, columns, contraction"
+        "--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="groups, rows in all, columns, contraction"
     )
     parser.add_argument(
-        "--tokens", nargs="+", type=_positive, default=list(TOKENS), help="of --model (default: 16 512 8192)"
+        "--tokens", nargs="+", type=positive, default=list(TOKENS), help="of --model (default: 16 512 8192)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument(
@@ -160,7 +145,7 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
             except Exception as error:
                 failed += 1
                 print(f"  failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                if _gpu_is_lost(device):
+                if gpu_is_lost(device):
                     print("  The GPU does not answer any more. The same command goes on.", file=sys.stderr)
                     break
                 continue
@@ -206,7 +191,7 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
             finalists.append(search(problem, near, inputs, for_search))
         except Exception as error:
             print(f"  Helion's autotuner failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            if _gpu_is_lost(device):
+            if gpu_is_lost(device):
                 raise
     else:
         print("  too little time for Helion's autotuner: only neighbours of that config")
@@ -415,31 +400,6 @@ def measure(choices: Sequence[Choice], inputs: Inputs, rounds: int, until: float
     ]
 
 
-def interleaved(
-    calls: dict[tuple[int, int], Callable[[], None]], rounds: int, device: torch.device
-) -> dict[tuple[int, int], float]:
-    """Median microseconds of each call with a cold L2 cache, all taking turns, the order rotating."""
-    if not calls:
-        return {}
-    cuda: Any = torch.cuda
-    flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
-    times: dict[tuple[int, int], list[float]] = {key: [] for key in calls}
-    keys = list(calls)
-    for r in range(rounds):
-        events = []
-        for key in keys[r % len(keys) :] + keys[: r % len(keys)]:
-            start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            start.record()
-            calls[key]()
-            end.record()
-            events.append((key, start, end))
-        torch.cuda.synchronize(device)
-        for key, start, end in events:
-            times[key].append(1e3 * start.elapsed_time(end))
-    return {key: statistics.median(values) for key, values in times.items()}
-
-
 def concise(values: dict[str, Any]) -> dict[str, Any]:
     """A config without how memory is accessed, and without options that only repeat Helion's defaults."""
     neutral: dict[str, tuple[Any, ...]] = {
@@ -550,17 +510,6 @@ def _fitting(task: Task, device: torch.device) -> tuple[int, int]:
     return G, M
 
 
-def _gpu_is_lost(device: torch.device) -> bool:
-    """Whether an error has left the process without a usable GPU."""
-    if device.type != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return True
-    return False
-
-
 def _no_gpu() -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 makes Triton run on the CPU; unset it"
@@ -580,16 +529,3 @@ def _command(task: Task) -> str:
 def _duration(spent: float) -> str:
     minutes, rest = divmod(round(spent), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    shape = tuple(_positive(number) for number in text.split(","))
-    if len(shape) != 4:
-        raise argparse.ArgumentTypeError(f"expected G,M,N,K, got {text!r}")
-    return shape
-
-
-def _positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
-    return int(text)

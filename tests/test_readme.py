@@ -1,13 +1,34 @@
-"""README.md's table of measurements is the one that its JSON gives."""
+"""README.md's tables of measurements, and the plots beside them, are those that their JSON gives."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
+from moe_kernels.bench import report
+
 ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 
 
-def test_table_matches_the_results() -> None:
-    assert subprocess.run([sys.executable, ROOT / "benchmarks/readme_table.py", "--check"]).returncode == 0
+def test_tables_and_plots_match_the_results() -> None:
+    assert "<!-- table: " in README.read_text()
+    assert not report.readme(README, check=True), "run `python -m moe_kernels.bench.report`"
+
+
+def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
+    """And nothing is written by a check."""
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    copy = tmp_path / "README.md"
+    text = README.read_text()
+    changed = text.replace("| dsv3_ep_up (", "| dsv3_ep_upp (", 1)
+    assert changed != text
+    copy.write_text(changed)
+    assert report.main([str(copy), "--check"]) == 1
+    assert copy.read_text() == changed
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "benchmarks" / "results").rglob("*.png")), ids=lambda p: p.name)
+def test_plots_are_small(picture: Path) -> None:
+    assert picture.stat().st_size < 150_000

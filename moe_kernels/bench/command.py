@@ -1,0 +1,202 @@
+"""The command line of `bench`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from moe_kernels.bench import plots, report, run
+from moe_kernels.bench.providers import OPERATORS
+from moe_kernels.bench.suites import LAYOUTS, SUITES, TIMINGS, Suite, of_shapes, positive, shape
+from moe_kernels.testing import SizeKind
+
+HELP = """\
+Times suites of shapes beside PyTorch and the peers that are installed (quack-kernels, DeepGEMM, triton_kernels). Each
+result is compared with float64 first; a provider that fails or is wrong gets no time. Then all providers of a case take
+turns, with a cold L2 cache, as eager calls and as CUDA-graph replays, and medians are printed: microseconds, times as
+fast as the baseline, TFLOP/s and GB/s of real rows only, and the host's microseconds for an eager call, with another
+number of rows at every call (host us), and repeated in inference mode (prepared).
+
+Needs a CUDA GPU that nothing else uses; the suite `smoke` alone runs on a CPU too. Files are written after every case,
+so Ctrl-C keeps what is done.
+
+Exits with 0 when all is done, 1 if one of our own kernels failed, 2 without a GPU or on wrong arguments, 130 after
+Ctrl-C."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `bench`."""
+    providers = dict.fromkeys(key for operator in OPERATORS.values() for key in operator.providers)
+    parser.add_argument("--suite", nargs="+", choices=SUITES, metavar="NAME", help="default: table; see --list")
+    parser.add_argument("--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="these in place of a suite")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=get_args(SizeKind), default=["softmax"], help="of the groups of --shapes"
+    )
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, help="how B lies in memory: [G, K, N], or [G, N, K] viewed transposed"
+    )
+    parser.add_argument(
+        "--providers", nargs="+", choices=providers, metavar="NAME", help="default: the suite's, and peers; see --list"
+    )
+    parser.add_argument("--timing", nargs="+", choices=TIMINGS, help="default: both, but for `wide`")
+    parser.add_argument("--rounds", type=positive, help="default: 21, fewer for `wide` and `smoke`")
+    parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
+    parser.add_argument(
+        "--json", nargs="?", type=Path, const=Path(), metavar="FILE", help="default: benchmarks/results/<gpu>/"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="a bar chart and a roofline per suite, as PNG")
+    parser.add_argument("--list", action="store_true", help="only list suites and providers")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; the exit code."""
+    if options.list:
+        _list()
+        return 0
+    if options.suite and options.shapes:
+        return _refused("--suite and --shapes exclude each other")
+    suites = [of_shapes(options.shapes, options.sizes)] if options.shapes else []
+    suites = suites or [SUITES[name] for name in dict.fromkeys(options.suite or ["table"])]
+    on_cpu = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
+    if on_cpu and any(suite.name != "smoke" for suite in suites):
+        return _refused("bench needs a CUDA GPU, and TRITON_INTERPRET unset; only `--suite smoke` runs without")
+    if on_cpu and options.timing == ["graph"]:
+        return _refused("there are no CUDA graphs without a CUDA GPU")
+    if options.plot and (reason := plots.missing()) is not None:
+        return _refused(reason)
+    for suite in suites:
+        if not providers_of(suite, options.providers):
+            return _refused(f"suite {suite.name} has none of the providers {', '.join(options.providers)}")
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    command = "python -m moe_kernels bench " + shlex.join(_words(options))
+    return bench(suites, options, device, run.Results(run.meta(device, command.strip())))
+
+
+def bench(suites: Sequence[Suite], options: argparse.Namespace, device: torch.device, results: run.Results) -> int:
+    """Measure `suites` into `results` and write what is asked for; the exit code."""
+    begun = time.monotonic()
+    meta = results.meta
+    print(f"{meta['gpu']}, driver {meta['driver']}, torch {meta['torch']}, triton {meta['triton']}", end=", ")
+    print(f"helion {meta['helion']}; at most {meta['ceilings']['tflops']} TFLOP/s and {meta['ceilings']['gbps']} GB/s")
+    if device.type == "cpu":
+        print("No GPU is used: the times say nothing about the speed on one.")
+    code = 0
+    try:
+        for suite in suites:
+            _measure(suite, options, device, results, begun)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        code = 130
+    except run.GpuLostError as error:
+        print(f"\nThe GPU does not answer any more, so the rest is left out: {error}", file=sys.stderr)
+        code = 1
+    _write(results, options)
+    if options.plot and results.records:
+        plots.draw(results, options.plot)
+    print(f"\n{report.summary(results)}\n{run.elapsed(begun)} in all.")
+    for file in _files(results, options):
+        print(f"Written: {file}")
+    ours = {p.label for operator in OPERATORS.values() for p in operator.providers.values() if p.ours}
+    failed = any(record["error"] is not None and record["provider"] in ours for record in results.records)
+    return code or int(failed)
+
+
+def _measure(
+    suite: Suite, options: argparse.Namespace, device: torch.device, results: run.Results, begun: float
+) -> None:
+    """One suite, with a table after every case."""
+    keys = providers_of(suite, options.providers)
+    operator = OPERATORS[suite.operator]
+    cases = suite.cases(LAYOUTS[options.layout] if options.layout else ())
+    timings = options.timing or suite.timings
+    if device.type == "cpu":
+        timings = ["eager"]
+    print(f"\n{suite.name}: {suite.about}; {len(cases)} cases", flush=True)
+    for key, provider in operator.providers.items():
+        if key in keys and not provider.installed:
+            print(f"  {provider.label}: left out, {provider.package} is not installed")
+    keys = [key for key in keys if operator.providers[key].installed]
+    if options.jobs and device.type != "cpu":
+        run.compile_beforehand(suite.operator, cases, keys, options.jobs, device)
+        print(f"  compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
+    measured = run.run_suite(suite, cases, keys, options.rounds or suite.rounds, timings, device, results)
+    for i, (case, records, reason) in enumerate(measured):
+        numbers = f"G={case.G} M={case.M} N={case.N} K={case.K}, B {operator.layouts[case.layout]}, {case.sizes}"
+        print(f"\n[{i + 1}/{len(cases)}] {case.name}: {numbers}  ({run.elapsed(begun)})")
+        print(f"  left out: {reason}" if reason is not None else report.case_text(records), flush=True)
+        _write(results, options)
+
+
+def providers_of(suite: Suite, named: Sequence[str] | None) -> list[str]:
+    """The keys of the providers for a suite: those named on the command line, or its own and the peers."""
+    known = OPERATORS[suite.operator].providers
+    if named is not None:
+        return [key for key in known if key in named]
+    peers = [key for key, p in known.items() if p.package is not None and p.by_default and suite.peers]
+    return [key for key in known if key in (*suite.providers, *peers)]
+
+
+def _files(results: run.Results, options: argparse.Namespace) -> list[Path]:
+    files = list(_json_files(results, options)) if results.suites else []
+    files += [options.csv] if options.csv else []
+    return files + (plots.pictures(results, options.plot) if options.plot else [])
+
+
+def _write(results: run.Results, options: argparse.Namespace) -> None:
+    for file, part in _json_files(results, options).items():
+        part.write(file)
+    if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
+        options.csv.write_text(report.csv_text(results), encoding="utf-8")
+
+
+def _json_files(results: run.Results, options: argparse.Namespace) -> dict[Path, run.Results]:
+    """Everything in the file that --json names; without a name a file for each suite."""
+    if options.json is None:
+        return {}
+    if options.json != Path():
+        return {options.json: results}
+    gpu = re.sub(r"[^a-z0-9]+", "-", results.meta["gpu"].lower()).strip("-")
+    folder = Path("benchmarks/results") / gpu
+    return {folder / f"{suite}.json": results.of(suite) for suite in results.suites}
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """The command line that gives `options`."""
+    words = []
+    for name in ("suite", "shapes", "sizes", "layout", "providers", "timing", "rounds", "jobs", "json", "csv", "plot"):
+        value = getattr(options, name)
+        if value is None or (name == "sizes" and not options.shapes):
+            continue
+        values = value if isinstance(value, list) else [] if value == Path() else [value]
+        words += [f"--{name}", *(",".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)]
+    return words
+
+
+def _list() -> None:
+    for suite in SUITES.values():
+        print(f"suite {suite.name}: {suite.about}; {len(suite.cases())} cases, {suite.rounds} rounds")
+        print(f"  providers: {', '.join(providers_of(suite, None))}")
+    print("providers:")
+    named: dict[str, str] = {}
+    for operator in OPERATORS.values():
+        for key, provider in operator.providers.items():
+            absent = "" if provider.installed else f" ({provider.package} is not installed)"
+            named.setdefault(key, f"{provider.label}{absent}")
+    for key, text in named.items():
+        print(f"  {key}: {text}")
+
+
+def _refused(reason: str) -> int:
+    print(reason, file=sys.stderr)
+    return 2

@@ -1,0 +1,171 @@
+"""Plots of what `bench` has measured: speed-ups by case, and a roofline. Needs matplotlib."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_kernels.bench import report
+from moe_kernels.bench.run import Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INSTALL = "pip install 'moe-kernels[bench]'"
+_KEY = "Results"  # of the PNG text chunk that says which results a plot is of
+_COLORS = ("#9a9a9a", "#d1495b", "#edae49", "#00798c", "#30638e", "#76b041", "#8d6a9f", "#5c4742", "#2e4057", "#f08a4b")
+
+
+def missing() -> str | None:
+    """What keeps plots from being drawn here."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return f"plots need matplotlib: {INSTALL}"
+    return None
+
+
+def pictures(results: Results, folder: Path) -> list[Path]:
+    """The files that `draw` writes."""
+    found = []
+    for suite in results.suites:
+        if results.of(suite).records:
+            found.append(folder / f"{suite}.png")
+            found += [folder / f"{suite}-roofline.png"] if results.meta.get("ceilings") else []
+    return found
+
+
+def draw(results: Results, folder: Path) -> None:
+    """Write all plots of `results` into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for picture in pictures(results, folder):
+        suite = picture.stem.removesuffix("-roofline")
+        part = results.of(suite)
+        if suite != picture.stem:
+            figure = _roofline(part)
+        elif report.has_layers(part):
+            figure = _matrix(part)
+        else:
+            figure = _bars(part)
+        figure.savefig(picture, dpi=90, bbox_inches="tight", metadata={_KEY: fingerprint(results)})
+
+
+def fingerprint(results: Results) -> str:
+    """A hash of all that the plots show."""
+    content = json.dumps(vars(results), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def is_of(picture: Path, results: Results) -> bool:
+    """Whether a PNG that `draw` wrote shows `results`."""
+    return picture.exists() and _text_chunks(picture.read_bytes()).get(_KEY) == fingerprint(results)
+
+
+def _text_chunks(png: bytes) -> dict[str, str]:
+    found, at = {}, 8
+    while at < len(png):
+        length, kind = struct.unpack_from(">I4s", png, at)
+        if kind == b"tEXt":
+            key, _, text = png[at + 8 : at + 8 + length].partition(b"\0")
+            found[key.decode("latin-1")] = text.decode("latin-1")
+        at += 12 + length
+    return found
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _bars(results: Results) -> Figure:
+    """x the baseline, a cluster of bars per case and a bar per provider."""
+    timing = report.timing_of(results.records)
+    base, ours = report.roles(results.records[0]["suite"])
+    cases = report.by_case(results.records)
+    labels = [p for p in dict.fromkeys(r["provider"] for r in results.records) if p != base and "dense" not in p]
+    several = len({r["layout"] for r in results.records}) > 1
+    figure, axes = _axes(min(14.0, max(6.0, 2 + 0.16 * len(cases) * (len(labels) + 1))), 4.5)
+    width = 0.85 / max(len(labels), 1)
+    for i, label in enumerate(labels):
+        ratios = [report.speedup(case, label, timing) for case in cases]
+        at = [c + (i - (len(labels) - 1) / 2) * width for c in range(len(cases))]
+        heights = [ratio or 0 for ratio in ratios]
+        color = _COLORS[1] if label == ours else _COLORS[2 + i % (len(_COLORS) - 2)]
+        axes.bar(at, heights, width, label=label, color=color)
+        for x, ratio in zip(at, ratios, strict=True):
+            if ratio is None:
+                axes.text(x, 0.02, "no time", rotation=90, ha="center", va="bottom", fontsize=7, color=color)
+    axes.axhline(1, color="black", linewidth=1)
+    names = []
+    for case in cases:
+        record = next(iter(case.values()))
+        names.append(record["case"] + (f"\n{record['layout']}" if several else ""))
+    axes.set_xticks(range(len(cases)), names, rotation=60, ha="right", fontsize=8, rotation_mode="anchor")
+    axes.set_ylabel(f"x {base}")
+    axes.margins(x=0.01)
+    axes.set_title(_title(results, timing), fontsize=10, pad=30)
+    axes.legend(fontsize=8, frameon=False, ncols=min(6, len(labels)), loc="lower center", bbox_to_anchor=(0.5, 1))
+    return figure
+
+
+def _matrix(results: Results) -> Figure:
+    """x the baseline for every layer (rows) and number of tokens (columns)."""
+    timing = report.timing_of(results.records)
+    names, tokens, ratios = report.layers(results, timing)
+    figure, axes = _axes(3.5 + 0.75 * len(tokens), 1.2 + 0.24 * len(names))
+    values = [[float("nan") if ratio is None else ratio for ratio in row] for row in ratios]
+    axes.imshow(values, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto")
+    for y, row in enumerate(ratios):
+        for x, ratio in enumerate(row):
+            text = "-" if ratio is None else f"{ratio:.2f}"
+            axes.text(x, y, text, ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(tokens)), [str(T) for T in tokens], fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xlabel("tokens")
+    base, ours = report.roles(results.records[0]["suite"])
+    axes.set_title(f"{ours} x {base}\n{_title(results, timing)}", fontsize=10)
+    return figure
+
+
+def _roofline(results: Results) -> Figure:
+    """TFLOP/s against FLOP per byte for the baseline and ours, below what the GPU reached in the same run."""
+    timing = report.timing_of(results.records)
+    figure, axes = _axes(7.0, 4.5)
+    ceiling: dict[str, Any] = results.meta["ceilings"]
+    top, slope = ceiling["tflops"], ceiling["gbps"] / 1e3
+    lowest = highest = top / slope
+    for label, color, marker in zip(report.roles(results.records[0]["suite"]), _COLORS, "so", strict=False):
+        points = [
+            (1e3 * r["tflops"] / r["gbps"], r["tflops"])
+            for r in results.records
+            if r["provider"] == label and r["timing"] == timing and r["us"] is not None and r["gbps"] and r["tflops"]
+        ]
+        if points:
+            x, y = zip(*points, strict=True)
+            axes.scatter(x, y, s=22, color=color, marker=marker, label=label, zorder=3, alpha=0.8)
+            lowest, highest = min(lowest, *x), max(highest, *x)
+    ends = [lowest / 1.5, top / slope, highest * 1.5]
+    axes.plot(ends, [ends[0] * slope, top, top], color="black", linewidth=1, zorder=2)
+    axes.annotate(f"large dense product: {top:.3g} TFLOP/s", (ends[2], top), ha="right", va="bottom", fontsize=8)
+    axes.annotate(f" large copy: {ceiling['gbps']:.0f} GB/s", (ends[0], ends[0] * slope), va="top", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOP per byte, each input read once and the output written once")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(_title(results, timing), fontsize=10)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    return figure
+
+
+def _title(results: Results, timing: str) -> str:
+    meta = results.meta
+    how = "CUDA-graph replays" if timing == "graph" else "eager calls"
+    return f"{results.records[0]['suite']}: {meta['gpu']}, {how}, {meta['date']}"

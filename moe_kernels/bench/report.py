@@ -1,0 +1,272 @@
+"""Tables of what `bench` has measured: as text, as CSV, and in README.md.
+
+    python -m moe_kernels.bench.report [--check] [README.md]
+
+writes the tables and plots of a README anew. Between `<!-- table: FILE -->` and `<!-- end of table -->`, each on a line
+of its own, it puts what FILE, a JSON of `bench`, holds; the plots go beside FILE. With --check it writes nothing, and
+exits with 1 if anything would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_kernels.bench.providers import OPERATORS, Operator
+from moe_kernels.bench.run import FIELDS, Record, Results
+from moe_kernels.bench.suites import SUITES
+
+SLOW = 0.98  # x the baseline below which a case is listed
+_BLOCK = re.compile(r"^<!-- table: (\S+) -->\n(.*?)^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
+_LAYER = re.compile(r"(.+), (\d+) tokens?")
+
+
+def operator_of(suite: str) -> Operator:
+    """The operator that a suite's records are of."""
+    return OPERATORS[SUITES[suite].operator if suite in SUITES else "grouped_gemm"]
+
+
+def roles(suite: str) -> tuple[str, str]:
+    """The labels of the provider that others are compared with, and of ours."""
+    operator = operator_of(suite)
+    return operator.providers[operator.baseline].label, operator.providers[operator.ours].label
+
+
+def by_case(records: Sequence[Record]) -> list[dict[tuple[str, str], Record]]:
+    """The records of each case and layout, by provider and timing; a case's layouts one after another."""
+    cases: dict[str, dict[str, dict[tuple[str, str], Record]]] = {}
+    for record in records:
+        case = cases.setdefault(record["case"], {}).setdefault(record["layout"], {})
+        case[record["provider"], record["timing"]] = record
+    return [case for layouts in cases.values() for case in layouts.values()]
+
+
+def speedup(case: dict[tuple[str, str], Record], provider: str, timing: str) -> float | None:
+    """So many times as fast as the baseline; None if one of the two has no time."""
+    record = case.get((provider, timing))
+    if record is None:
+        return None
+    base = case.get((roles(record["suite"])[0], timing))
+    if base is None or base["us"] is None or record["us"] is None:
+        return None
+    ratio: float = base["us"] / record["us"]
+    return ratio
+
+
+def timing_of(records: Sequence[Record]) -> str:
+    """The timing that one is shown of: of graph replays where there are any."""
+    return "graph" if any(record["timing"] == "graph" for record in records) else "eager"
+
+
+def case_text(records: Sequence[Record]) -> str:
+    """The table of one case, a line per provider."""
+    [case] = by_case(records)
+    timings = list(dict.fromkeys(record["timing"] for record in records))
+    base = roles(records[0]["suite"])[0]
+    head = [f"x {base}", "TFLOP/s", "GB/s"]
+    rows = [["", *(cell for timing in timings for cell in (f"{timing} us", *head)), "host us", "prepared", "rel err"]]
+    notes = []
+    for label in dict.fromkeys(record["provider"] for record in records):
+        row = [label]
+        for timing in timings:
+            record = case[label, timing]
+            if record["error"] is not None:
+                notes.append(f"  {label}, {timing}: failed: {record['error']}")
+            row += [_number(record["us"], 1), _number(speedup(case, label, timing), 3)]
+            row += [_number(record["tflops"], 1), _number(record["gbps"], 0)]
+        first = case[label, timings[0]]
+        error = first["rel_err"]
+        row += [_number(first["host_us"], 1), _number(first["host_prepared_us"], 1)]
+        rows.append([*row, "-" if error is None else f"{error:.1e}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return "\n".join([*("  " + line.rstrip() for line in lines), *dict.fromkeys(notes)])
+
+
+def summary(results: Results) -> str:
+    """For each suite how ours stands to the baseline, which cases are slower, what failed and what was left out."""
+    lines = []
+    for suite in results.suites:
+        part = results.of(suite)
+        base, ours = roles(suite)
+        cases = by_case(part.records)
+        for timing in dict.fromkeys(record["timing"] for record in part.records):
+            ratios = [(ratio, case) for case in cases if (ratio := speedup(case, ours, timing)) is not None]
+            if not ratios:
+                continue
+            mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+            lines.append(
+                f"{suite}, {timing}: {ours} is {mean:.3f} times as fast as {base} "
+                f"(geometric mean of {len(ratios)} cases, {min(r for r, _ in ratios):.3f} at worst)"
+            )
+            for ratio, case in sorted(ratios, key=lambda pair: pair[0]):
+                if ratio < SLOW:
+                    lines.append(f"  slower: {ratio:.3f}  {_title(case[ours, timing])}")
+        failed: dict[tuple[str, str], list[str]] = {}
+        for record in part.records:
+            if record["error"] is not None:
+                failed.setdefault((record["provider"], record["error"]), []).append(record["case"])
+        for (provider, error), names in failed.items():
+            names = list(dict.fromkeys(names))
+            where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            lines.append(f"  failed: {provider} on {where}: {error}")
+        lines += [f"  left out: {_title(case)}: {case['reason']}" for case in part.skipped]
+    return "\n".join(lines)
+
+
+def csv_text(results: Results) -> str:
+    """The records as CSV, with the fields of the JSON as columns."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(results.records)
+    return text.getvalue()
+
+
+def markdown(results: Results) -> str:
+    """A paragraph that says what was measured where, and a table for each suite."""
+    meta = results.meta
+    lines = []
+    for suite in results.suites:
+        part = results.of(suite)
+        timing = timing_of(part.records)
+        how = "as CUDA-graph replays" if timing == "graph" else "as eager calls"
+        dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in part.records))
+        lines += [
+            f"{meta['gpu']}, driver {meta['driver']}, torch {meta['torch']}, triton {meta['triton']}, helion "
+            f"{meta['helion']}, {meta['date']}, {dtypes}, {how} with a cold L2 cache. x: so many times as fast as "
+            f"{_code(roles(suite)[0])} in the same run; below 1 is slower.",
+            "",
+            *(_layer_table(part, timing) if has_layers(part) else _case_table(part, timing)),
+            "",
+        ]
+        if part.skipped:
+            lines += ["Left out: " + "; ".join(f"{_title(case)} ({case['reason']})" for case in part.skipped) + ".", ""]
+    return "\n".join([*lines, f"Made by `{meta['command']}`.", ""])
+
+
+def has_layers(results: Results) -> bool:
+    """Whether all cases are layers of models at several token counts, which make a matrix."""
+    return all(_LAYER.fullmatch(record["case"]) for record in results.records)
+
+
+def layers(results: Results, timing: str) -> tuple[list[str], list[int], list[list[float | None]]]:
+    """Layers, token counts, and ours x the baseline for each layer (rows) and token count (columns)."""
+    ours = roles(results.records[0]["suite"])[1]
+    found: dict[str, dict[int, float | None]] = {}
+    for case in by_case(results.records):
+        record = next(iter(case.values()))
+        matched = _LAYER.fullmatch(record["case"])
+        assert matched  # has_layers
+        found.setdefault(matched[1], {})[int(matched[2])] = speedup(case, ours, timing)
+    tokens = sorted({T for row in found.values() for T in row})
+    return list(found), tokens, [[row.get(T) for T in tokens] for row in found.values()]
+
+
+def _layer_table(results: Results, timing: str) -> list[str]:
+    names, tokens, ratios = layers(results, timing)
+    base, ours = map(_code, roles(results.records[0]["suite"]))
+    shapes = {}
+    for record in results.records:
+        matched = _LAYER.fullmatch(record["case"])
+        assert matched  # has_layers
+        shapes[matched[1]] = f"{record['G']}, {record['N']}, {record['K']}"
+    head = ["layer (G, N, K)", *(f"{T} tokens" for T in tokens)]
+    rows = [
+        [f"{name} ({shapes[name]})", *(_number(r, 2) for r in row)] for name, row in zip(names, ratios, strict=True)
+    ]
+    return [f"{ours} x {base}:", "", *_markdown_rows(head, rows)]
+
+
+def _case_table(results: Results, timing: str) -> list[str]:
+    base, ours = roles(results.records[0]["suite"])
+    others = [p for p in dict.fromkeys(record["provider"] for record in results.records) if p != base]
+    hosted = [p for p in (ours, base) if any(r["host_us"] is not None for r in results.records if r["provider"] == p)]
+    head = ["case (G, M, N, K)", "B", f"{_code(base)} us", *(f"{_code(other)} x" for other in others)]
+    head += [f"{_code(ours)} TFLOP/s", "GB/s", *(f"{_code(p)} host us" for p in hosted)]
+    head += [f"{_code(p)} host us, prepared" for p in hosted]
+    rows = []
+    for case in by_case(results.records):
+        first = next(iter(case.values()))
+        mine = case.get((ours, timing), {})
+        row = [f"{first['case']} ({', '.join(str(first[d]) for d in 'GMNK')})", f"`{first['layout']}`"]
+        row += [_number(case.get((base, timing), {}).get("us"))]
+        row += [_number(speedup(case, other, timing), 2) for other in others]
+        row += [_number(mine.get("tflops"), 0), _number(mine.get("gbps"), 0)]
+        for name in ("host_us", "host_prepared_us"):
+            row += [_number(case.get((p, "eager"), {}).get(name), 0) for p in hosted]
+        rows.append(row)
+    return _markdown_rows(head, rows)
+
+
+def _markdown_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(row) + " |" for row in (head, *rows)]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
+
+
+def _title(record: Record) -> str:
+    """ "qwen3_up (128, 65536, 1536, 2048), B [G, K, N]" """
+    return f"{record['case']} ({', '.join(str(record[d]) for d in 'GMNK')}), B {record['layout']}"
+
+
+def _number(value: float | None, digits: int | None = None) -> str:
+    if value is None:
+        return "-"
+    if digits is None:
+        digits = 0 if value >= 100 else 1
+    return f"{value:.{digits}f}"
+
+
+def _code(label: str) -> str:
+    """A label with the names of functions in it marked as code."""
+    return re.sub(r"\b(torch\.\w+|grouped_gemm)\b", r"`\1`", label)
+
+
+def readme(path: Path, check: bool) -> bool:
+    """Write the tables of the README at `path`, and the plots that they show; whether anything changes."""
+    from moe_kernels.bench import plots
+
+    changed = False
+
+    def block(match: re.Match[str]) -> str:
+        nonlocal changed
+        file = path.parent / match[1]
+        results = Results.read(file)
+        links = []
+        for picture in plots.pictures(results, file.parent):
+            if not plots.is_of(picture, results):
+                changed = True
+                if not check:
+                    plots.draw(results, file.parent)
+            links.append(f"![{picture.stem}]({picture.relative_to(path.parent)})\n")
+        return f"<!-- table: {match[1]} -->\n{markdown(results)}\n{''.join(links)}<!-- end of table -->"
+
+    text = path.read_text(encoding="utf-8")
+    wanted = _BLOCK.sub(block, text)
+    if not check and wanted != text:
+        path.write_text(wanted, encoding="utf-8")
+    return changed or wanted != text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_kernels.bench.report", description="Write the tables and plots of a README anew."
+    )
+    parser.add_argument("readme", nargs="?", type=Path, default=Path("README.md"), help="default: README.md")
+    parser.add_argument("--check", action="store_true", help="only say, by the exit status, whether all is as it is")
+    options = parser.parse_args(argv)
+    changes = readme(options.readme, options.check)
+    return int(changes and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

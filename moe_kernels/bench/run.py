@@ -1,0 +1,281 @@
+"""Time the cases of a suite: check each provider's result, then let those that are right take turns."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_kernels import requirements
+from moe_kernels.bench.providers import OPERATORS, Operator
+from moe_kernels.bench.suites import Case, Suite
+from moe_kernels.timing import Call, captured, gpu_is_lost, host_microseconds, interleaved
+
+Record = dict[str, Any]
+FIELDS = (
+    *("suite", "case", "G", "M", "N", "K", "sizes", "dtype", "layout", "provider", "timing"),
+    *("us", "tflops", "gbps", "host_us", "host_prepared_us", "rel_err", "error"),
+)
+
+
+class GpuLostError(RuntimeError):
+    """The GPU does not answer any more, so nothing else can be measured in this process."""
+
+
+@dataclass
+class Results:
+    """What a run has found: a record for each provider and timing of each case, and the cases that were left out."""
+
+    meta: dict[str, Any]
+    records: list[Record] = field(default_factory=list)
+    skipped: list[Record] = field(default_factory=list)
+
+    def of(self, suite: str) -> Results:
+        """The part of one suite."""
+        records, skipped = ([r for r in found if r["suite"] == suite] for found in (self.records, self.skipped))
+        return Results(self.meta, records, skipped)
+
+    @property
+    def suites(self) -> list[str]:
+        return list(dict.fromkeys(record["suite"] for record in (*self.records, *self.skipped)))
+
+    def write(self, file: Path) -> None:
+        """As JSON; a file that is there is replaced at once, or not at all."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(file.name + ".part")
+        part.write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(part, file)
+
+    @classmethod
+    def read(cls, file: Path) -> Results:
+        return cls(**json.loads(file.read_text(encoding="utf-8")))
+
+
+def meta(device: torch.device, command: str) -> dict[str, Any]:
+    """GPU, driver, versions, date, command, and what this GPU reaches at most, measured now."""
+    peers = {
+        provider.package: _version_of(provider.package)
+        for operator in OPERATORS.values()
+        for provider in operator.providers.values()
+        if provider.package is not None and provider.installed
+    }
+    return {
+        "gpu": "none, a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "driver": requirements.nvidia_driver(),
+        **{package: metadata.version(package) for package in ("torch", "triton", "helion")},
+        **({"peers": peers} if peers else {}),
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+        "ceilings": ceilings(device),
+    }
+
+
+def _version_of(package: str) -> str | None:
+    """The version of the distribution that a package was installed by, if it was."""
+    found = metadata.packages_distributions().get(package)
+    return metadata.version(found[0]) if found else None
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """TFLOP/s of a large dense bf16 product and GB/s of a large copy, read and write counted."""
+    on_cpu = device.type == "cpu"
+    size, length = (256, 1 << 20) if on_cpu else (8192, 1 << 30)
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    source = torch.zeros(length, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    calls: dict[str, Call] = {"product": lambda: torch.mm(a, b), "copy": lambda: target.copy_(source)}
+    for call in calls.values():
+        call()
+    us = interleaved(calls, 3 if on_cpu else 21, device)
+    return {
+        "tflops": round(2 * size**3 / us["product"] / 1e6, 3),
+        "gbps": round(2 * length / us["copy"] / 1e3, 1),
+    }
+
+
+def run_suite(
+    suite: Suite,
+    cases: Sequence[Case],
+    keys: Sequence[str],
+    rounds: int,
+    timings: Sequence[str],
+    device: torch.device,
+    results: Results,
+) -> Iterator[tuple[Case, list[Record], str | None]]:
+    """Measure the cases one by one into `results`; each with its records, or the reason why it has none.
+
+    Raises:
+        GpuLostError: after an error that the process cannot recover from.
+    """
+    operator = OPERATORS[suite.operator]
+    inputs: Any = None
+    for _, sharing in groupby(cases, lambda case: case.weights):
+        weights = None
+        for case in sharing:
+            records, reason = [], _too_large(operator.memory(case), device)
+            if reason is None:
+                try:
+                    if weights is None:
+                        weights = operator.weights(case, device)
+                    inputs = operator.inputs(case, weights, device)
+                    records = measure(suite.name, case, operator, keys, inputs, rounds, timings, device)
+                except Exception as error:
+                    reason = _text(error)
+                    if gpu_is_lost(device):
+                        results.skipped.append({**_labels(suite.name, case, operator), "reason": reason})
+                        raise GpuLostError(reason) from error
+                inputs = None
+            results.records += records
+            if reason is not None:
+                results.skipped.append({**_labels(suite.name, case, operator), "reason": reason})
+            yield case, records, reason
+            if device.type != "cpu":
+                torch.cuda.empty_cache()  # also of the graphs' memory
+
+
+def measure(
+    suite: str,
+    case: Case,
+    operator: Operator,
+    keys: Sequence[str],
+    inputs: Any,
+    rounds: int,
+    timings: Sequence[str],
+    device: torch.device,
+) -> list[Record]:
+    """The records of one case. A provider that raises or is wrong has the reason in place of times."""
+    calls: dict[str, Call] = {}
+    errors: dict[tuple[str, str], str] = {}
+    relative: dict[str, float] = {}
+    host: dict[str, tuple[float, float]] = {}
+    with torch.no_grad():
+        for key in keys:
+            provider = operator.providers[key]
+            try:
+                call = provider.make(inputs)
+                made = call()
+                if provider.same_result:
+                    relative[key] = operator.check(provider.result(inputs, made), inputs)
+                del made
+                call()
+                if "eager" in timings:
+                    host[key] = _host_times(operator, key, inputs, call, device, rounds)
+                calls[key] = call
+            except Exception as error:
+                errors |= {(key, timing): _text(error) for timing in timings}
+                if gpu_is_lost(device):
+                    raise GpuLostError(f"{provider.label}: {_text(error)}") from error
+        us: dict[tuple[str, str], float] = {}
+        for timing in timings:
+            timed = calls
+            if timing == "graph":
+                timed = {}
+                for key, call in calls.items():
+                    try:
+                        timed[key] = captured(call)
+                    except Exception as error:
+                        errors[key, timing] = _text(error)
+            us |= {(key, timing): value for key, value in interleaved(timed, rounds, device).items()}
+            del timed
+    flops, bytes_ = operator.work(inputs)
+    records = []
+    for timing in timings:
+        for key in keys:
+            spent = us.get((key, timing))
+            eager = host.get(key, (None, None)) if spent is not None and timing == "eager" else (None, None)
+            values = {
+                **_labels(suite, case, operator),
+                "provider": operator.providers[key].label,
+                "timing": timing,
+                "us": None if spent is None else round(spent, 2),
+                "tflops": None if spent is None else round(flops / spent / 1e6, 3),
+                "gbps": None if spent is None else round(bytes_ / spent / 1e3, 3),
+                "host_us": eager[0],
+                "host_prepared_us": eager[1],
+                "rel_err": None if spent is None else relative.get(key),
+                "error": errors.get((key, timing)),
+            }
+            records.append({name: values[name] for name in FIELDS})
+    return records
+
+
+def compile_beforehand(
+    operator: str, cases: Sequence[Case], keys: Sequence[str], jobs: int, device: torch.device
+) -> None:
+    """Call our providers for all cases in `jobs` processes, which leaves their binaries in Triton's disk cache.
+
+    What fails here, for want of memory perhaps, is compiled when its turn comes.
+    """
+    groups = [list(sharing) for _, sharing in groupby(cases, lambda case: case.weights)]
+    ours = [key for key in keys if OPERATORS[operator].providers[key].ours]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for done in [pool.submit(_compile, operator, group, ours, device) for group in groups]:
+            done.exception()
+
+
+def _compile(name: str, cases: Sequence[Case], keys: Sequence[str], device: torch.device) -> None:
+    """Call the providers `keys` for `cases`, which share weights."""
+    warnings.simplefilter("ignore")
+    operator = OPERATORS[name]
+    weights = operator.weights(cases[0], device)
+    with torch.no_grad():
+        for case in cases:
+            inputs = operator.inputs(case, weights, device)
+            for key in keys:
+                with suppress(Exception):
+                    operator.providers[key].make(inputs)()
+    if device.type != "cpu":
+        del weights, inputs
+        torch.cuda.empty_cache()
+
+
+def _host_times(
+    operator: Operator, key: str, inputs: Any, call: Call, device: torch.device, rounds: int
+) -> tuple[float, float]:
+    """Host microseconds of a call with another number of rows each time, and of a repeated one in inference mode."""
+    others = [operator.providers[key].make(other) for other in operator.other_rows(inputs)]
+    for other in others:
+        other()
+    changing = host_microseconds(others, device, 3 * rounds)
+    with torch.inference_mode():
+        call()
+        prepared = host_microseconds([call], device, 3 * rounds)
+    return round(changing, 1), round(prepared, 1)
+
+
+def _labels(suite: str, case: Case, operator: Operator) -> Record:
+    numbers = {name: getattr(case, name) for name in ("G", "M", "N", "K", "sizes", "dtype")}
+    return {"suite": suite, "case": case.name, **numbers, "layout": operator.layouts[case.layout]}
+
+
+def _too_large(needed: int, device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    there = torch.cuda.get_device_properties(device).total_memory
+    # Each provider keeps a result of its own, and the check some float64.
+    return f"needs {needed / 1e9:.0f} GB of the GPU's {there / 1e9:.0f} GB" if needed > 0.8 * there else None
+
+
+def _text(error: BaseException) -> str:
+    first = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first}"[:300].removesuffix(": ")
+
+
+def elapsed(since: float) -> str:
+    """Time since a `time.monotonic()`, such as "2 min 5 s"."""
+    minutes, seconds = divmod(round(time.monotonic() - since), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

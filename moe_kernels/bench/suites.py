@@ -1,0 +1,164 @@
+"""What is measured: models' shapes, cases, and the suites that they make up."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moe_kernels.testing import SizeKind
+
+MODELS = {  # name: (H, I, E, top_k)
+    "deepseek-v2-lite": (2048, 1408, 64, 6),
+    "deepseek-v3": (7168, 2048, 256, 8),
+    "glm-4.5": (5120, 1536, 160, 8),
+    "glm-4.5-air": (4096, 1408, 128, 8),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+    "kimi-k2": (7168, 2048, 384, 8),
+    "llama-4-maverick": (5120, 8192, 128, 1),
+    "llama-4-scout": (5120, 8192, 16, 1),
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "olmoe": (2048, 1024, 64, 8),
+    "qwen3-235b": (4096, 1536, 128, 8),
+    "qwen3-30b": (2048, 768, 128, 8),
+    "qwen3-next": (2048, 512, 512, 10),
+}
+TOKENS = (1, 16, 64, 512, 2048, 8192, 32768)
+TIMINGS = ("eager", "graph")
+LAYOUTS = {"gkn": ("gkn",), "gnk": ("gnk",), "both": ("gkn", "gnk")}  # what --layout takes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: M rows in G groups, each with a weight of [K, N]."""
+
+    name: str
+    G: int
+    M: int
+    N: int
+    K: int
+    sizes: SizeKind = "softmax"
+    layout: str = "gkn"  # how a weight lies in memory: "gkn" for [G, K, N], "gnk" for [G, N, K] viewed transposed
+    dtype: str = "bfloat16"
+
+    @property
+    def weights(self) -> tuple[int | str, ...]:
+        """What cases with the same weights have in common."""
+        return self.G, self.N, self.K, self.layout, self.dtype
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cases of one operator, and how to time them unless told otherwise."""
+
+    name: str
+    about: str
+    operator: str  # a key of providers.OPERATORS
+    shapes: tuple[Case, ...]
+    providers: tuple[str, ...]  # besides the peers that are installed
+    peers: bool = True
+    layouts: tuple[str, ...] = LAYOUTS["both"]
+    rounds: int = 21
+    timings: tuple[str, ...] = TIMINGS
+
+    def cases(self, layouts: Sequence[str] = ()) -> list[Case]:
+        """Each shape in each layout; those that share weights follow one another."""
+        found = [replace(shape, layout=layout) for shape in self.shapes for layout in layouts or self.layouts]
+        order = list(dict.fromkeys(case.weights for case in found))
+        return sorted(found, key=lambda case: order.index(case.weights))
+
+
+def layer_cases(name: str, H: int, width: int, E: int, top_k: int, tokens: Sequence[int] = TOKENS) -> list[Case]:
+    """Both GEMMs of a layer's experts: gate and up [2 * width, H] together, then down [H, width]."""
+    gemms = (("up", 2 * width, H), ("down", H, width))
+    return [
+        Case(f"{name} {gemm}, {T} token{'s' * (T > 1)}", E, T * top_k, N, K) for gemm, N, K in gemms for T in tokens
+    ]
+
+
+def shape(text: str) -> tuple[int, int, int, int]:
+    """The numbers in "G,M,N,K", for argparse."""
+    numbers = [positive(number) for number in text.split(",")]
+    if len(numbers) != 4:
+        raise argparse.ArgumentTypeError(f"expected G,M,N,K, got {text!r}")
+    G, M, N, K = numbers
+    return G, M, N, K
+
+
+def positive(text: str) -> int:
+    """A positive whole number, for argparse."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)
+
+
+_TABLE = (
+    Case("dsv3_ep_up", 8, 16384, 4096, 7168),
+    Case("dsv3_ep_down", 8, 16384, 7168, 2048),
+    Case("qwen3_up", 128, 65536, 1536, 2048),
+    Case("qwen3_down", 128, 65536, 2048, 768),
+    Case("qwen3_up_zipf", 128, 65536, 1536, 2048, "zipf"),
+    Case("mixtral_up", 8, 8192, 28672, 4096),
+    Case("mixtral_down", 8, 8192, 4096, 14336),
+    Case("olmoe_up", 64, 32768, 2048, 2048),
+    Case("gptoss_up", 32, 16384, 5760, 2880),
+    Case("decode_qwen3", 128, 512, 1536, 2048),
+    Case("decode_dsv3", 32, 64, 4096, 7168),
+)
+_LAYERS = {**MODELS, "deepseek-v3, 1 of 8 ranks": (7168, 2048, 32, 8)}
+_SHARED = ("dsv3_ep_up", "qwen3_up", "qwen3_down", "mixtral_down", "decode_qwen3")
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            "table",
+            "prefill and decode shapes of six models, a weight per group, in both layouts",
+            "grouped_gemm",
+            _TABLE,
+            ("torch", "ours", "basic", "persistent", "no-table", "loop", "dense"),
+        ),
+        Suite(
+            "wide",
+            "both GEMMs of every model that `tune` knows, 1 to 32768 tokens, as CUDA-graph replays",
+            "grouped_gemm",
+            tuple(case for name, sizes in _LAYERS.items() for case in layer_cases(name, *sizes)),
+            ("torch", "ours"),
+            peers=False,
+            layouts=LAYOUTS["gnk"],
+            rounds=11,
+            timings=("graph",),
+        ),
+        Suite(
+            "shared",
+            "one weight for all groups, beside torch.mm",
+            "shared_gemm",
+            tuple(case for case in _TABLE if case.name in _SHARED),
+            ("mm", "ours", "persistent"),
+            peers=False,
+        ),
+        Suite(
+            "smoke",
+            "three tiny cases, also on a CPU: shows that the command works, not how fast anything is",
+            "grouped_gemm",
+            (
+                Case("even", 4, 64, 32, 48, "uniform"),
+                Case("empty groups", 5, 70, 40, 64, "empty"),
+                Case("one row", 3, 1, 16, 16),
+            ),
+            ("torch", "ours", "basic", "persistent", "loop"),
+            rounds=3,
+        ),
+    )
+}
+
+
+def of_shapes(shapes: Sequence[tuple[int, int, int, int]], kinds: Sequence[SizeKind]) -> Suite:
+    """A suite of the shapes on the command line, timed as `table` is."""
+    cases = tuple(
+        Case(f"{kind} {','.join(map(str, shape))}", *shape, sizes=kind)
+        for shape in dict.fromkeys(shapes)
+        for kind in kinds
+    )
+    return replace(SUITES["table"], name="shapes", about="given on the command line", shapes=cases)

@@ -1,0 +1,35 @@
+"""What `bench` takes from the launchers, and on a GPU the whole command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_kernels import __main__ as cli
+from moe_kernels.bench import run
+from moe_kernels.bench.providers import OPERATORS
+from moe_kernels.bench.suites import Case
+
+
+@pytest.mark.parametrize("layout", ["gkn", "gnk"])
+def test_the_kernel_without_its_table(device: str, layout: str) -> None:
+    operator, where = OPERATORS["grouped_gemm"], torch.device(device)
+    case = Case("case", 3, 40, 32, 24, layout=layout, dtype="float32")
+    inputs = operator.inputs(case, operator.weights(case, where), where)
+    call = operator.providers["no-table"].make(inputs)
+    out = call()
+    operator.check(out, inputs)
+    out.zero_()
+    operator.check(call(), inputs)
+
+
+@pytest.mark.gpu
+def test_smoke(tmp_path: Path) -> None:
+    file = tmp_path / "smoke.json"
+    assert cli.main(["bench", "--suite", "smoke", "--jobs", "2", "--json", str(file), "--plot", str(tmp_path)]) == 0
+    results = run.Results.read(file)
+    records = [record for record in results.records if record["provider"] in ("grouped_gemm", "basic", "persistent")]
+    assert len(records) == 6 * 2 * 3 and not results.skipped
+    assert all(record["error"] is None and 0 < record["us"] < 1e4 for record in records)

@@ -1,0 +1,577 @@
+"""`python -m moe_kernels bench` on a CPU, where `grouped_gemm` is its reference."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import math
+import struct
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_kernels import __main__ as cli
+from moe_kernels.bench import command, peers, plots, report, run
+from moe_kernels.bench.providers import OPERATORS, Inputs, Operator, Provider, _sample
+from moe_kernels.bench.suites import MODELS, SUITES, Case, layer_cases, of_shapes
+from moe_kernels.testing import group_sizes_for
+from moe_kernels.timing import Call
+
+CPU = torch.device("cpu")
+GROUPED = OPERATORS["grouped_gemm"]
+CASE = Case("case", 3, 20, 16, 24)
+META = {
+    **dict.fromkeys(("gpu", "driver", "torch", "triton", "helion", "date"), "1"),
+    "command": "python -m moe_kernels bench",
+    "ceilings": {"tflops": 800.0, "gbps": 4000.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def with_providers(monkeypatch: pytest.MonkeyPatch, **providers: Provider) -> Operator:
+    operator = replace(GROUPED, providers={**GROUPED.providers, **providers})
+    monkeypatch.setitem(OPERATORS, "grouped_gemm", operator)
+    return operator
+
+
+def inputs_of(case: Case, name: str = "grouped_gemm") -> Any:
+    operator = OPERATORS[name]
+    return operator.inputs(case, operator.weights(case, CPU), CPU)
+
+
+def measured(operator: Operator, *keys: str, case: Case = CASE) -> list[run.Record]:
+    inputs = operator.inputs(case, operator.weights(case, CPU), CPU)
+    return run.measure("smoke", case, operator, keys, inputs, 3, ["eager"], CPU)
+
+
+def record(case: str, provider: str, us: float | None, timing: str = "graph", **more: Any) -> run.Record:
+    values = dict.fromkeys(run.FIELDS) | dict(zip("GMNK", (8, 64, 32, 16), strict=True))
+    values |= {"suite": "table", "case": case, "provider": provider, "timing": timing, "us": us}
+    values |= {"layout": "[G, K, N]", "dtype": "bfloat16", "tflops": us and 1e3 / us, "gbps": us and 1e4 / us}
+    return {**values, **more}
+
+
+# What is measured
+
+
+def test_the_table_is_that_of_the_targets() -> None:
+    cases = SUITES["table"].cases()
+    assert len(cases) == 22 and len({case.name for case in cases}) == 11
+    assert {case.layout for case in cases if case.name == "olmoe_up"} == {"gkn", "gnk"}
+    by_name = {case.name: case for case in cases}
+    assert [getattr(by_name["mixtral_down"], d) for d in "GMNK"] == [8, 8192, 4096, 14336]
+    assert by_name["qwen3_up_zipf"].sizes == "zipf" and by_name["decode_dsv3"].sizes == "softmax"
+
+
+def test_the_wide_suite_has_both_gemms_of_every_model() -> None:
+    cases = SUITES["wide"].cases()
+    assert len(cases) == (len(MODELS) + 1) * 2 * 7
+    assert all(case.layout == "gnk" for case in cases)
+    shapes = {(case.G, case.M, case.N, case.K) for case in cases}
+    assert (256, 8, 4096, 7168) in shapes and (32, 32768 * 8, 7168, 2048) in shapes  # DeepSeek-V3, and a rank of it
+    assert (128, 16, 5120, 8192) in shapes  # Llama-4 Maverick, top_k = 1
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_cases_with_the_same_weights_follow_one_another(suite: command.Suite) -> None:
+    weights = [case.weights for case in suite.cases()]
+    changes = sum(a != b for a, b in itertools.pairwise(weights))
+    assert changes == len(set(weights)) - 1
+    assert len({(case.name, case.layout) for case in suite.cases()}) == len(weights)
+
+
+def test_a_layout_that_is_given_counts() -> None:
+    assert {case.layout for case in SUITES["table"].cases(["gnk"])} == {"gnk"}
+
+
+def test_shapes_of_the_command_line() -> None:
+    suite = of_shapes([(2, 8, 4, 6), (2, 8, 4, 6), (1, 1, 1, 1)], ["uniform", "zipf"])
+    assert [(case.G, case.M, case.N, case.K, case.sizes) for case in suite.cases(["gkn"])] == [
+        (2, 8, 4, 6, "uniform"),
+        (2, 8, 4, 6, "zipf"),
+        (1, 1, 1, 1, "uniform"),
+        (1, 1, 1, 1, "zipf"),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["gkn", "gnk"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_inputs(name: str, layout: str) -> None:
+    case = replace(CASE, layout=layout, sizes="zipf", G=5)
+    inputs = inputs_of(case, name)
+    assert inputs.A.shape == (20, 24) and inputs.A.dtype == torch.bfloat16
+    assert inputs.B.shape == ((5, 24, 16) if name == "grouped_gemm" else (24, 16))
+    assert inputs.B.stride(-1 if layout == "gkn" else -2) == 1
+    assert inputs.group_offsets.diff().tolist() == inputs.sizes == group_sizes_for("zipf", 5, 20)
+    others = OPERATORS[name].other_rows(inputs)
+    assert len({len(other.A) for other in others} | {20}) == len(others) + 1
+    assert all(other.B is inputs.B and other.group_offsets is inputs.group_offsets for other in others)
+    flops, bytes_ = OPERATORS[name].work(inputs)
+    assert flops == 2 * 20 * 16 * 24
+    filled = sum(size > 0 for size in inputs.sizes) if name == "grouped_gemm" else 1
+    assert bytes_ == 2 * (20 * 24 + filled * 24 * 16 + 20 * 16)
+
+
+# Results are checked
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("kind", ["softmax", "empty", "one", "uniform"])
+def test_the_reference_passes_the_check(name: str, kind: Any) -> None:
+    inputs = inputs_of(replace(CASE, sizes=kind, G=40, M=300), name)
+    right = OPERATORS[name].providers["ours"].make(inputs)()
+    assert 1e-4 < OPERATORS[name].check(right, inputs) < 3e-3
+
+
+def spoilt(how: Callable[[torch.Tensor, Inputs], Any]) -> Callable[[Inputs], Call]:
+    def make(inputs: Inputs) -> Call:
+        right = GROUPED.providers["ours"].make(inputs)
+
+        def call() -> Any:
+            return how(right(), inputs)
+
+        return call
+
+    return make
+
+
+def zeros(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return torch.zeros_like(out)
+
+
+def last_row(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    out[-1] = 0
+    return out
+
+
+def swapped(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return GROUPED.providers["ours"].make(replace(inputs, B=inputs.B.flip(0)))()
+
+
+def nan(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    out[0, 0] = math.nan
+    return out
+
+
+def short(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return out[:-1]
+
+
+def raises(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    raise NotImplementedError("more than 1023 groups\nand a second line")
+
+
+@pytest.mark.parametrize("how", [zeros, last_row, swapped, nan, short, raises])
+def test_what_is_wrong_or_fails_has_no_time(
+    how: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operator = with_providers(monkeypatch, bad=Provider("bad", spoilt(how)))
+    records = {r["provider"]: r for r in measured(operator, "torch", "bad", "ours")}
+    assert [records[name]["error"] for name in ("torch._grouped_mm", "grouped_gemm")] == [None, None]
+    bad = records["bad"]
+    assert all(bad[name] is None for name in ("us", "tflops", "gbps", "host_us", "host_prepared_us", "rel_err"))
+    if how is raises:
+        assert bad["error"] == "NotImplementedError: more than 1023 groups"
+    else:
+        assert bad["error"].startswith("AssertionError: ")
+    assert f"bad, eager: failed: {bad['error']}" in report.case_text(list(records.values()))
+
+
+def test_a_yardstick_of_another_product_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    [dense] = measured(GROUPED, "dense")
+    assert dense["us"] > 0 and dense["rel_err"] is None and dense["error"] is None
+
+
+def test_a_failed_capture_leaves_the_eager_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured(call: Call) -> Call:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(run, "captured", captured)
+    eager, graph = run.measure("smoke", CASE, GROUPED, ["ours"], inputs_of(CASE), 3, ["eager", "graph"], CPU)
+    assert eager["us"] > 0 and eager["error"] is None
+    assert graph["us"] is None and "capturing" in graph["error"]
+
+
+def test_the_sample_of_groups() -> None:
+    assert _sample([0, 3, 0, 2]) == [1, 3]
+    sizes = [1] * 200
+    sizes[0] = sizes[199] = 0
+    sizes[77] = 5
+    found = _sample(sizes)
+    assert {1, 77, 198} <= set(found) and len(found) <= 12
+
+
+def test_a_record() -> None:
+    first, second = measured(GROUPED, "torch", "loop")
+    assert list(first) == list(run.FIELDS)
+    assert (first["suite"], first["case"], first["layout"]) == ("smoke", "case", "[G, K, N]")
+    assert second["provider"] == "loop of torch.mm" and second["timing"] == "eager"
+    assert first["tflops"] == pytest.approx(2 * 20 * 16 * 24 / first["us"] / 1e6, abs=1e-3)
+    assert first["host_us"] > 0 and first["host_prepared_us"] > 0 and 0 < first["rel_err"] < 3e-3
+    json.dumps(first)
+
+
+def test_records_of_two_timings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "captured", lambda call: call)
+    records = run.measure("smoke", CASE, GROUPED, ["torch", "ours"], inputs_of(CASE), 3, ["eager", "graph"], CPU)
+    assert [(r["timing"], r["host_us"] is None) for r in records] == [("eager", False)] * 2 + [("graph", True)] * 2
+
+
+# The run
+
+
+def fitting_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(run, "_too_large", lambda needed, device: "needs too much" if needed > limit else None)
+
+
+def test_a_case_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting_memory(monkeypatch, 100_000)
+    suite = replace(SUITES["smoke"], shapes=(replace(CASE, name="large", G=1000), CASE))
+    results = run.Results(META)
+    list(run.run_suite(suite, suite.cases(["gkn"]), ["ours"], 3, ["eager"], CPU, results))
+    assert [r["case"] for r in results.records] == ["case"]
+    [left_out] = results.skipped
+    assert left_out["case"] == "large" and left_out["reason"] == "needs too much"
+    assert "left out: large (1000, 20, 16, 24), B [G, K, N]: needs too much" in report.summary(results)
+
+
+def test_memory_is_counted() -> None:
+    assert GROUPED.memory(CASE) == 2 * (20 * (16 + 24) + 3 * 16 * 24)
+    assert OPERATORS["shared_gemm"].memory(CASE) == 2 * (20 * (16 + 24) + 16 * 24)
+
+
+def test_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def weights(case: Case, device: torch.device) -> Any:
+        made.append(case.weights)
+        return GROUPED.weights(case, device)
+
+    monkeypatch.setitem(OPERATORS, "grouped_gemm", replace(GROUPED, weights=weights))
+    cases = layer_cases("model", 16, 8, 4, 2, (1, 4, 16))
+    suite = replace(SUITES["smoke"], shapes=tuple(cases))
+    results = run.Results(META)
+    list(run.run_suite(suite, suite.cases(["gnk"]), ["ours"], 3, ["eager"], CPU, results))
+    assert len(results.records) == 6 and len(made) == 2
+
+
+def test_compiling_beforehand_calls_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, in place of several; a failure leaves the rest to do."""
+    called = []
+
+    def make(key: str) -> Callable[[Inputs], Call]:
+        def made(inputs: Inputs) -> Call:
+            called.append((key, len(inputs.A)))
+            raise RuntimeError("out of memory")
+
+        return made
+
+    class Pool:
+        def __init__(self, jobs: int, mp_context: Any):
+            assert jobs == 3
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def submit(self, function: Any, *arguments: Any) -> Future[None]:
+            done: Future[None] = Future()
+            done.set_result(function(*arguments))
+            return done
+
+    with_providers(monkeypatch, **{key: replace(GROUPED.providers[key], make=make(key)) for key in ("torch", "ours")})
+    monkeypatch.setattr(run, "ProcessPoolExecutor", Pool)
+    suite = replace(SUITES["smoke"], shapes=(CASE, replace(CASE, M=7), replace(CASE, M=9, K=8)))
+    run.compile_beforehand("grouped_gemm", suite.cases(["gkn"]), ["torch", "ours"], 3, CPU)
+    assert called == [("ours", 20), ("ours", 7), ("ours", 9)]
+
+
+def test_a_lost_gpu_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with_providers(monkeypatch, ours=replace(GROUPED.providers["ours"], make=spoilt(raises)))
+    monkeypatch.setattr(run, "gpu_is_lost", lambda device: True)
+    assert cli.main(["bench", "--suite", "smoke", "--json", str(tmp_path / "r.json")]) == 1
+    assert "does not answer" in capsys.readouterr().err
+    assert len(run.Results.read(tmp_path / "r.json").skipped) == 1
+
+
+def test_ctrl_c_keeps_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    original, calls = run.measure, []
+
+    def measure(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(run, "measure", measure)
+    file = tmp_path / "r.json"
+    assert cli.main(["bench", "--suite", "smoke", "--providers", "torch", "ours", "--json", str(file)]) == 130
+    captured = capsys.readouterr()
+    assert "Interrupted" in captured.err and f"Written: {file}" in captured.out
+    assert len(run.Results.read(file).records) == 4
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_smoke_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--json", str(tmp_path / "a/r.json"), "--csv", str(tmp_path / "b/r.csv"), "--plot", str(tmp_path / "c")]
+    assert cli.main(["bench", "--suite", "smoke", *files]) == 0
+    text = capsys.readouterr().out
+    assert "[6/6] one row" in text and "times as fast as torch._grouped_mm" in text
+    assert "say nothing about the speed" in text and "quack: left out, quack is not installed" in text
+
+    results = run.Results.read(tmp_path / "a/r.json")
+    assert len(results.records) == 6 * 5 and not results.skipped
+    assert all(r["error"] is None and r["us"] > 0 for r in results.records)
+    assert results.meta["torch"] == torch.__version__.split("+")[0] or results.meta["torch"] == torch.__version__
+    assert results.meta["command"].startswith("python -m moe_kernels bench --suite smoke --json ")
+    with (tmp_path / "b/r.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 30 and list(rows[0]) == list(run.FIELDS)
+    assert float(rows[3]["us"]) == results.records[3]["us"]
+    for name in ("smoke", "smoke-roofline"):
+        picture = (tmp_path / "c" / f"{name}.png").read_bytes()
+        assert picture[:4] == b"\x89PNG" and len(picture) < 150_000
+        assert min(struct.unpack_from(">II", picture, 16)) > 300
+
+
+def test_our_failure_is_in_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with_providers(
+        monkeypatch, ours=replace(GROUPED.providers["ours"], make=spoilt(zeros)), bad=Provider("bad", spoilt(zeros))
+    )
+    arguments = ["bench", "--suite", "smoke", "--layout", "gkn", "--providers"]
+    assert cli.main([*arguments, "ours"]) == 1
+    assert "failed: grouped_gemm on even: AssertionError" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main([*arguments, "no-such-provider"])
+
+
+def test_a_peers_failure_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_providers(monkeypatch, bad=Provider("bad", spoilt(raises)))
+    assert cli.main(["bench", "--suite", "smoke", "--layout", "gkn", "--providers", "bad", "ours"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--suite", "table"], "needs a CUDA GPU"),
+        (["--shapes", "1,2,3,4"], "needs a CUDA GPU"),
+        (["--suite", "smoke", "--shapes", "1,2,3,4"], "exclude each other"),
+        (["--suite", "smoke", "--timing", "graph"], "no CUDA graphs"),
+        (["--suite", "smoke", "--providers", "mm"], "none of the providers mm"),
+    ],
+)
+def test_refusals(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["bench", "--suite", "smoke", "--plot", "somewhere"]) == 2
+    assert "pip install 'moe-kernels[bench]'" in capsys.readouterr().err
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--list"]) == 0
+    text = capsys.readouterr().out
+    for name in (*SUITES, *GROUPED.providers):
+        assert name in text
+    assert "210 cases" in text and "quack is not installed" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--suite smoke wide --layout both --rounds 5",
+        "--shapes 1,2,3,4 5,6,7,8 --sizes zipf one --timing eager --jobs 4",
+        "--providers torch ours --json --csv a.csv --plot b",
+    ],
+)
+def test_the_command_that_is_noted_is_the_one_given(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = []
+    monkeypatch.setattr(cli.bench, "main", lambda options: noted.append(command._words(options)) or 0)
+    cli.main(["bench", *words.split()])
+    assert noted == [words.split()]
+
+
+def test_where_json_goes_without_a_name() -> None:
+    results = run.Results({**META, "gpu": "NVIDIA H200"}, [record("a", "x", 1.0), record("b", "x", 1.0, suite="wide")])
+    files = command._json_files(results, argparse.Namespace(json=Path()))
+    assert {str(file) for file in files} == {f"benchmarks/results/nvidia-h200/{s}.json" for s in ("table", "wide")}
+    assert all(len(part.records) == 1 for part in files.values())
+
+
+# Peers, by stand-ins for their packages
+
+
+def test_rows_are_padded_for_deepgemm() -> None:
+    positions, groups = peers._padded([3, 0, 5], 4)
+    assert positions.tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert groups.tolist() == [0, 0, 0, -1, 2, 2, 2, 2, 2, -1, -1, -1]
+
+
+class Peer:
+    """What the packages of all peers offer, in plain PyTorch."""
+
+    def gemm(self, A: Any, B: Any, *, cu_seqlens_m: Any, tuned: bool) -> Any:
+        assert cu_seqlens_m.dtype == torch.int32
+        return torch._grouped_mm(A, B, cu_seqlens_m[1:].contiguous())
+
+    def get_mk_alignment_for_contiguous_layout(self) -> int:
+        return 8
+
+    def m_grouped_bf16_gemm_nn_contiguous(self, A: Any, B: Any, out: Any, groups: Any) -> None:
+        assert B.is_contiguous() and groups.dtype == torch.int32
+        for i, g in enumerate(groups.tolist()):
+            out[i] = A[i] @ B[g] if g >= 0 else math.nan
+
+    def m_grouped_bf16_gemm_nt_contiguous(self, A: Any, B: Any, out: Any, groups: Any) -> None:
+        assert B.is_contiguous()
+        self.m_grouped_bf16_gemm_nn_contiguous(A, B.transpose(1, 2).contiguous(), out, groups)
+
+    def make_ragged_tensor_metadata(self, sizes: Any, rows: int) -> Any:
+        assert sizes.dtype == torch.int32 and rows >= sizes.sum()
+        return argparse.Namespace(slice_sizes=sizes)
+
+    def matmul(self, a: Any, b: Any, bias: None, a_ragged_metadata: Any) -> Any:
+        return torch._grouped_mm(a, b, a_ragged_metadata.slice_sizes.cumsum(0).int())
+
+    def RoutingData(self, gates: None, sizes: Any, experts: int, top_k: int, metadata: Any) -> Any:
+        assert sizes is metadata.slice_sizes and len(sizes) == experts and top_k == 1
+        return metadata
+
+    def matmul_ogs(self, x: Any, w: Any, bias: None, routing_data: Any) -> Any:
+        return self.matmul(x, w, bias, routing_data)[None]
+
+
+@pytest.mark.parametrize("absent", ["", "triton_kernels.matmul"])
+@pytest.mark.parametrize("layout", ["gkn", "gnk"])
+def test_peers_get_what_they_take(layout: str, absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> Peer:
+        if name == absent:
+            raise ModuleNotFoundError
+        return Peer()
+
+    monkeypatch.setattr(peers, "import_module", import_module)
+    keys = [key for key, provider in GROUPED.providers.items() if provider.package]
+    records = measured(GROUPED, *keys, case=replace(CASE, layout=layout))
+    assert len(records) == 4
+    for found in records:
+        assert found["error"] is None and found["us"] > 0, found
+
+
+def test_an_absent_package_is_no_provider() -> None:
+    assert not Provider("label", spoilt(zeros), package="no_such_package").installed
+
+
+# Reports
+
+
+def results_of(*records: run.Record) -> run.Results:
+    return run.Results(META, list(records))
+
+
+def test_the_summary_lists_what_is_slower() -> None:
+    base, ours = report.roles("table")
+    text = report.summary(
+        results_of(
+            *(record(case, base, 100.0) for case in "abc"),
+            record("a", ours, 50.0),
+            record("b", ours, 200.0),
+            record("c", ours, None, error="RuntimeError: no"),
+        )
+    )
+    assert (
+        "grouped_gemm is 1.000 times as fast as torch._grouped_mm (geometric mean of 2 cases, 0.500 at worst)" in text
+    )
+    assert "slower: 0.500  b (8, 64, 32, 16), B [G, K, N]" in text and "  a (8" not in text
+    assert "failed: grouped_gemm on c: RuntimeError: no" in text
+
+
+def test_markdown_of_cases() -> None:
+    base, ours = report.roles("table")
+    found = results_of(
+        record("a", base, 120.0),
+        record("a", ours, 100.0),
+        record("a", "loop of torch.mm", None, error="no"),
+        record("a", base, 150.0, "eager", host_us=14.4, host_prepared_us=9.0),
+        record("a", ours, 130.0, "eager", host_us=15.6, host_prepared_us=7.0),
+    )
+    lines = report.markdown(found).splitlines()
+    [head] = [line for line in lines if line.startswith("| case")]
+    [row] = [line for line in lines if line.startswith("| a (8, 64, 32, 16)")]
+    cells = dict(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)), strict=True))
+    assert cells["`torch._grouped_mm` us"] == "120" and cells["`grouped_gemm` x"] == "1.20"
+    assert cells["loop of `torch.mm` x"] == "-"
+    assert cells["`grouped_gemm` host us"] == "16" and cells["`torch._grouped_mm` host us, prepared"] == "9"
+
+
+def layer_results() -> run.Results:
+    base, ours = report.roles("wide")
+    names = [f"model{i} {gemm}, {T} token{'s' * (T > 1)}" for i in range(3) for gemm in ("up", "down") for T in (1, 64)]
+    pairs = [(name, provider, us) for name in names for provider, us in ((base, 100.0), (ours, 80.0))]
+    return results_of(*(record(name, provider, us, suite="wide") for name, provider, us in pairs))
+
+
+def test_markdown_of_layers() -> None:
+    found = layer_results()
+    found.records[1]["us"] = None
+    lines = report.markdown(found).splitlines()
+    assert "| layer (G, N, K) | 1 tokens | 64 tokens |" in lines
+    assert "| model0 up (8, 32, 16) | - | 1.25 |" in lines and "| model2 down (8, 32, 16) | 1.25 | 1.25 |" in lines
+
+
+def test_plots(tmp_path: Path) -> None:
+    """Of layers, of cases one of which has no time; and they say which results they show."""
+    base, ours = report.roles("table")
+    cases = results_of(*(record(c, p, us) for c in "ab" for p, us in ((base, 10.0), (ours, 8.0), ("basic", None))))
+    for found in (layer_results(), cases):
+        plots.draw(found, tmp_path)
+        pictures = plots.pictures(found, tmp_path)
+        assert len(pictures) == 2 and all(plots.is_of(picture, found) for picture in pictures)
+        found.records[0]["us"] += 1
+        assert not any(plots.is_of(picture, found) for picture in pictures)
+
+
+def test_the_readme_is_written_and_checked(tmp_path: Path) -> None:
+    """Two tables, of two suites, and what is around them stays."""
+    base, ours = report.roles("table")
+    results_of(record("a", base, 10.0), record("a", ours, 8.0)).write(tmp_path / "results/table.json")
+    layer_results().write(tmp_path / "results/wide.json")
+    page = tmp_path / "README.md"
+    marked = "".join(
+        f"before {name}\n<!-- table: results/{name}.json -->\nwhat stood here\n<!-- end of table -->\nafter\n"
+        for name in ("table", "wide")
+    )
+    page.write_text(marked)
+    assert report.main([str(page), "--check"]) == 1 and page.read_text() == marked
+    assert report.main([str(page)]) == 0
+    text = page.read_text()
+    assert "what stood here" not in text and text.count("after") == 2 and "before wide" in text
+    assert "| a (8, 64, 32, 16) |" in text and "| model1 up (8, 32, 16) |" in text
+    for name in ("table", "table-roofline", "wide", "wide-roofline"):
+        assert f"![{name}](results/{name}.png)" in text and (tmp_path / f"results/{name}.png").exists()
+    assert report.main([str(page), "--check"]) == 0
+    (tmp_path / "results/wide.png").unlink()
+    assert report.main([str(page), "--check"]) == 1
+    assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
+    results_of(record("a", base, 10.0), record("a", ours, 7.0)).write(tmp_path / "results/table.json")
+    assert report.main([str(page), "--check"]) == 1

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import itertools
+import time
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from moe_kernels import timing
+
+CPU = torch.device("cpu")
+
+
+def wait(seconds: float) -> Callable[[], None]:
+    return lambda: time.sleep(seconds)
+
+
+class Event:
+    """An event whose time is the host's."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.seconds - self.seconds)
+
+
+@pytest.fixture(params=["cpu", "stand-in for a GPU"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "cpu":
+        return CPU
+    monkeypatch.setattr(timing, "_FLUSH_BYTES", 16)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **rest: empty(*size, **rest))
+    module = types.SimpleNamespace(Event=Event, synchronize=lambda device: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return torch.device("cuda", 0)
+
+
+def test_times_belong_to_their_calls(device: torch.device) -> None:
+    times = timing.interleaved({"slow": wait(0.004), "fast": wait(0)}, 5, device)
+    assert times["slow"] > 3500 > times["fast"]
+
+
+def test_the_median_counts(device: torch.device) -> None:
+    pauses = iter([0.05, 0, 0, 0, 0.05])
+    assert timing.interleaved({"a": lambda: time.sleep(next(pauses))}, 5, device)["a"] < 5000
+
+
+def test_the_calls_take_turns_in_rotated_order(device: torch.device) -> None:
+    order: list[str] = []
+    timing.interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 4, device)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+
+
+def test_no_calls() -> None:
+    assert timing.interleaved({}, 3, CPU) == {}
+
+
+def test_host_time_goes_round_the_calls() -> None:
+    counts = [0, 0, 0]
+
+    def count(i: int) -> None:
+        counts[i] += 1
+        time.sleep(0.002 if i else 0)
+
+    assert timing.host_microseconds([lambda i=i: count(i) for i in range(3)], CPU, repeats=9) > 1500
+    assert counts == [3, 3, 3]
+
+
+def test_the_queue_is_emptied_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(timing, "_synchronize", lambda device: events.append("wait"))
+    timing.host_microseconds([lambda: events.append("call")], CPU, repeats=50)
+    longest = max(len(list(run)) for kind, run in itertools.groupby(events) if kind == "call")
+    assert events.count("call") == 50 and longest == 5 and events[-1] == "wait"
+
+
+def test_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert not timing.gpu_is_lost(CPU)
+    monkeypatch.setattr(timing, "_synchronize", fails)
+    assert timing.gpu_is_lost(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_call() -> None:
+    x = torch.ones(1000, device="cuda")
+    x.add_(0)
+    replay = timing.captured(lambda: x.add_(1))
+    before = x.clone()
+    replay()
+    replay()
+    assert torch.equal(x, before + 2)
+    times = timing.interleaved({"replay": replay, "eager": lambda: x.add_(1)}, 5, x.device)
+    assert all(0 < us < 1e5 for us in times.values())
