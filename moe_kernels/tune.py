@@ -277,6 +277,11 @@ def search(problem: Problem, seeds: Sequence[Choice], inputs: Inputs, budget: in
     from moe_kernels import configs
     from moe_kernels.kernels import launch
 
+    seed, tma_out = seeds[0], seeds[0].access.tma_out
+    if tma_out:
+        # Helion copies arguments, of which windows overlap: it searches with masked stores.
+        problem = replace(problem, tma_out=False)
+        seeds = [_storing(choice, tma_out=False) for choice in seeds]
     start = seeds[0]
     kernel, arg_sets = kernel_calls(start, inputs)
     kept = {"indexing": start.config.config["indexing"]}
@@ -316,7 +321,9 @@ def search(problem: Problem, seeds: Sequence[Choice], inputs: Inputs, budget: in
         autotune_random_seed=0,
     )
     config = tuned.autotune_multi(arg_sets, cache_tag=f"moe_kernels {start.variant} {start.block_m}")
-    return replace(start, config=helion.Config(**config.config), entry=None, source="search")
+    parts = seed.config.config.get("epilogue_subtile")
+    found = replace(start, config=helion.Config(**config.config), entry=None, source="search")
+    return _storing(found, tma_out=True, epilogue_subtile=parts) if tma_out else found
 
 
 def kernel_calls(choice: Choice, inputs: Inputs) -> tuple[Any, list[tuple[Any, ...]]]:
@@ -442,6 +449,15 @@ def seconds(text: str) -> float:
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
+def _storing(choice: Choice, *, tma_out: bool, epilogue_subtile: int | None = None) -> Choice:
+    """`choice` with or without TMA stores, in so many parts."""
+    from moe_kernels import configs
+
+    access = choice.access._replace(tma_out=tma_out)
+    indexing = configs._indexing(choice.variant, False, access)
+    return _with(replace(choice, access=access), epilogue_subtile=epilogue_subtile, **indexing)
+
+
 def _with(
     choice: Choice,
     *,
@@ -452,7 +468,7 @@ def _with(
     """`choice` with something of its config changed; `block` is (index, size)."""
     import helion
 
-    values = {**choice.config.config, **changed}
+    values = {name: value for name, value in {**choice.config.config, **changed}.items() if value is not None}
     blocks = list(values["block_sizes"])
     if block_m is not None and choice.variant == "basic":
         blocks[0] = block_m
