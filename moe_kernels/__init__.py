@@ -9,6 +9,9 @@ from moe_kernels.packing import (
     pack_groups,
     unpack_groups,
 )
+from moe_kernels.schedule import varied_schedule
+from moe_kernels.uniform import uniform_grouped_gemm
+from moe_kernels.varied import plan_varied_grouped_gemm, varied_grouped_gemm
 
 __version__ = "0.1.0"
 
@@ -22,5 +25,9 @@ __all__ = [
     "grouped_mm",
     "offs_from_group_offsets",
     "pack_groups",
+    "plan_varied_grouped_gemm",
+    "uniform_grouped_gemm",
     "unpack_groups",
+    "varied_grouped_gemm",
+    "varied_schedule",
 ]

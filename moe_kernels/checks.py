@@ -1,10 +1,11 @@
-"""What the jagged functions accept, and how offsets that they cannot refuse are read.
+"""What the functions accept, and how offsets that they cannot refuse are read.
 
 The `check_*` functions run on every eager call: one cheap pass decides, and only a refused call pays for
 finding out what was wrong. They look at metadata alone, so meta and fake tensors pass through them.
 """
 
 import os
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -76,6 +77,126 @@ def check_grouped_mm(
     if bias is not None:
         _check_bias(bias, mat_a, mat_b, reference)
     return result
+
+
+def check_uniform(
+    A: Tensor,  # [G * M, K] or [G, M, K]
+    B: Tensor,  # [G * K, N] or [G, K, N]
+    num_groups: int,
+    out_dtype: torch.dtype | None,
+    *,
+    reference: bool = False,
+) -> torch.dtype:
+    """Check the arguments of a uniform grouped GEMM and return the dtype of its result.
+
+    Args:
+        A: `[G * M, K]` or `[G, M, K]`; dtypes as for `check_grouped_gemm`.
+        B: `[G * K, N]` or `[G, K, N]`, whatever the rank of `A`.
+        num_groups: `G`, at least 0.
+        out_dtype, reference: as for `check_grouped_gemm`.
+
+    Raises:
+        TypeError: an argument is no tensor or no int, or has a wrong dtype.
+        ValueError: wrong rank, shape or device, or a negative `num_groups`.
+    """
+    if type(num_groups) is int and isinstance(A, Tensor) and isinstance(B, Tensor):
+        dtypes = _supported(A, reference)
+        promoted = _PROMOTED.get((A.dtype, B.dtype))
+        a_shape, b_shape = A.shape, B.shape
+        if (
+            promoted in dtypes
+            and (out_dtype is None or out_dtype in dtypes)
+            and B.device == A.device
+            and num_groups >= 0
+            and _splits(a_shape, num_groups, None)
+            and _splits(b_shape, num_groups, a_shape[-1])
+        ):
+            return promoted if out_dtype is None else out_dtype
+    _refuse_uniform(A, B, num_groups, out_dtype, reference)
+
+
+def _splits(shape: torch.Size, G: int, rows: int | None) -> bool:
+    """Whether a tensor of this shape is G matrices, each of that many rows."""
+    if len(shape) == 3:
+        return shape[0] == G and rows in (None, shape[1])
+    if len(shape) != 2:
+        return False
+    if rows is not None:
+        return shape[0] == G * rows
+    return shape[0] % G == 0 if G else shape[0] == 0
+
+
+def _refuse_uniform(A: Tensor, B: Tensor, G: int, out_dtype: torch.dtype | None, reference: bool) -> NoReturn:
+    """Raise for whatever `check_uniform` does not accept."""
+    for name, value in (("A", A), ("B", B)):
+        _check_is_tensor(name, value)
+    if type(G) is not int:
+        raise TypeError(f"num_groups: expected an int, got {type(G).__name__}")
+    if G < 0:
+        raise ValueError(f"num_groups: expected at least 0, got {G}")
+    _check_float_dtype("A", A.dtype, A, reference)
+    _check_float_dtype("B", B.dtype, A, reference)
+    for name, value, flat, stacked in (("A", A, "[G * M, K]", "[G, M, K]"), ("B", B, "[G * K, N]", "[G, K, N]")):
+        if value.dim() not in (2, 3):
+            raise ValueError(f"{name}: expected shape {flat} or {stacked}, got {list(value.shape)}")
+    if not _splits(A.shape, G, None):
+        expected = f"{G} groups" if A.dim() == 3 else f"rows that {G} groups share evenly"
+        raise ValueError(f"A: expected {expected}, got {list(A.shape)}")
+    if not _splits(B.shape, G, A.shape[-1]):
+        K = A.shape[-1]
+        expected = f"[G, K, N] = [{G}, {K}, N]" if B.dim() == 3 else f"[G * K, N] = [{G * K}, N]"
+        raise ValueError(f"B: expected shape {expected} for A {list(A.shape)}, got {list(B.shape)}")
+    _check_same_device("B", B, "A", A)
+    # Nothing else is left to be wrong.
+    raise TypeError(_dtype_error("out_dtype", out_dtype, A, reference))
+
+
+def check_varied(
+    group_A: Sequence[Tensor],  # P of [M_p, K_p]
+    group_B: Sequence[Tensor],  # P of [K_p, N_p]
+    out: Sequence[Tensor] | None,  # P of [M_p, N_p]
+    *,
+    reference: bool = False,
+) -> None:
+    """Check the arguments of a varied grouped GEMM: all tensors of one dtype on one device, matching shapes.
+
+    Raises:
+        TypeError: something is no sequence of tensors, a dtype is not supported or differs from that of `group_A[0]`.
+        ValueError: lengths, ranks, shapes or devices do not match, or `out` has elements that share memory by a
+            stride of 0.
+    """
+    lists = {"group_A": group_A, "group_B": group_B} | ({} if out is None else {"out": out})
+    for name, tensors in lists.items():
+        if not isinstance(tensors, (list, tuple)):
+            raise TypeError(f"{name}: expected a list of tensors, got {type(tensors).__name__}")
+        if len(tensors) != len(group_A):
+            raise ValueError(f"{name}: expected {len(group_A)} tensors as in group_A, got {len(tensors)}")
+    if not group_A:
+        return
+    first = group_A[0]
+    _check_is_tensor("group_A[0]", first)
+    _check_float_dtype("group_A[0]", first.dtype, first, reference)
+    for name, tensors in lists.items():
+        for p, tensor in enumerate(tensors):
+            _check_is_tensor(f"{name}[{p}]", tensor)
+            if tensor.dtype != first.dtype:
+                raise TypeError(f"{name}[{p}]: expected {first.dtype} as group_A[0], got {tensor.dtype}")
+            if tensor.dim() != 2:
+                raise ValueError(f"{name}[{p}]: expected a 2-D tensor, got shape {list(tensor.shape)}")
+            if tensor.device != first.device:
+                _check_same_device(f"{name}[{p}]", tensor, "group_A[0]", first)
+    for p, (a, b) in enumerate(zip(group_A, group_B, strict=True)):
+        if a.shape[1] != b.shape[0]:
+            raise ValueError(
+                f"group_B[{p}]: expected K = {a.shape[1]} as in group_A[{p}] {list(a.shape)}, "
+                f"got K = {b.shape[0]} in shape {list(b.shape)}"
+            )
+        if out is None:
+            continue
+        if out[p].shape != (a.shape[0], b.shape[1]):
+            raise ValueError(f"out[{p}]: expected shape {[a.shape[0], b.shape[1]]}, got {list(out[p].shape)}")
+        if any(stride == 0 and size > 1 for size, stride in zip(out[p].shape, out[p].stride(), strict=True)):
+            raise ValueError(f"out[{p}]: expected every element in memory of its own, got strides {out[p].stride()}")
 
 
 def check_index_vector(name: str, value: Tensor, min_length: int = 0) -> None:

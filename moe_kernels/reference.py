@@ -1,18 +1,20 @@
 """The package's functions in plain PyTorch: the specification, the tests' oracle and the CPU path.
 
     out[group g rows] = A_packed[group g rows] @ B[g]        (or @ B, one weight for all groups)
+    out[g] = A[g] @ B[g]                                     (uniform and varied)
 
 They take any device and bfloat16, float16, float32 or float64, read the offsets on the host (a sync), and
 leave the gradients to autograd.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_grouped_gemm, check_grouped_mm, clamp_offsets
+from .checks import check_grouped_gemm, check_grouped_mm, check_uniform, check_varied, clamp_offsets
 from .packing import group_offsets_from_offs, group_sizes
 
 
@@ -98,6 +100,58 @@ def grouped_mm(
     biases = bias.to(compute).repeat_interleave(sizes, dim=0)
     # The first group starts at row 0, so only rows at the end can be in no group.
     return (products + F.pad(biases, (0, 0, 0, M - biases.shape[0]))).to(result)
+
+
+def uniform_grouped_gemm(
+    A: Tensor,  # [G * M, K] or [G, M, K]
+    B: Tensor,  # [G * K, N] or [G, K, N]
+    num_groups: int,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # [G * M, N] or [G, M, N], like A
+    """Multiply groups that are all of one size: `out[g] = A[g] @ B[g]`.
+
+    The products are `torch.bmm`, in the dtypes in which `grouped_gemm` computes.
+
+    Args:
+        A: `[G, M, K]`, or `[G * M, K]` with the groups one below the other; any strides.
+        B: `[G, K, N]` or `[G * K, N]`, any strides.
+        num_groups: `G`.
+        out_dtype: of the result; None is `torch.promote_types(A.dtype, B.dtype)`.
+
+    Raises:
+        TypeError, ValueError: see `checks.check_uniform`.
+    """
+    result = check_uniform(A, B, num_groups, out_dtype, reference=True)
+    compute = result if A.dtype == B.dtype == result else _accumulation_dtype(A, B)
+    M = A.shape[-2] if A.dim() == 3 else A.shape[0] // max(num_groups, 1)
+    a = A.to(compute).reshape(num_groups, M, A.shape[-1])
+    b = B.to(compute).reshape(num_groups, A.shape[-1], B.shape[-1])
+    out = torch.bmm(a, b).to(result)
+    return out if A.dim() == 3 else out.flatten(0, 1)
+
+
+def varied_grouped_gemm(
+    group_A: Sequence[Tensor],  # P of [M_p, K_p]
+    group_B: Sequence[Tensor],  # P of [K_p, N_p]
+    *,
+    out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
+) -> list[Tensor]:
+    """Multiply matrices pair by pair, each pair of its own sizes: `torch.mm(group_A[p], group_B[p])`.
+
+    Args:
+        group_A: list of `[M_p, K_p]`, all of one dtype, any strides.
+        group_B: list of `[K_p, N_p]` of the same dtype.
+        out: list of `[M_p, N_p]` to write to, without gradients; by default new tensors.
+
+    Raises:
+        TypeError, ValueError: see `checks.check_varied`.
+    """
+    check_varied(group_A, group_B, out, reference=True)
+    if out is None:
+        return [torch.mm(a, b) for a, b in zip(group_A, group_B, strict=True)]
+    with torch.no_grad():
+        return [torch.mm(a, b, out=o) for a, b, o in zip(group_A, group_B, out, strict=True)]
 
 
 def _accumulation_dtype(*operands: Tensor) -> torch.dtype:

@@ -150,9 +150,8 @@ def _grid(first: tuple[int, ...], second: tuple[int, ...], integers: Sequence[in
 
 
 def _index_of(tensor: torch.Tensor, args: Sequence[Any]) -> int:
-    """Which of the arguments lies where `tensor` does: itself, or a tensor that it is a view of."""
-    pointer = tensor.data_ptr()
-    return next(i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.data_ptr() == pointer)
+    """Which of the arguments `tensor` is; several may be of the same memory in this call, and of others in the next."""
+    return next(i for i, arg in enumerate(args) if arg is tensor)
 
 
 class _Descriptor:

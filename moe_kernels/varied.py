@@ -1,0 +1,180 @@
+"""`varied_grouped_gemm` and its plans: check, choose, call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import checks, reference
+from moe_kernels.dispatch import _use_kernels
+
+
+def varied_grouped_gemm(
+    group_A: Sequence[Tensor],  # P of [M_p, K_p]
+    group_B: Sequence[Tensor],  # P of [K_p, N_p]
+    *,
+    out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
+) -> list[Tensor]:
+    """Multiply matrices pair by pair, `group_A[p] @ group_B[p]`, each pair of its own sizes, in one launch.
+
+    Products are accumulated in fp32. Nothing of one pair reaches another's result. Where the matrices lie is copied to
+    the device at every call; `plan_varied_grouped_gemm` does that once, and its plan can be captured into a CUDA graph.
+
+    Args:
+        group_A: list of `[M_p, K_p]`; all tensors of one dtype, bfloat16, float16 or float32, and on one device; any
+            sizes, 0 among them, and any strides. On a CPU float64 too.
+        group_B: list of `[K_p, N_p]`.
+        out: list of `[M_p, N_p]` to write to, any strides; by default new tensors. Without gradients.
+
+    Returns:
+        list of `[M_p, N_p]`: `out`, or new contiguous tensors.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+        ImportError: the kernels are needed and a package they need is missing or too old.
+        RuntimeError: the call is being captured into a CUDA graph.
+    """
+    checks.check_varied(group_A, group_B, out)
+    if not group_A:
+        return []
+    if not _use_kernels(group_A[0]):
+        return reference.varied_grouped_gemm(group_A, group_B, out=out)
+    if out is not None:
+        _write(group_A, group_B, out)
+        return list(out)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*group_A, *group_B)):
+        return list(_differentiable(group_A, group_B))
+    return _products(group_A, group_B)
+
+
+def plan_varied_grouped_gemm(
+    group_A: Sequence[Tensor],  # P of [M_p, K_p]
+    group_B: Sequence[Tensor],  # P of [K_p, N_p]
+    *,
+    out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
+) -> Callable[[], list[Tensor]]:
+    """Prepare `varied_grouped_gemm(group_A, group_B, out=out)` for these tensors, to be called any number of times.
+
+    A call of the plan reads what the tensors then hold, and costs a launch, and without `out` the allocation of one
+    buffer that the new results are parts of. It can be captured into a CUDA graph, gives no gradients, and keeps the
+    tensors alive. Arguments and errors are those of `varied_grouped_gemm`.
+    """
+    checks.check_varied(group_A, group_B, out)
+    if not group_A:
+        return list
+    group_A, group_B = [a.detach() for a in group_A], [b.detach() for b in group_B]
+    out = None if out is None else list(out)
+    if group_A[0].is_cpu and (not _use_kernels(group_A[0]) or group_A[0].dtype == torch.bfloat16):
+        return partial(varied_grouped_gemm, group_A, group_B, out=out)
+    return _Plan(group_A, group_B, out)
+
+
+class _Plan:
+    """The launch for these tensors, and where in one buffer the results go."""
+
+    def __init__(self, group_A: Sequence[Tensor], group_B: Sequence[Tensor], out: list[Tensor] | None):
+        self.tensors = group_A, group_B
+        self.out = out
+        self.shapes = [(a.size(0), b.size(1)) for a, b in zip(group_A, group_B, strict=True)]
+        unit = 16 // group_A[0].element_size()
+        # Each result begins at a multiple of 16 bytes.
+        self.sizes = [size for M, N in self.shapes for size in (M * N, -M * N % unit)]
+        self.new_buffer = partial(torch.empty, sum(self.sizes), dtype=group_A[0].dtype, device=group_A[0].device)
+        self.launch = _launch(group_A, group_B, self._parts(self.new_buffer()) if out is None else out)
+
+    def _parts(self, buffer: Tensor) -> list[Tensor]:
+        # Unsafe in that autograd does not know that the parts are of one tensor: writing to one leaves the others be.
+        parts = torch.unsafe_split_with_sizes(buffer, self.sizes)[::2]
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def __call__(self) -> list[Tensor]:
+        if self.out is not None:
+            self.launch()
+            return list(self.out)
+        buffer = self.new_buffer()
+        self.launch(buffer)
+        return self._parts(buffer)
+
+
+class _Products(torch.autograd.Function):
+    """`A[p] @ B[p]` of P pairs, and its gradients by itself, so that these have gradients too."""
+
+    @staticmethod
+    def forward(ctx: Any, P: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(_products(tensors[:P], tensors[P:]))
+
+    @staticmethod
+    def backward(ctx: Any, *d_outs: Tensor | None) -> tuple[Tensor | None, ...]:
+        P = len(d_outs)
+        A, B = ctx.saved_tensors[:P], ctx.saved_tensors[P:]
+        grads: list[Tensor | None] = [None] * (1 + 2 * P)
+        reached = [(p, d_out) for p, d_out in enumerate(d_outs) if d_out is not None]
+        dA = [(1 + p, d_out, B[p].t()) for p, d_out in reached if ctx.needs_input_grad[1 + p]]
+        dB = [(1 + P + p, A[p].t(), d_out) for p, d_out in reached if ctx.needs_input_grad[1 + P + p]]
+        for products in (dA, dB):
+            if products:
+                places, left, right = zip(*products, strict=True)
+                for place, grad in zip(places, _differentiable(left, right), strict=True):
+                    grads[place] = grad
+        return tuple(grads)
+
+
+def _differentiable(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    outs: tuple[Tensor, ...] = _Products.apply(len(group_A), *group_A, *group_B)  # type: ignore[no-untyped-call]
+    return outs
+
+
+def _products(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> list[Tensor]:
+    outs = [
+        torch.empty((a.size(0), b.size(1)), dtype=a.dtype, device=a.device)
+        for a, b in zip(group_A, group_B, strict=True)
+    ]
+    _write(group_A, group_B, outs)
+    return outs
+
+
+def _write(group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    if not (outs[0].is_cpu and outs[0].dtype == torch.bfloat16):
+        _launch(group_A, group_B, outs)()
+        return
+    # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
+    results = [torch.empty_like(out, dtype=torch.float32) for out in outs]
+    _launch([a.float() for a in group_A], [b.float() for b in group_B], results)()
+    for out, result in zip(outs, results, strict=True):
+        out.copy_(result)
+
+
+def _launch(group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor]) -> Callable[..., None]:
+    """What writes the products to `outs`, or to those parts of the buffer that it is given."""
+    first = group_A[0]
+    problems = [(a, b, o) for a, b, o in zip(group_A, group_B, outs, strict=True) if o.numel()]
+    if not problems:
+        return lambda *_: None
+    group_A, group_B, outs = zip(*problems, strict=True)
+
+    from moe_kernels.kernels.varied_gemm import Launch
+
+    if first.is_cpu:
+        return Launch(group_A, group_B, outs)
+    module = torch.cuda if first.is_cuda else torch.xpu
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "varied_grouped_gemm: what it copies to the device cannot be captured into a CUDA graph; "
+            "make a plan_varied_grouped_gemm beforehand and capture a call of it"
+        )
+    if first.device.index == module.current_device():
+        return Launch(group_A, group_B, outs)
+    with module.device(first.device):
+        launch = Launch(group_A, group_B, outs)
+
+    def elsewhere(*buffer: Tensor) -> None:
+        with module.device(first.device):
+            launch(*buffer)
+
+    return elsewhere

@@ -1,0 +1,313 @@
+"""The varied kernel against fp64: sizes, dtypes, layouts, addresses, plans, gradients, and what a GPU adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_kernels import plan_varied_grouped_gemm, varied_grouped_gemm
+from moe_kernels.kernels import varied_gemm as kernels
+from moe_kernels.testing import assert_grouped_gemm_close
+
+NAN = float("nan")
+Shapes = list[tuple[int, int, int]]  # M, N, K
+SHAPES: dict[str, Shapes] = {
+    "worked example": [(192, 320, 128), (256, 448, 192)],
+    "one": [(64, 32, 48)],
+    "one element": [(1, 1, 1)],
+    "no tile divides": [(70, 33, 41), (1, 97, 5), (3, 1, 7), (65, 64, 63)],
+    "empty ones among them": [(0, 4, 5), (20, 24, 16), (4, 0, 5), (5, 7, 0), (9, 3, 2), (0, 0, 0)],
+    "only empty ones": [(0, 4, 5), (4, 0, 5), (0, 0, 0)],
+    "nothing to sum": [(5, 7, 0), (2, 2, 0)],
+    "many": [(8 * (p % 5), 16, 24) for p in range(33)],
+}
+
+
+def make(
+    shapes: Shapes,
+    device: str,
+    dtype: torch.dtype = torch.float16,
+    columns: tuple[bool, bool] = (False, False),
+    seed: int = 0,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Random lists of `[M, K]` and `[K, N]`, each a transposed view if `columns`."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def one(rows: int, cols: int, transposed: bool) -> Tensor:
+        shape = (cols, rows) if transposed else (rows, cols)
+        x = torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
+        return x.t() if transposed else x
+
+    A = [one(M, K, columns[0]).to(dtype) for M, _, K in shapes]
+    B = [(one(K, N, columns[1]) * max(K, 1) ** -0.5).to(dtype) for _, N, K in shapes]
+    return A, B
+
+
+def assert_close(outs: list[Tensor], A: list[Tensor], B: list[Tensor]) -> None:
+    assert len(outs) == len(A)
+    for out, a, b in zip(outs, A, B, strict=True):
+        assert_grouped_gemm_close(out, a, b, torch.tensor([0, len(a)], device=a.device))
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_sizes(shapes: Shapes, device: str) -> None:
+    A, B = make(shapes, device)
+    outs = varied_grouped_gemm(A, B)
+    assert all(out.is_contiguous() for out in outs)
+    assert_close(outs, A, B)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns"),
+    [
+        (torch.float16, (True, False)),
+        (torch.float16, (False, True)),
+        (torch.bfloat16, (False, False)),
+        (torch.float32, (True, True)),
+    ],
+    ids=str,
+)
+def test_layouts_and_dtypes(columns: tuple[bool, bool], dtype: torch.dtype, device: str) -> None:
+    A, B = make([(72, 40, 48), (24, 16, 80), (1, 8, 8)], device, dtype, columns)
+    outs = varied_grouped_gemm(A, B)
+    assert {out.dtype for out in outs} == {dtype}
+    assert_close(outs, A, B)
+
+
+def views(x: Tensor) -> dict[str, Tensor]:
+    """`x` as other views of memory whose gaps hold NaN."""
+    rows, cols = x.shape
+    wide = torch.full((rows, cols + 9), NAN, dtype=x.dtype, device=x.device)
+    sparse = torch.full((rows, 3 * cols), NAN, dtype=x.dtype, device=x.device)
+    return {
+        "misaligned": wide[:, 1 : cols + 1].copy_(x),
+        "row gaps": wide.clone()[:, :cols].copy_(x),
+        "gaps in both": sparse[:, ::3].copy_(x),
+        "transposed": x.t().contiguous().t(),
+        "a row for all": x[:1].expand_as(x),
+    }
+
+
+@pytest.mark.parametrize("names", [("misaligned", "row gaps"), ("gaps in both", "a row for all"), ("transposed", None)])
+def test_strides(names: tuple[str, str | None], device: str) -> None:
+    """One name for the first problem, another, or none, for the second."""
+    A, B = make([(40, 24, 32), (20, 40, 48)], device)
+
+    def view(tensors: list[Tensor]) -> list[Tensor]:
+        return [views(x).get(name, x) for name, x in zip(names, tensors, strict=True)]
+
+    for a, b in ((view(A), B), (A, view(B))):
+        assert_close(varied_grouped_gemm(a, b), a, b)
+
+
+def test_views_of_one_tensor_and_the_same_one_twice(device: str) -> None:
+    x = torch.randn(64, 64, device=device, dtype=torch.float16) / 8
+    A = [x[40:, :32], x[:8], x, x]
+    B = [x[8:40, 8:], x.t(), x, x.t()]
+    assert_close(varied_grouped_gemm(A, B), A, B)
+    other = torch.randn(64, 64, device=device, dtype=torch.float16)
+    assert_close(varied_grouped_gemm([x, x], [x, x]), [x, x], [x, x])
+    assert_close(varied_grouped_gemm([x, other], [other, x]), [x, other], [other, x])
+
+
+@pytest.mark.parametrize("poison", [NAN, float("inf")])
+@pytest.mark.parametrize("where", ["A", "B"])
+def test_one_problems_nan_stays_there(where: str, poison: float, device: str) -> None:
+    A, B = make([(24, 40, 72), (5, 9, 17), (30, 16, 8)], device)
+    clean = varied_grouped_gemm(A, B)
+    (A if where == "A" else B)[1].fill_(poison)
+    outs = varied_grouped_gemm(A, B)
+    assert torch.equal(outs[0], clean[0])
+    assert torch.equal(outs[2], clean[2])
+    assert not outs[1].isfinite().any()
+
+
+@pytest.mark.parametrize("how", ["function", "plan"])
+def test_out(how: str, device: str) -> None:
+    A, B = make([(24, 40, 72), (5, 9, 17), (3, 4, 0)], device)
+    canvas = torch.full((60, 60), 7.0, dtype=A[0].dtype, device=device)
+    out = [canvas[1:25, 2:42], canvas[30:35, 50:59], canvas[40:43, 1:5]]
+    result = plan_varied_grouped_gemm(A, B, out=out)() if how == "plan" else varied_grouped_gemm(A, B, out=out)
+    assert [r.data_ptr() for r in result] == [o.data_ptr() for o in out]
+    assert_close(out, A, B)
+    for o in out:
+        o.fill_(7.0)
+    assert (canvas == 7).all()
+    columns = [torch.empty(40, 24, dtype=A[0].dtype, device=device).t(), *out[1:]]
+    assert_close(varied_grouped_gemm(A, B, out=columns), A, B)
+
+
+def test_a_plan_reads_what_its_tensors_hold(device: str) -> None:
+    shapes = [(24, 40, 72), (0, 3, 3), (5, 9, 17)]
+    A, B = make(shapes, device)
+    plan = plan_varied_grouped_gemm(A, B)
+    first = plan()
+    assert_close(first, A, B)
+    kept = [out.clone() for out in first]
+    for new, old in zip(make(shapes, device, seed=1)[0], A, strict=True):
+        old.copy_(new)
+    second = plan()
+    assert_close(second, A, B)
+    assert all(torch.equal(x, y) for x, y in zip(first, kept, strict=True))
+    assert [out.data_ptr() % 16 for out in second if out.numel()] == [0, 0]
+    second[0].zero_()
+    assert second[2]._version == 0
+
+
+def test_a_plan_keeps_its_tensors(device: str) -> None:
+    A, B = make([(24, 40, 72), (5, 9, 17)], device)
+    plan = plan_varied_grouped_gemm([a.clone() for a in A], [b.clone() for b in B])
+    torch.full((4, 2**16), NAN, dtype=A[0].dtype, device=device)
+    assert_close(plan(), A, B)
+
+
+def test_problems_that_differ_share_a_compiled_kernel(device: str) -> None:
+    kernels._kernels.clear()
+    for shapes in ([(64, 64, 64)] * 3, [(128, 32, 64), (64, 16, 32), (16, 16, 128)]):
+        A, B = make(shapes, device)
+        assert_close(varied_grouped_gemm(A, B), A, B)
+    assert len(kernels._kernels) == 1
+
+
+def test_gradients(device: str) -> None:
+    shapes = [(24, 16, 40), (5, 9, 17), (0, 3, 4), (3, 4, 0)]
+    A, B = make(shapes, device, torch.float32)
+    upstream, _ = make([(M, 1, N) for M, N, _ in shapes], device, torch.float32, seed=1)
+    a, b = ([x.clone().requires_grad_() for x in tensors] for tensors in (A, B))
+    grads = torch.autograd.grad(varied_grouped_gemm(a, b), [*a, *b], upstream)
+    assert_close(list(grads[:4]), upstream, [x.t() for x in B])
+    assert_close(list(grads[4:]), [x.t() for x in A], upstream)
+
+
+def test_only_the_gradients_that_are_needed(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    A, B = make([(24, 16, 40), (5, 9, 17), (8, 8, 8)], device, torch.float32)
+    A[0].requires_grad_()
+    B[2].requires_grad_()
+    outs = varied_grouped_gemm(A, B)
+    launched: list[list[torch.Size]] = []
+
+    class Noted(kernels.Launch):
+        def __init__(self, group_A: Any, group_B: Any, outs: Any):
+            launched.append([out.shape for out in outs])
+            super().__init__(group_A, group_B, outs)
+
+    monkeypatch.setattr(kernels, "Launch", Noted)
+    upstream = torch.randn_like(outs[0])
+    outs[0].backward(upstream)
+    assert launched == [[A[0].shape]]
+    assert_close([A[0].grad], [upstream], [B[0].t()])
+    assert B[2].grad is None
+
+
+def test_gradients_of_gradients(device: str) -> None:
+    A, B = make([(5, 6, 7), (3, 4, 2)], device, torch.float32)
+    upstream, _ = make([(5, 1, 6), (3, 1, 4)], device, torch.float32, seed=1)
+    direction, _ = make([(5, 1, 7), (3, 1, 2)], device, torch.float32, seed=2)
+
+    def loop(A: list[Tensor], B: list[Tensor]) -> list[Tensor]:
+        return [a @ b for a, b in zip(A, B, strict=True)]
+
+    products: list[Callable[..., list[Tensor]]] = [varied_grouped_gemm, loop]
+    results = []
+    for product in products:
+        a, b = ([x.clone().requires_grad_() for x in tensors] for tensors in (A, B))
+        dA = torch.autograd.grad(product(a, b), a, upstream, create_graph=True)
+        results.append(torch.autograd.grad(dA, b, direction))
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_bit_identical_on_repeat(device: str) -> None:
+    A, B = make(SHAPES["no tile divides"], device)
+    first = varied_grouped_gemm(A, B)
+    for _ in range(3):
+        assert all(torch.equal(x, y) for x, y in zip(varied_grouped_gemm(A, B), first, strict=True))
+
+
+def test_the_kernel_object_takes_the_rule(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    if device == "cpu":
+        monkeypatch.setattr("helion.runtime.get_num_sm", lambda device, **_: 4)
+    A, B = make([(70, 40, 48)], device)
+    out = torch.empty(70, 40, dtype=A[0].dtype, device=device)
+    launch = kernels.Launch(A, B, [out])
+    kernels.varied(*launch.tensors, *launch.constants)
+    assert_close([out], A, B)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(1024, 1024, 1024)] * 4,
+        [(n, n, n) for n in (1024, 512, 256, 128)],
+        [(300 + 8 * p, 264, 520) for p in range(16)],
+        [(17 * p, 97, 259) for p in range(9)],
+        [(2, 1536, 2048), (900, 8, 4096), (64, 7168, 512)],
+    ],
+    ids=lambda shapes: str(shapes[:2]),
+)
+def test_large_ones(shapes: Shapes, columns: tuple[bool, bool], device: str) -> None:
+    A, B = make(shapes, device, torch.bfloat16, columns)
+    assert_close(varied_grouped_gemm(A, B), A, B)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given_out", [True, False])
+def test_graph_capture_of_a_plan(given_out: bool, device: str) -> None:
+    shapes = [(200, 64, 512), (64, 264, 128)]
+    A, B = make(shapes, device, torch.bfloat16)
+    out = [torch.empty(M, N, dtype=A[0].dtype, device=device) for M, N, _ in shapes] if given_out else None
+    plan = plan_varied_grouped_gemm(A, B, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = plan()
+    for new, old in zip(make(shapes, device, torch.bfloat16, seed=1)[0], A, strict=True):
+        old.copy_(new)
+    graph.replay()
+    assert_close(outs, A, B)
+    with pytest.raises(RuntimeError, match="plan_varied_grouped_gemm"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        varied_grouped_gemm(A, B)
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits(device: str) -> None:
+    A, B = make([(200, 64, 512), (64, 264, 128)], device, torch.bfloat16)
+    varied_grouped_gemm(A, B)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outs = varied_grouped_gemm(A, B)
+        planned = plan_varied_grouped_gemm(A, B)()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(outs, A, B)
+    assert_close(planned, A, B)
+
+
+@pytest.mark.gpu
+def test_tensors_more_than_2_to_the_31_elements_apart(device: str) -> None:
+    torch.use_deterministic_algorithms(False)  # filling this tensor with NaN takes long
+    memory = torch.empty(5_000_000_000, dtype=torch.bfloat16, device=device)
+    elsewhere = torch.empty(2**14, dtype=torch.bfloat16, device=device)
+    A = [x[: 2**13].view(64, 128) for x in (memory, memory[-(2**13) :], elsewhere)]
+    B = [x[: 2**13].view(128, 64) for x in (memory[2**32 :], memory[2**15 :], memory[2**31 - 5 :])]
+    for tensor in (*A, *B):
+        tensor.normal_()
+    outs = varied_grouped_gemm(A, B)
+    for out, a, b in zip(outs, A, B, strict=True):
+        torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements(device: str) -> None:
+    torch.use_deterministic_algorithms(False)
+    shapes = [(600_000, 16, 4096), (8, 8, 16)]
+    A = [torch.empty(M, K, device=device, dtype=torch.bfloat16).normal_() for M, _, K in shapes]
+    B = [torch.empty(K, N, device=device, dtype=torch.bfloat16).normal_(std=K**-0.5) for _, N, K in shapes]
+    outs = varied_grouped_gemm(A, B)
+    torch.testing.assert_close(outs[0][-100:].double(), A[0][-100:].double() @ B[0].double(), rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(outs[1].double(), A[1].double() @ B[1].double(), rtol=1e-2, atol=2e-2)

@@ -1,0 +1,105 @@
+"""What the compiler makes of the uniform kernel: WGMMA, TMA, no spills, shared memory that fits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sm90 import compile_for_sm90, stand_ins
+
+from moe_kernels.kernels import launch
+from moe_kernels.kernels import uniform_gemm as kernels
+
+SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
+
+
+def compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int, int, int],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    columns: tuple[bool, bool] = (False, False),
+    misaligned: bool = False,
+) -> dict[str, Any]:
+    asked_for = []
+
+    def note(kernel: Any, args: Any, config: Any, *, wide: bool, tf32: bool, **_: Any) -> None:
+        asked_for.append((launch._variant(kernel, wide, tf32), args, config))
+
+    monkeypatch.setattr(kernels, "compile_kernel", note)
+    G, M, N, K = shape
+    with stand_ins():
+
+        def operand(rows: int, cols: int, transposed: bool) -> torch.Tensor:
+            if transposed:
+                return torch.empty(G, cols, rows + misaligned, dtype=dtype, device="cuda").narrow(2, 0, rows).mT
+            return torch.empty(G, rows, cols + misaligned, dtype=dtype, device="cuda").narrow(2, 0, cols)
+
+        out = torch.empty(G, M, N, dtype=dtype, device="cuda")
+        kernels._plan(operand(M, K, columns[0]), operand(K, N, columns[1]), out)
+    ((kernel, args, config),) = asked_for
+    report = compile_for_sm90(kernel, args, config)
+    assert report["shared"] <= SHARED_MEMORY
+    assert report["stack"] == 0
+    return report
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns"),
+    [
+        ((8, 2048, 64, 2048), (False, False)),
+        ((8, 512, 64, 512), (False, True)),
+        ((8, 4096, 4096, 4096), (False, False)),
+        ((8, 4096, 4096, 4096), (False, True)),
+        ((8, 4096, 4096, 4096), (True, False)),
+    ],
+    ids=str,
+)
+def test_everything_by_tma(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int], columns: tuple[bool, bool]
+) -> None:
+    report = compiled(monkeypatch, shape, columns=columns)
+    assert report["code"].count("_desc.load(") == 2
+    assert report["tma_load"] >= 2
+    assert report["cp_async"] == 0
+    assert report["wgmma"] > 0
+    assert "gdc_launch_dependents" in report["code"]
+    assert report["code"].index("gdc_wait") < report["code"].index("_desc.load(")
+
+
+def test_an_output_as_narrow_as_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = compiled(monkeypatch, (8, 512, 8, 512))
+    assert report["code"].count("A_desc.load(") == 1
+    assert report["wgmma"] > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "misaligned"),
+    [
+        ((8, 512, 256, 512), torch.float16, True),
+        ((8, 512, 256, 512), torch.float32, False),
+        ((4, 97, 259, 33), torch.float16, False),
+        ((4, 97, 259, 33), torch.float32, True),
+        ((3, 1, 1, 1), torch.float16, False),
+    ],
+    ids=str,
+)
+def test_other_tensors(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int], dtype: torch.dtype, misaligned: bool
+) -> None:
+    report = compiled(monkeypatch, shape, dtype=dtype, misaligned=misaligned)
+    assert ("A_desc.load(" in report["code"]) == (not misaligned and shape[-1] == 512)
+
+
+def test_more_than_2_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (5, 131_072, 4096, 4096)
+    report = compiled(monkeypatch, shape)
+    assert report["code"].count("_desc.load(") == 2
+    report = compiled(monkeypatch, shape, misaligned=True)
+    assert "_desc.load(" not in report["code"]
+    assert "tl.int64" in report["code"]

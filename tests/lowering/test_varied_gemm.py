@@ -1,0 +1,88 @@
+"""What the compiler makes of the varied kernel: WGMMA, wide asynchronous loads, no spills, shared memory that fits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sm90 import compile_for_sm90, stand_ins
+
+from moe_kernels.kernels import launch
+from moe_kernels.kernels import varied_gemm as kernels
+
+SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
+Shapes = list[tuple[int, int, int]]
+
+
+def compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    shapes: Shapes,
+    *,
+    dtype: torch.dtype = torch.float16,
+    columns: tuple[bool, bool] = (False, False),
+) -> dict[str, Any]:
+    asked_for = []
+
+    def note(kernel: Any, args: Any, config: Any, *, wide: bool, tf32: bool) -> None:
+        asked_for.append((launch._variant(kernel, wide, tf32), args, config))
+
+    monkeypatch.setattr(kernels, "compile_kernel", note)
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(
+        kernels, "_on_device", lambda values, device: torch.empty(len(values), dtype=torch.int64, device=device)
+    )
+    with stand_ins():
+
+        def operand(rows: int, cols: int, transposed: bool) -> torch.Tensor:
+            x = torch.empty((cols, rows) if transposed else (rows, cols), dtype=dtype, device="cuda")
+            return x.t() if transposed else x
+
+        A = [operand(M, K, columns[0]) for M, _, K in shapes]
+        B = [operand(K, N, columns[1]) for _, N, K in shapes]
+        kernels.Launch(A, B, [operand(M, N, False) for M, N, _ in shapes])
+    ((kernel, args, config),) = asked_for
+    report = compile_for_sm90(kernel, args, config)
+    assert report["shared"] <= SHARED_MEMORY
+    assert report["stack"] == 0
+    assert report["grid"][0] % 132 == 0
+    return report
+
+
+@pytest.mark.parametrize(
+    ("size", "columns"),
+    [
+        (128, (False, False)),
+        (256, (False, False)),
+        (512, (False, False)),
+        (1024, (False, False)),
+        (1024, (True, False)),
+        (1024, (False, True)),
+    ],
+    ids=str,
+)
+def test_squares(monkeypatch: pytest.MonkeyPatch, size: int, columns: tuple[bool, bool]) -> None:
+    report = compiled(monkeypatch, [(size, size, size)] * 4, columns=columns)
+    assert report["wgmma"] > 0
+    # Both operands, once per stage in flight and once in the loop.
+    assert report["cp_async"] >= 6
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype"),
+    [
+        ([(97, 33, 65), (1, 1, 1)], torch.bfloat16),
+        ([(97, 33, 65), (1, 1, 1)], torch.float32),
+        ([(100, 20, 12)] * 3, torch.bfloat16),
+        ([(8 * p, 264, 520) for p in range(1, 40)], torch.float32),
+    ],
+    ids=["odd, bfloat16", "odd, float32", "multiples of 4", "many"],
+)
+def test_other_problems(monkeypatch: pytest.MonkeyPatch, shapes: Shapes, dtype: torch.dtype) -> None:
+    report = compiled(monkeypatch, shapes, dtype=dtype)
+    # A load of less than 4 bytes is not asynchronous.
+    assert (report["cp_async"] > 0) == (shapes[0][0] != 97 or dtype == torch.float32)
