@@ -1,0 +1,113 @@
+"""What our operators have in common. Importing this needs TritonBench."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from tritonbench.utils.triton_op import REGISTERED_BENCHMARKS, BenchmarkOperator, Mode
+
+from tritonbench_ops.plots import plot
+
+_log = logging.getLogger(__name__)
+
+
+def checked(provider: Callable[..., Callable[[], Any]]) -> Callable[..., Callable[[], Any]]:
+    """A provider whose result is compared with float64 before anything is timed; a wrong one raises AssertionError."""
+
+    @functools.wraps(provider)
+    def build(self: Operator, *inputs: Any) -> Callable[[], Any]:
+        call = provider(self, *inputs)
+        self.check(call(), *inputs)
+        return call
+
+    return build
+
+
+class Operator(BenchmarkOperator):  # type: ignore[misc]
+    """A grouped product: forward only, judged against float64.
+
+    A subclass has `cases`, `make` and `check`, the providers, and the metrics, which TritonBench files under the
+    name of the module that they are written in.
+    """
+
+    DEFAULT_PRECISION = "bf16"
+    DEFAULT_METRICS = ["latency", "tflops", "speedup", "accuracy"]  # noqa: RUF012
+    FWD_ONLY = True
+    not_ours: frozenset[str] = frozenset()  # providers of which `best_config` knows nothing
+    ceilings = frozenset({"dense_ceiling"})  # providers that compute something else
+
+    def __init__(self, tb_args: Any, extra_args: list[str] | None = None):
+        super().__init__(tb_args, extra_args)
+        if self.mode not in (Mode.FWD, Mode.FWD_NO_GRAD):
+            raise ValueError(f"--mode: {self.name} has fwd and fwd_no_grad, got {self.mode.value}")
+        if self.dtype is None:
+            raise ValueError(f"--precision: expected bf16, fp16, fp32 or tf32, got {tb_args.precision}")
+
+    @property
+    def cases(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def make(self, case: Any) -> tuple[Any, ...]:
+        """The inputs of the providers."""
+        raise NotImplementedError
+
+    def check(self, out: Any, *inputs: Any) -> None:
+        """Raise AssertionError if `out` is not what a provider has to give for `inputs`."""
+        raise NotImplementedError
+
+    def get_input_iter(self) -> Iterator[tuple[Any, ...]]:
+        for case in self.cases:
+            self.case = case
+            yield self.make(case)
+
+    # Under both of its names; TritonBench's own makes all inputs to count them.
+    def get_available_num_inputs(self) -> int:
+        return len(self.cases)
+
+    count_example_inputs = get_available_num_inputs
+
+    def accuracy(self, fn: Any, baseline_fn: Any) -> bool | None:
+        """Whether a second call is right too, with NaN in what the first one returned; None for a ceiling."""
+        if fn._name in self.ceilings or self.mode != Mode.FWD:
+            return None
+        outs = fn()
+        for out in [outs] if isinstance(outs, torch.Tensor) else outs:
+            out.fill_(torch.nan)
+        del outs
+        try:
+            self.check(fn(), *self.example_inputs)
+        except AssertionError as error:
+            _log.warning("%s is wrong: %s", fn._name, error)
+            return False
+        return True
+
+    def best_config(self, fn: Any) -> Any:
+        if fn._name in self.not_ours | self.ceilings:
+            return super().best_config(fn)
+        return chosen_config(fn)
+
+    def plot(self) -> None:
+        """Draw the results to <op>.png, in --output-dir or else in ~/tritonbench_plots/<op>."""
+        folder = self.tb_args.output_dir or Path.home() / "tritonbench_plots" / self.name
+        labels = {name: backend.label for name, backend in REGISTERED_BENCHMARKS[self.name].items()}
+        plot(self.output.result, labels, self.required_metrics, Path(folder) / f"{self.name}.png")
+
+
+def chosen_config(call: Callable[[], Any]) -> dict[str, Any] | str:
+    """The kernel and the config that one of our functions uses in `call`."""
+    from moe_kernels import configs
+    from moe_kernels.kernels import grouped_gemm
+
+    # A plan that is kept does not choose again.
+    with mock.patch.dict(grouped_gemm._plans, clear=True), configs.noted() as made:
+        call()
+    if not made:
+        return "plain PyTorch"
+    choice = made[-1][1]
+    return {"kernel": choice.variant, "block_m": choice.block_m, "from": choice.source, **choice.config.config}
