@@ -446,10 +446,3 @@ def test_bundled_files_are_read_and_legal() -> None:
             )
             choice = configs._adapted(store.Found(made, file, 0.0), problem)
             assert configs.why_illegal(choice, problem) is None
-
-
-def test_choices_are_noted_around_what_settles_them() -> None:
-    with configs.noted() as outer:
-        settled = configs.settle(lambda: configs.choose(PROBLEM))
-        configs.choose(DECODE)
-    assert outer[0] == (PROBLEM, settled) and outer[1][0] == DECODE

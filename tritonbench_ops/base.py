@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +43,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
     FWD_ONLY = True
     not_ours: frozenset[str] = frozenset()  # providers of which `best_config` knows nothing
     ceilings = frozenset({"dense_ceiling"})  # providers that compute something else
+    kernels: tuple[str, ...] = ("grouped_gemm",)  # modules of moe_kernels.kernels that ours use
 
     def __init__(self, tb_args: Any, extra_args: list[str] | None = None):
         super().__init__(tb_args, extra_args)
@@ -90,7 +93,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
     def best_config(self, fn: Any) -> Any:
         if fn._name in self.not_ours | self.ceilings:
             return super().best_config(fn)
-        return chosen_config(fn)
+        return chosen_config(fn, self.kernels)
 
     def plot(self) -> None:
         """Draw the results to <op>.png, in --output-dir or else in ~/tritonbench_plots/<op>."""
@@ -99,15 +102,26 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
         plot(self.output.result, labels, self.required_metrics, Path(folder) / f"{self.name}.png")
 
 
-def chosen_config(call: Callable[[], Any]) -> dict[str, Any] | str:
-    """The kernel and the config that one of our functions uses in `call`."""
-    from moe_kernels import configs
-    from moe_kernels.kernels import grouped_gemm
+def chosen_config(call: Callable[[], Any], kernels: Sequence[str]) -> dict[str, Any] | str:
+    """The config that one of our functions uses in `call`; `kernels` are its modules in moe_kernels.kernels."""
+    chosen: list[Any] = []
 
-    # A plan that is kept does not choose again.
-    with mock.patch.dict(grouped_gemm._plans, clear=True), configs.noted() as made:
+    def noting(choose: Callable[..., Any]) -> Callable[..., Any]:
+        def choose_and_note(*args: Any) -> Any:
+            chosen.append(choose(*args))
+            return chosen[-1]
+
+        return choose_and_note
+
+    with contextlib.ExitStack() as stack:
+        for name in kernels:
+            module = importlib.import_module(f"moe_kernels.kernels.{name}")
+            stack.enter_context(mock.patch.object(module.configs, "choose", noting(module.configs.choose)))
+            if hasattr(module, "_plans"):  # a plan that is kept does not choose again
+                stack.enter_context(mock.patch.dict(module._plans, clear=True))
         call()
-    if not made:
+    if not chosen:
         return "plain PyTorch"
-    choice = made[-1][1]
-    return {"kernel": choice.variant, "block_m": choice.block_m, "from": choice.source, **choice.config.config}
+    choice = chosen[-1]
+    said = {name: getattr(choice, name) for name in ("variant", "block_m", "source") if hasattr(choice, name)}
+    return {**said, **choice.config.config}

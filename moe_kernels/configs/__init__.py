@@ -254,16 +254,13 @@ def pinned(choice: Choice) -> Iterator[None]:
 
 @contextmanager
 def noted() -> Iterator[list[tuple[Problem, Choice]]]:
-    """The choices made in here, and for which problems; whoever notes them around this gets them too."""
-    outer = _made.get()
+    """The choices made in here, and for which problems."""
     made: list[tuple[Problem, Choice]] = []
     token = _made.set(made)
     try:
         yield made
     finally:
         _made.reset(token)
-        if outer is not None:
-            outer.extend(made)
 
 
 def discard(choice: Choice, reason: str) -> bool:
