@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,22 @@ def plot(
     figure = Figure(figsize=(max(8, 1.2 * len(result)), 4 * len(wanted)), layout="constrained")
     FigureCanvasAgg(figure)
     width = 0.8 / len(providers)
-    for axes, metric in zip(figure.subplots(len(wanted), squeeze=False)[:, 0], wanted, strict=True):
+    panels = figure.subplots(len(wanted), sharex=True, squeeze=False)[:, 0]
+    for axes, metric in zip(panels, wanted, strict=True):
         for i, provider in enumerate(providers):
             places = [j + (i - (len(providers) - 1) / 2) * width for j in range(len(result))]
-            heights = [value_of(found[provider], metric) for _, found in result]
-            axes.bar(places, heights, width, label=labels[provider], color=f"C{i}")
+            values = [value_of(found[provider], metric) for _, found in result]
+            start = 1 if metric == "speedup" else 0  # slower is downwards
+            heights = [value - start if value else math.nan for value in values]
+            axes.bar(places, heights, width, bottom=start, label=labels[provider], color=f"C{i}")
+        if metric == "speedup":
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel(_AXES[metric])
-        axes.set_xticks(range(len(result)), [str(x) for x, _ in result], rotation=30, ha="right", fontsize=7)
         axes.grid(axis="y", alpha=0.3)
+    inputs = [", ".join(map(str, x)) if isinstance(x, tuple) else str(x) for x, _ in result]
+    axes.set_xticks(range(len(result)), inputs, rotation=30, ha="right", fontsize=7)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=100)
