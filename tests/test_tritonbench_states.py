@@ -19,8 +19,12 @@ from tritonbench_ops.registration import INSTALL
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKOUTS = [Path(path).resolve() for path in os.environ.get("TRITONBENCH", "").split(os.pathsep) if path]
-OURS = {
-    "moe_grouped_gemm": ("grouped_gemm", "grouped_gemm_jagged", "grouped_gemm_jagged_persistent"),
+OURS = {  # operator: our providers in it, name: label
+    "moe_grouped_gemm": {
+        "grouped_gemm": "grouped_gemm",
+        "grouped_gemm_jagged": "grouped_gemm_jagged",
+        "grouped_gemm_jagged_persistent": "grouped_gemm_jagged_persistent",
+    },
 }
 MEASURED = "latency,tflops,speedup,accuracy"
 # In the 2026 state the smallest input is 4 times 1024 cubed, too much for a CPU.
@@ -83,9 +87,9 @@ def test_our_operators_in_plain_pytorch(op: str, checkout: Path, tmp_path: Path)
     assert (tmp_path / "results" / f"{op}.png").read_bytes().startswith(b"\x89PNG")
     assert len(rows) == 2 and len({next(iter(row.values())) for row in rows}) == 2
     for row in rows:
-        for name in OURS[op]:
-            assert row[f"{name}-accuracy"] == "1.0" and row[f"{name}-best_config"] == "plain PyTorch"
-            assert min(float(row[f"{name}-{metric}"]) for metric in ("latency", "tflops", "speedup", "gbps")) > 0
+        for label in OURS[op].values():
+            assert row[f"{label}-accuracy"] == "1.0" and row[f"{label}-best_config"] == "plain PyTorch"
+            assert min(float(row[f"{label}-{metric}"]) for metric in ("latency", "tflops", "speedup", "gbps")) > 0
 
 
 @pytest.mark.parametrize("op", OURS)
@@ -93,9 +97,9 @@ def test_our_operators_in_the_interpreter(op: str, checkout: Path, tmp_path: Pat
     options = ("--num-inputs", "1", "--precision", "fp16", "--metrics", "accuracy,best_config")
     only = ",".join(("torch_loop", *OURS[op]))
     (row,) = table(checkout, tmp_path, op, *options, "--only", only, TRITON_INTERPRET="1")
-    for name in OURS[op]:
-        assert row[f"{name}-accuracy"] == "1.0"
-        assert "block_sizes" in row[f"{name}-best_config"]
+    for label in OURS[op].values():
+        assert row[f"{label}-accuracy"] == "1.0"
+        assert "block_sizes" in row[f"{label}-best_config"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_a_clone_in_the_working_directory_is_found(checkout: Path, tmp_path: Pat
 @pytest.mark.parametrize("op", ("grouped_gemm", *OURS))
 def test_on_a_gpu(op: str, checkout: Path, tmp_path: Path) -> None:
     rows = table(checkout, tmp_path, op, "--num-inputs", "2", "--metrics", MEASURED, "--cudagraph", device="cuda")
-    labels = OURS.get(op, [label for label in PROVIDERS.values() if "beforehand" in label])
+    ours = OURS.get(op, {name.__name__: label for name, label in PROVIDERS.items() if "beforehand" in label})
     for row in rows:
-        for label in labels:
+        for label in ours.values():
             assert row[f"{label}-accuracy"] == "1.0" and float(row[f"{label}-latency"]) > 0

@@ -123,5 +123,7 @@ def chosen_config(call: Callable[[], Any], kernels: Sequence[str]) -> dict[str, 
     if not chosen:
         return "plain PyTorch"
     choice = chosen[-1]
-    said = {name: getattr(choice, name) for name in ("variant", "block_m", "source") if hasattr(choice, name)}
+    said = {
+        name: getattr(choice, name) for name in ("variant", "block_m", "block_n", "source") if hasattr(choice, name)
+    }
     return {**said, **choice.config.config}
