@@ -102,6 +102,11 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
         plot(self.output.result, labels, self.required_metrics, Path(folder) / f"{self.name}.png")
 
 
+def gigabytes_per_second(moved: int, metrics: Any) -> float | None:
+    """Of so many bytes in the time that was measured; None where there is none."""
+    return float(moved / metrics.latency / 1e6) if metrics.latency else None
+
+
 def chosen_config(call: Callable[[], Any], kernels: Sequence[str]) -> dict[str, Any] | str:
     """The config that one of our functions uses in `call`; `kernels` are its modules in moe_kernels.kernels."""
     chosen: list[Any] = []

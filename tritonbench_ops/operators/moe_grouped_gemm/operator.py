@@ -89,4 +89,4 @@ class Operator(base.Operator):
         sizes = group_offsets.diff().tolist()
         per_group = fn._name not in self.ceilings
         moved = byte_count(sizes, B.size(2), B.size(1), A_packed.dtype, A_packed.dtype, per_group)
-        return moved / metrics.latency / 1e6 if metrics.latency else None
+        return base.gigabytes_per_second(moved, metrics)
