@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,9 @@ def chosen_config(call: Callable[[], Any], kernels: Sequence[str]) -> dict[str, 
         for name in kernels:
             module = importlib.import_module(f"moe_kernels.kernels.{name}")
             stack.enter_context(mock.patch.object(module.configs, "choose", noting(module.configs.choose)))
-            if hasattr(module, "_plans"):  # a plan that is kept does not choose again
-                stack.enter_context(mock.patch.dict(module._plans, clear=True))
+        for name, loaded in list(sys.modules.items()):
+            if name.startswith("moe_kernels.") and hasattr(loaded, "_plans"):  # a kept plan does not choose again
+                stack.enter_context(mock.patch.dict(loaded._plans, clear=True))
         call()
     if not chosen:
         return "plain PyTorch"
