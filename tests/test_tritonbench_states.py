@@ -120,6 +120,23 @@ def test_a_provider_that_fails_shows_as_failed(fault: str, checkout: Path, tmp_p
     assert row["moe_kernels grouped_gemm (packing timed)-accuracy"] == "1.0"
 
 
+def test_peers_join_where_they_are_installed(checkout: Path, tmp_path: Path) -> None:
+    peer = """
+from moe_kernels.bench import providers
+made = providers.Provider("some peer", lambda inputs: None, package="json")
+missing = providers.Provider("no peer", lambda inputs: None, package="not_to_be_found")
+providers.OPERATORS["grouped_gemm"].providers.update({"some-peer": made, "no-peer": missing})
+"""
+    options = ["--op", "moe_grouped_gemm", "--device", "cpu", "--list-backends"]
+    done = python(checkout, tmp_path, "-c", peer + RUN, *options)
+    assert "some_peer (label: some peer)\n" in done.stdout + "\n", done.stderr
+    assert "no_peer (label: no peer) [disabled]" in done.stdout
+    assert "no_peer: the package not_to_be_found is not installed" in done.stderr
+    (row,) = table(checkout, tmp_path, "moe_grouped_gemm", "--num-inputs", "1", "--metrics", MEASURED, before=peer)
+    assert row["some peer-latency"] in ("not supported", "json needs a CUDA GPU")
+    assert not any("no peer" in column for column in row)
+
+
 def test_lists_of_operators_backends_and_metrics(checkout: Path, tmp_path: Path) -> None:
     ops = ",".join(("grouped_gemm", *OURS))
     done = python(

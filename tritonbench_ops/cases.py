@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from moe_kernels.bench.suites import MODELS
 from moe_kernels.testing import SizeKind
-from moe_kernels.tune import MODELS
 
 TOKENS = (16, 512, 8192)
 _RANKS = 8  # of the expert-parallel DeepSeek-V3

@@ -52,7 +52,7 @@ def import_tritonbench() -> None:
 
 def skip(reason: str) -> NoReturn:
     """Leave a provider out: later states of TritonBench print the reason in its table, earlier ones "not supported"."""
-    _warn_once(reason)
+    warn_once(reason)
     raise NotImplementedError(reason)
 
 
@@ -77,7 +77,7 @@ def _add_providers() -> None:
     try:
         operator = importlib.import_module("tritonbench.operators.grouped_gemm").Operator
     except Exception as error:  # of the many packages that it imports; our operators need none of them
-        _warn_once(f"our providers on grouped_gemm, which cannot be imported: {type(error).__name__}: {error}")
+        warn_once(f"our providers on grouped_gemm, which cannot be imported: {type(error).__name__}: {error}")
         return
     for function, label in PROVIDERS.items():
         name = function.__name__
@@ -104,5 +104,6 @@ class _CudaOnly(types.ModuleType):
 
 
 @functools.cache
-def _warn_once(reason: str) -> None:
+def warn_once(reason: str) -> None:
+    """Say, the first time, that something is left out."""
     _log.warning("skipped: %s", reason)
