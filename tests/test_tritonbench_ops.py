@@ -1,0 +1,232 @@
+"""`tritonbench_ops` without TritonBench: the problems, the providers on small operators of both kinds, the messages."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritonbench_ops
+from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for
+from tritonbench_ops import cases, plots, providers
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = (5, 0, 3, 17)
+K, N = 24, 40
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class ListOperator:
+    """As in 2025: a weight for each group in, a list out."""
+
+    def inputs(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(0)
+        group_A = [torch.randn(M, K, generator=generator).to(dtype) for M in ROWS]
+        return group_A, [torch.randn(K, N, generator=generator).to(dtype) for _ in ROWS]
+
+    def parts(self, out: list[Tensor]) -> list[Tensor]:
+        assert isinstance(out, list)
+        return out
+
+
+class PackedOperator(ListOperator):
+    """As in 2026: the same weight in each place and two arguments more, one matrix out."""
+
+    def list_input_to_jagged(self) -> None: ...
+
+    def inputs(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        group_A, group_B = super().inputs(dtype)
+        return group_A, [group_B[0]] * len(ROWS), None, None
+
+    def parts(self, out: Tensor) -> list[Tensor]:
+        assert out.shape == (sum(ROWS), N) and out.is_contiguous()
+        return list(torch.split(out, ROWS))
+
+
+def assert_right(parts: list[Tensor], group_A: list[Tensor], group_B: list[Tensor]) -> None:
+    assert [part.shape for part in parts] == [(M, N) for M in ROWS]
+    for part, A, B in zip(parts, group_A, group_B, strict=True):
+        assert_grouped_gemm_close(part, A, B, torch.tensor([0, len(A)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operator", (ListOperator, PackedOperator))
+@pytest.mark.parametrize("provider", providers.PROVIDERS, ids=lambda provider: provider.__name__)
+def test_providers_are_right_on_both_kinds_of_operator(
+    provider: Callable[..., Callable[[], Any]], operator: type[ListOperator], dtype: torch.dtype
+) -> None:
+    tb_op = operator()
+    inputs = tb_op.inputs(dtype)
+    call = provider(tb_op, *inputs)
+    call._name = "TritonBench writes this"  # type: ignore[attr-defined]
+    first = call()
+    assert_right(tb_op.parts(first), inputs[0], inputs[1])
+    for part in tb_op.parts(first):
+        part.fill_(torch.nan)
+    assert_right(tb_op.parts(call()), inputs[0], inputs[1])
+
+
+@pytest.mark.parametrize("provider", providers.PROVIDERS, ids=lambda provider: provider.__name__)
+def test_weights_may_differ_where_a_packed_result_is_wanted(provider: Callable[..., Callable[[], Any]]) -> None:
+    tb_op = PackedOperator()
+    group_A, group_B = ListOperator().inputs(torch.float32)
+    assert_right(tb_op.parts(provider(tb_op, group_A, group_B, None, None)()), group_A, group_B)
+
+
+def test_packing_is_timed_in_the_plain_forms_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    pack = providers.pack_groups
+    monkeypatch.setattr(providers, "pack_groups", lambda groups: packed.append(1) or pack(groups))
+    tb_op = PackedOperator()
+    for provider, label in providers.PROVIDERS.items():
+        call = provider(tb_op, *tb_op.inputs(torch.float32))
+        packed.clear()
+        call()
+        beforehand = provider.__name__.startswith("preprocessed_")
+        assert len(packed) == (0 if beforehand else 1)
+        assert ("packed beforehand" in label, "packing timed" in label) == (beforehand, not beforehand)
+
+
+def test_one_weight_for_all_groups_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def gemm(A: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
+        seen.append(B)
+        return A @ B
+
+    monkeypatch.setattr(providers, "grouped_gemm", gemm)
+    tb_op = PackedOperator()
+    inputs = tb_op.inputs(torch.float32)
+    providers.grouped_gemm_tritonbench(tb_op, *inputs)()
+    assert seen[0] is inputs[1][0]
+
+
+def test_labels_and_names_suit_tritonbench() -> None:
+    labels = list(providers.PROVIDERS.values())
+    assert len(set(labels)) == len(labels)
+    assert not [label for label in labels if "-" in label or ";" in label]
+    for provider in providers.PROVIDERS:
+        assert inspect.isfunction(provider) and provider.__name__.endswith("_tritonbench")
+        assert getattr(tritonbench_ops, provider.__name__) is provider
+    assert callable(tritonbench_ops.register)  # what --plugin looks up
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_every_moe_case_can_be_made_and_told_apart(device: str) -> None:
+    found = cases.moe_cases(device)
+    assert len(set(found)) == len(found)
+    for case in found:
+        assert sum(group_sizes_for(case.sizes, case.G, case.M)) == case.M
+    assert {case.sizes for case in found} == {"uniform", "softmax", "zipf", "empty"}
+
+
+def test_moe_cases_hold_the_models_from_decode_to_training() -> None:
+    found = cases.moe_cases("cuda")
+    layers = Counter(case.layer for case in found)
+    for model in (
+        "mixtral-8x7b",
+        "qwen3-30b",
+        "qwen3-235b",
+        "deepseek-v3",
+        "deepseek-v3, 1 rank of 8",
+        "gpt-oss-20b",
+        "gpt-oss-120b",
+        "llama-4-scout",
+        "llama-4-maverick",
+        "olmoe",
+        "glm-4.5",
+        "kimi-k2",
+    ):
+        assert layers[f"{model} up"] >= 3 and layers[f"{model} down"] >= 1
+    by_name = {(case.layer, case.M, case.sizes): case for case in found}
+    assert by_name["qwen3-30b up", 65536, "zipf"][:4] == (128, 65536, 1536, 2048)
+    assert by_name["mixtral-8x7b down", 16384, "softmax"][:4] == (8, 16384, 4096, 14336)
+    assert by_name["deepseek-v3 up", 128, "softmax"][:4] == (256, 128, 4096, 7168)
+    assert by_name["deepseek-v3, 1 rank of 8 up", 65536, "empty"][:4] == (32, 65536, 4096, 7168)
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_uniform_and_varied_cases_are_told_apart(device: str) -> None:
+    uniform, varied = cases.uniform_cases(device), cases.varied_cases(device)
+    assert len(set(uniform)) == len(uniform) and all(min(case) > 0 for case in uniform)
+    assert len({case.name for case in varied}) == len(varied)
+    assert all(min(problem) > 0 for case in varied for problem in case.problems)
+    if device == "cuda":
+        assert uniform[:2] == [(8, 512, 64, 512), (8, 2048, 64, 2048)]
+        assert [case.problems for case in varied[:4]] == [((n, n, n),) * 4 for n in (128, 256, 512, 1024)]
+
+
+def test_extent() -> None:
+    assert cases.extent([7, 7]) == "7"
+    assert cases.extent([8, 2, 4]) == "2..8"
+
+
+def metrics(**values: Any) -> SimpleNamespace:
+    defaults = {"error_msg": None, "tflops": None, "speedup": None, "extra_metrics": {}}
+    return SimpleNamespace(**{**defaults, **values})
+
+
+def test_a_provider_that_failed_has_no_bar(tmp_path: Path) -> None:
+    assert plots.value_of(metrics(tflops=3.0), "tflops") == 3
+    assert plots.value_of(metrics(extra_metrics={"gbps": 2.0}), "gbps") == 2
+    assert plots.value_of(metrics(), "speedup") == 0
+    assert plots.value_of(metrics(tflops=900.0, error_msg="wrong result"), "tflops") == 0
+
+
+def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    result = [((G, 1, 1, 1), {"a": metrics(tflops=3.0), "b": metrics(error_msg="no")}) for G in (1, 2)]
+    file = tmp_path / "new" / "op.png"
+    plots.plot(result, {"a": "A", "b": "B"}, ["latency"], file)
+    assert "Nothing to plot" in capsys.readouterr().out and not file.exists()
+    plots.plot(result, {"a": "A", "b": "B"}, ["latency", "tflops", "speedup"], file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def command(*arguments: str, cwd: Path, hide: bool = True) -> subprocess.CompletedProcess[str]:
+    """The command on a machine without a GPU, where TritonBench is not to be found."""
+    code = "import sys; from tritonbench_ops.__main__ import run; sys.exit(run())"
+    if hide:
+        code = f"import sys; sys.modules['tritonbench'] = None; {code}"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_the_command_says_how_to_install_tritonbench(tmp_path: Path) -> None:
+    done = command("--op", "grouped_gemm", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 2
+    assert (
+        "git clone https://github.com/meta-pytorch/tritonbench && pip install --no-deps -e tritonbench" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    (
+        ([], "--op: expected names"),
+        (["--op", "grouped_gemm"], "add --device cpu"),
+        (["--op", "a,b", "--device", "cpu", "--output-json", "x"], "--output-dir takes a file of each"),
+    ),
+)
+def test_the_command_refuses(arguments: list[str], text: str, tmp_path: Path) -> None:
+    done = command(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and text in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_register_says_how_to_install_tritonbench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tritonbench", None)
+    with pytest.raises(ImportError, match="git clone"):
+        tritonbench_ops.register()

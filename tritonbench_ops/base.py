@@ -1,0 +1,140 @@
+"""What our operators have in common. Importing this needs TritonBench."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from tritonbench.utils.triton_op import REGISTERED_BENCHMARKS, BenchmarkOperator, Mode
+
+from tritonbench_ops.plots import plot
+
+_log = logging.getLogger(__name__)
+
+
+def checked(provider: Callable[..., Callable[[], Any]]) -> Callable[..., Callable[[], Any]]:
+    """A provider whose result is compared with float64 before anything is timed; a wrong one raises AssertionError."""
+
+    @functools.wraps(provider)
+    def build(self: Operator, *inputs: Any) -> Callable[[], Any]:
+        call = provider(self, *inputs)
+        self.check(call(), *inputs)
+        return call
+
+    return build
+
+
+class Operator(BenchmarkOperator):  # type: ignore[misc]
+    """A grouped product: forward only, judged against float64.
+
+    A subclass has `cases`, `make` and `check`, the providers, and the metrics, which TritonBench files under the
+    name of the module that they are written in.
+    """
+
+    DEFAULT_PRECISION = "bf16"
+    DEFAULT_METRICS = ["latency", "tflops", "speedup", "accuracy"]  # noqa: RUF012
+    FWD_ONLY = True
+    not_ours: frozenset[str] = frozenset()  # providers of which `best_config` knows nothing
+    ceilings = frozenset({"dense_ceiling"})  # providers that compute something else
+    kernels: tuple[str, ...] = ("grouped_gemm",)  # modules of moe_kernels.kernels that ours use
+
+    def __init__(self, tb_args: Any, extra_args: list[str] | None = None):
+        super().__init__(tb_args, extra_args)
+        if self.mode not in (Mode.FWD, Mode.FWD_NO_GRAD):
+            raise ValueError(f"--mode: {self.name} has fwd and fwd_no_grad, got {self.mode.value}")
+        if self.dtype is None:
+            raise ValueError(f"--precision: expected bf16, fp16, fp32 or tf32, got {tb_args.precision}")
+
+    @property
+    def cases(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def make(self, case: Any) -> tuple[Any, ...]:
+        """The inputs of the providers."""
+        raise NotImplementedError
+
+    def check(self, out: Any, *inputs: Any) -> None:
+        """Raise AssertionError if `out` is not what a provider has to give for `inputs`."""
+        raise NotImplementedError
+
+    def result(self, name: str, made: Any) -> Any:
+        """The result of provider `name`, from what it returned."""
+        return made
+
+    def get_input_iter(self) -> Iterator[tuple[Any, ...]]:
+        for case in self.cases:
+            self.case = case
+            yield self.make(case)
+
+    # Under both of its names; TritonBench's own makes all inputs to count them.
+    def get_available_num_inputs(self) -> int:
+        return len(self.cases)
+
+    count_example_inputs = get_available_num_inputs
+
+    def accuracy(self, fn: Any, baseline_fn: Any) -> bool | None:
+        """Whether a second call is right too, with NaN in what the first one returned; None for a ceiling."""
+        if fn._name in self.ceilings or self.mode != Mode.FWD:
+            return None
+        outs = fn()
+        for out in [outs] if isinstance(outs, torch.Tensor) else outs:
+            out.fill_(torch.nan)
+        del outs
+        try:
+            self.check(self.result(fn._name, fn()), *self.example_inputs)
+        except AssertionError as error:
+            _log.warning("%s is wrong: %s", fn._name, error)
+            return False
+        return True
+
+    def best_config(self, fn: Any) -> Any:
+        if fn._name in self.not_ours | self.ceilings:
+            return super().best_config(fn)
+        return chosen_config(fn, self.kernels)
+
+    def plot(self) -> None:
+        """Draw the results to <op>.png, in --output-dir or else in ~/tritonbench_plots/<op>."""
+        folder = self.tb_args.output_dir or Path.home() / "tritonbench_plots" / self.name
+        labels = {name: backend.label for name, backend in REGISTERED_BENCHMARKS[self.name].items()}
+        plot(self.output.result, labels, self.required_metrics, Path(folder) / f"{self.name}.png")
+
+
+def gigabytes_per_second(moved: int, metrics: Any) -> float | None:
+    """Of so many bytes in the time that was measured; None where there is none."""
+    return float(moved / metrics.latency / 1e6) if metrics.latency else None
+
+
+def chosen_config(call: Callable[[], Any], kernels: Sequence[str]) -> dict[str, Any] | str:
+    """The config that one of our functions uses in `call`; `kernels` are its modules in moe_kernels.kernels."""
+    chosen: list[Any] = []
+
+    def noting(choose: Callable[..., Any]) -> Callable[..., Any]:
+        def choose_and_note(*args: Any) -> Any:
+            chosen.append(choose(*args))
+            return chosen[-1]
+
+        return choose_and_note
+
+    with contextlib.ExitStack() as stack:
+        for name in kernels:
+            module = importlib.import_module(f"moe_kernels.kernels.{name}")
+            stack.enter_context(mock.patch.object(module.configs, "choose", noting(module.configs.choose)))
+        for name, loaded in list(sys.modules.items()):
+            if name.startswith("moe_kernels.") and hasattr(loaded, "_plans"):  # a kept plan does not choose again
+                stack.enter_context(mock.patch.dict(loaded._plans, clear=True))
+        call()
+    if not chosen:
+        return "plain PyTorch"
+    choice = chosen[-1]
+    said = {
+        name: getattr(choice, name) for name in ("variant", "block_m", "block_n", "source") if hasattr(choice, name)
+    }
+    return {**said, **choice.config.config}

@@ -1,0 +1,1 @@
+"""Operators of our own: TritonBench loads each folder as `tritonbench.operators.<folder>`."""

@@ -1,0 +1,109 @@
+"""Make TritonBench know our operators, and its `grouped_gemm` our providers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from tritonbench_ops.providers import PROVIDERS
+
+OPERATORS = Path(__file__).parent / "operators"
+INSTALL = (
+    "git clone https://github.com/meta-pytorch/tritonbench && pip install --no-deps -e tritonbench "
+    "&& pip install psutil tabulate pyyaml matplotlib nvidia-ml-py"
+)
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Add our operators to TritonBench, and our providers to its `grouped_gemm`. Any further call changes nothing.
+
+    Without a CUDA GPU, the kernels that `grouped_gemm` brings along cannot be imported: functions that say so take
+    their place.
+
+    Raises:
+        ImportError: TritonBench, or a package that it needs, is not installed; the text has the command that does it.
+    """
+    import_tritonbench()
+    _add_operators()
+    _add_providers()
+
+
+def import_tritonbench() -> None:
+    """Import the base of TritonBench."""
+    try:
+        found = importlib.import_module("tritonbench")
+        clone = next(iter(found.__path__))
+        if found.__file__ is None and Path(clone, "tritonbench", "__init__.py").is_file():
+            # The working directory holds a clone, which Python takes for the package.
+            del sys.modules["tritonbench"]
+            sys.path.insert(0, clone)
+        importlib.import_module("tritonbench.utils.triton_op")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"TritonBench cannot be imported ({error}). To install it: {INSTALL}") from error
+
+
+def skip(reason: str) -> NoReturn:
+    """Leave a provider out: later states of TritonBench print the reason in its table, earlier ones "not supported"."""
+    warn_once(reason)
+    raise NotImplementedError(reason)
+
+
+def _add_operators() -> None:
+    package = importlib.import_module("tritonbench.operators")
+    loader = importlib.import_module("tritonbench.operators.op")
+    if str(OPERATORS) in package.__path__:
+        return
+    package.__path__.append(str(OPERATORS))
+    list_theirs = loader._list_opbench_paths
+
+    @functools.wraps(list_theirs)
+    def list_all() -> list[str]:
+        return [*list_theirs(), *(str(file.parent) for file in sorted(OPERATORS.glob("*/__init__.py")))]
+
+    loader._list_opbench_paths = list_all  # type: ignore[attr-defined]
+
+
+def _add_providers() -> None:
+    _stand_in_for_kernels()
+    triton_op = importlib.import_module("tritonbench.utils.triton_op")
+    try:
+        operator = importlib.import_module("tritonbench.operators.grouped_gemm").Operator
+    except Exception as error:  # of the many packages that it imports; our operators need none of them
+        warn_once(f"our providers on grouped_gemm, which cannot be imported: {type(error).__name__}: {error}")
+        return
+    for function, label in PROVIDERS.items():
+        name = function.__name__
+        if name not in triton_op.REGISTERED_BENCHMARKS["grouped_gemm"]:
+            declare = triton_op.register_benchmark(
+                operator_name="grouped_gemm", func_name=name, label=label, fwd_only=True
+            )
+            setattr(operator, name, declare(function))
+
+
+def _stand_in_for_kernels() -> None:
+    name = "tritonbench.operators.grouped_gemm.kernels"
+    if not torch.cuda.is_available():
+        sys.modules.setdefault(name, _CudaOnly(name))
+
+
+class _CudaOnly(types.ModuleType):
+    """Stands for a module of kernels that cannot be imported without a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: skip(f"{name} needs a CUDA GPU")
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    """Say, the first time, that something is left out."""
+    _log.warning("skipped: %s", reason)
