@@ -198,7 +198,11 @@ def command(*arguments: str, cwd: Path, hide: bool = True) -> subprocess.Complet
     code = "import sys; from tritonbench_ops.__main__ import run; sys.exit(run())"
     if hide:
         code = f"import sys; sys.modules['tritonbench'] = None; {code}"
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
     )

@@ -59,7 +59,11 @@ def python(
     checkout: Path | None, cwd: Path, *arguments: str, device: str = "cpu", **env: str
 ) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env = {**kept, "PYTHONPATH": os.pathsep.join(map(str, filter(None, (checkout, ROOT)))), **env}
+    env = {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(map(str, filter(None, (checkout, ROOT, os.environ.get("PYTHONPATH"))))),
+        **env,
+    }
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
