@@ -105,7 +105,7 @@ def rule(problem: Problem, variant: str = "auto") -> Choice:
     elif not access.tma_B:
         presets = _POINTERS
     block_n, block_k, num_warps, num_stages, l2_grouping = presets[block_m]
-    block_n, block_k = _block_for(problem.N, block_n), _block_for(problem.K, block_k)
+    block_n, block_k = block_for(problem.N, block_n), block_for(problem.K, block_k)
 
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [l2_grouping]}
     if variant == "persistent":
@@ -144,7 +144,7 @@ def floor_power_of_2(n: int) -> int:
     return 1 << (n.bit_length() - 1) if n else 0
 
 
-def _block_for(n: int, most: int) -> int:
+def block_for(n: int, most: int) -> int:
     """The block that a descriptor of `n` elements, or a mask, can have: a power of two from 16 to `most`."""
     return min(max(16, floor_power_of_2(n)), most)
 
@@ -155,7 +155,7 @@ def _offsets_block(G: int) -> int:
 
 def tile_table(G: int, N: int) -> helion.Config:
     """The config of the kernel that lists the persistent kernel's tiles."""
-    return helion.Config(block_sizes=[_offsets_block(G), _block_for(N, 64)], num_warps=1)
+    return helion.Config(block_sizes=[_offsets_block(G), block_for(N, 64)], num_warps=1)
 
 
 def bucket_of(problem: Problem) -> store.Bucket:

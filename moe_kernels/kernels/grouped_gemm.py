@@ -21,6 +21,9 @@ import torch
 
 from moe_kernels import configs
 from moe_kernels.kernels import direct_launch
+from moe_kernels.kernels.inline import divide as _divide
+from moe_kernels.kernels.inline import halve as _halve
+from moe_kernels.kernels.inline import unmasked as _unmasked
 from moe_kernels.kernels.launch import (
     INT32_MAX,
     compile_kernel,
@@ -64,23 +67,9 @@ def _running_max(offsets: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     return torch.maximum(hl.associative_scan(torch.maximum, offsets, dim=0), previous)
 
 
-def _halve(odd: int, like: torch.Tensor) -> torch.Tensor:
-    return hl.inline_triton("({0} // 2).to(tl.int32)", args=(odd,), output_like=like)
-
-
-def _divide(a: torch.Tensor, b: int) -> torch.Tensor:
-    """a // b for a >= 0, b > 0, without the sign handling of Python's `//`."""
-    return hl.inline_triton("{0} // {1}", args=(a, b), output_like=a)
-
-
 def _multiple(a: torch.Tensor, b: int) -> torch.Tensor:
     """Whether a >= 0 is a multiple of b > 0."""
     return hl.inline_triton("{0} % {1} == 0", args=(a, b), output_like=a == 0)
-
-
-def _unmasked(tile: torch.Tensor) -> torch.Tensor:
-    """`tile` itself, hidden from Helion's mask propagation: a masked load would not be made by TMA."""
-    return hl.inline_triton("{0}", args=(tile,), output_like=tile)
 
 
 def _first_row(slot: torch.Tensor, region: torch.Tensor, region_start: torch.Tensor, block_m: int) -> torch.Tensor:
