@@ -4,12 +4,17 @@ The `check_*` functions run on every eager call: one cheap pass decides, and onl
 finding out what was wrong. They look at metadata alone, so meta and fake tensors pass through them.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from moe_kernels.routing import Routing
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
@@ -46,9 +51,103 @@ def check_grouped_gemm(
     return result
 
 
+def check_grouped_gemm_wgrad(
+    A_packed: Tensor,  # [M, K]
+    d_out: Tensor,  # [M, N]
+    group_offsets: Tensor,  # [G + 1]
+    out_dtype: torch.dtype | None,
+    *,
+    reference: bool = False,
+) -> torch.dtype:
+    """Check the arguments of `grouped_gemm_wgrad` and return the dtype of its result, as `check_grouped_gemm` does.
+
+    Raises:
+        TypeError: an argument is no tensor or has a wrong dtype.
+        ValueError: wrong rank, shape or device.
+    """
+    for name, value in (("A_packed", A_packed), ("d_out", d_out), ("group_offsets", group_offsets)):
+        _check_is_tensor(name, value)
+    for name, value in (("A_packed", A_packed), ("d_out", d_out)):
+        _check_float_dtype(name, value.dtype, A_packed, reference)
+        if value.dim() != 2:
+            raise ValueError(f"{name}: expected a 2-D tensor, got shape {list(value.shape)}")
+    check_index_vector("group_offsets", group_offsets, min_length=1)
+    if d_out.shape[0] != A_packed.shape[0]:
+        raise ValueError(
+            f"d_out: expected M = {A_packed.shape[0]} as in A_packed {list(A_packed.shape)}, "
+            f"got shape {list(d_out.shape)}"
+        )
+    for name, value in (("d_out", d_out), ("group_offsets", group_offsets)):
+        _check_same_device(name, value, "A_packed", A_packed)
+    if out_dtype is not None and out_dtype not in _supported(A_packed, reference):
+        raise TypeError(_dtype_error("out_dtype", out_dtype, A_packed, reference))
+    return torch.promote_types(A_packed.dtype, d_out.dtype) if out_dtype is None else out_dtype
+
+
+def check_route(topk_ids: Tensor, gates: Tensor, num_experts: int) -> None:
+    """Check the arguments of `route`: ids `[T, top_k]` int32 or int64, gates `[T, top_k]` floating-point.
+
+    Raises:
+        TypeError: an argument is no tensor or has a wrong dtype, or `num_experts` is no int.
+        ValueError: wrong rank, shape or device, no slots per token, or a negative number of experts.
+    """
+    for name, value in (("topk_ids", topk_ids), ("gates", gates)):
+        _check_is_tensor(name, value)
+    if topk_ids.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"topk_ids: expected int32 or int64, got {topk_ids.dtype}")
+    _check_float_dtype("gates", gates.dtype, gates, False)
+    if topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
+        raise ValueError(f"topk_ids: expected shape [T, top_k] with top_k of at least 1, got {list(topk_ids.shape)}")
+    if gates.shape != topk_ids.shape:
+        raise ValueError(f"gates: expected shape {list(topk_ids.shape)} as topk_ids, got {list(gates.shape)}")
+    _check_same_device("gates", gates, "topk_ids", topk_ids)
+    if isinstance(num_experts, bool) or not isinstance(num_experts, (int, torch.SymInt)):
+        raise TypeError(f"num_experts: expected an int, got {type(num_experts).__name__}")
+    if num_experts < 0:
+        raise ValueError(f"num_experts: expected at least 0, got {num_experts}")
+
+
+def check_permute(hidden: Tensor, routing: Routing) -> None:
+    """Check that `hidden` is `[T, H]` for the tokens of `routing`.
+
+    Raises:
+        TypeError, ValueError: wrong dtype; wrong rank, shape or device.
+    """
+    _check_moved("hidden", hidden, "T", routing.gates.shape[0], routing)
+
+
+def check_unpermute(rows: Tensor, routing: Routing) -> None:
+    """Check that `rows` is `[R, H]` for the slots of `routing`.
+
+    Raises:
+        TypeError, ValueError: wrong dtype; wrong rank, shape or device.
+    """
+    _check_moved("rows", rows, "R", routing.slot_to_row.shape[0], routing)
+
+
+def _check_moved(name: str, value: Tensor, extent: str, expected: int, routing: Routing) -> None:
+    _check_is_tensor(name, value)
+    _check_float_dtype(name, value.dtype, value, False)
+    if value.dim() != 2 or value.shape[0] != expected:
+        raise ValueError(f"{name}: expected shape [{extent}, H] with {extent} = {expected}, got {list(value.shape)}")
+    _check_same_device(name, value, "routing", routing.slot_to_row)
+
+
+def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
+    """Check the values of `topk_ids` on the host: this waits for the device.
+
+    Raises:
+        ValueError: an id is outside `0..num_experts - 1`; the text names the first one.
+    """
+    outside = ((topk_ids < 0) | (topk_ids >= num_experts)).nonzero()
+    if len(outside):
+        t, k = outside[0].tolist()
+        raise ValueError(f"topk_ids[{t}, {k}]: expected 0 to {num_experts - 1}, got {int(topk_ids[t, k])}")
+
+
 def check_grouped_mm(
-    mat_a: Tensor,  # [M, K]
-    mat_b: Tensor,  # [G, K, N]
+    mat_a: Tensor,  # [M, K] or [G, M, K]
+    mat_b: Tensor,  # [G, K, N] or [K, N]
     offs: Tensor | None,  # [G]
     bias: Tensor | None,  # [G, N]
     out_dtype: torch.dtype | None,
@@ -61,22 +160,63 @@ def check_grouped_mm(
     `[G, N]` of any dtype that `mat_a` may have; it does not take part in the promotion.
 
     Raises:
-        NotImplementedError: `mat_a` and `mat_b` are not 2-D and 3-D.
-        TypeError, ValueError: as `check_grouped_gemm`; ValueError also for `offs=None`.
+        TypeError, ValueError: as `check_grouped_gemm`; ValueError also for `offs` that are missing, or given with 3-D
+            operands, and for a bias with another form than 2-D x 3-D.
     """
-    if isinstance(mat_a, Tensor) and isinstance(mat_b, Tensor) and (mat_a.dim(), mat_b.dim()) != (2, 3):
-        raise NotImplementedError(
-            f"mat_a, mat_b: only mat_a [M, K] with mat_b [G, K, N] is supported now, "
-            f"got {mat_a.dim()}-D with {mat_b.dim()}-D"
+    if not (isinstance(mat_a, Tensor) and isinstance(mat_b, Tensor) and (mat_a.dim(), mat_b.dim()) in _OTHER_FORMS):
+        if offs is None:
+            raise ValueError("offs: expected the groups' ends, an int32 tensor [G], got None")
+        result = _result_dtype(mat_a, mat_b, offs, 0, out_dtype, reference)
+        if result is None or mat_b.dim() == 2:
+            _refuse(("mat_a", "mat_b", "offs"), (mat_a, mat_b, offs), 0, out_dtype, reference)
+        if bias is not None:
+            _check_bias(bias, mat_a, mat_b, reference)
+        return result
+    return _check_other_form(mat_a, mat_b, offs, bias, out_dtype, reference)
+
+
+_OTHER_FORMS = {
+    (2, 2): ("[M, K]", "[K, N]"),
+    (3, 2): ("[G, M, K]", "[K, N]"),
+    (3, 3): ("[G, M, K]", "[G, K, N]"),
+}
+
+
+def _check_other_form(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    reference: bool,
+) -> torch.dtype:
+    form = mat_a.dim(), mat_b.dim()
+    a_form, b_form = _OTHER_FORMS[form]
+    for name, value in (("mat_a", mat_a), ("mat_b", mat_b)):
+        _check_float_dtype(name, value.dtype, mat_a, reference)
+    if mat_b.shape[-2] != mat_a.shape[-1]:
+        raise ValueError(
+            f"mat_b: expected {b_form} with K = {mat_a.shape[-1]} as in mat_a {list(mat_a.shape)}, "
+            f"got {list(mat_b.shape)}"
         )
-    if offs is None:
-        raise ValueError("offs: expected the groups' ends, an int32 tensor [G], got None")
-    result = _result_dtype(mat_a, mat_b, offs, 0, out_dtype, reference)
-    if result is None:
-        _refuse(("mat_a", "mat_b", "offs"), (mat_a, mat_b, offs), 0, out_dtype, reference)
+    _check_same_device("mat_b", mat_b, "mat_a", mat_a)
+    if form == (3, 3):
+        if offs is not None:
+            raise ValueError("offs: expected None for two 3-D operands, got a value")
+        if mat_b.shape[0] != mat_a.shape[0]:
+            raise ValueError(f"mat_b: expected G = {mat_a.shape[0]} as in mat_a, got {list(mat_b.shape)}")
+    else:
+        if offs is None:
+            raise ValueError("offs: expected the groups' ends, an int32 tensor [G], got None")
+        check_index_vector("offs", offs)
+        if form == (3, 2) and offs.shape[0] != mat_a.shape[0]:
+            raise ValueError(f"offs: expected length G = {mat_a.shape[0]} for mat_a {a_form}, got {offs.shape[0]}")
+        _check_same_device("offs", offs, "mat_a", mat_a)
     if bias is not None:
-        _check_bias(bias, mat_a, mat_b, reference)
-    return result
+        raise ValueError(f"bias: expected None for mat_a {a_form} with mat_b {b_form}, got a value")
+    if out_dtype is not None and out_dtype not in _supported(mat_a, reference):
+        raise TypeError(_dtype_error("out_dtype", out_dtype, mat_a, reference))
+    return torch.promote_types(mat_a.dtype, mat_b.dtype) if out_dtype is None else out_dtype
 
 
 def check_uniform(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad as _forward_ad
 
 from moe_kernels import checks, packing, reference
 
@@ -46,20 +47,20 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         ImportError: the kernels are needed and a package they need is missing or too old.
-        NotImplementedError: a gradient is asked for and plain PyTorch does not do the work, as it does on a CPU.
     """
     validate = checks.validation_enabled(validate)
     if not validate and (out := _again(variant, A_packed, B, group_offsets, out_dtype)) is not None:
         return out
     if variant not in ("auto", "basic", "persistent"):
         raise ValueError(f'variant: expected "auto", "basic" or "persistent", got {variant!r}')
+    A_packed, B = autocast(A_packed, B)
     dtype = checks.check_grouped_gemm(A_packed, B, group_offsets, out_dtype)
     if validate:
         checks.validate_offsets(group_offsets, A_packed.size(0))
-    if not _use_kernels(A_packed):
-        return reference.grouped_gemm(A_packed, B, group_offsets, out_dtype=out_dtype)
-    key = _key(variant, A_packed, B, group_offsets, None, out_dtype)
-    return _run(key, variant, A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, dtype)
+    if unobserved(A_packed, B):
+        return multiply(A_packed, B, group_offsets, None, out_dtype, variant)
+    recorded: Tensor = torch.ops.moe_kernels.grouped_gemm(A_packed, B, group_offsets, None, dtype, variant)
+    return recorded
 
 
 def grouped_gemm_jagged(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
@@ -72,43 +73,147 @@ def grouped_gemm_jagged_persistent(A_packed: Tensor, B: Tensor, group_offsets: T
     return grouped_gemm(A_packed, B, group_offsets, variant="persistent")
 
 
+def grouped_gemm_wgrad(
+    A_packed: Tensor,  # [M, K]
+    d_out: Tensor,  # [M, N]
+    group_offsets: Tensor,  # [G + 1]
+    *,
+    out_dtype: torch.dtype | None = None,
+    validate: bool | None = None,
+) -> Tensor:
+    """Multiply each group's two blocks of rows: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
+
+    The gradient of `grouped_gemm` in a `B [G, K, N]`. Products are accumulated in fp32. Groups without rows give
+    exact zeros, and rows in no group count for nothing, whatever they hold. Offsets are read as by `grouped_gemm`.
+
+    Args:
+        A_packed: `[M, K]`; dtypes and strides as for `grouped_gemm`.
+        d_out: `[M, N]`, likewise.
+        group_offsets: `[G + 1]` int32 or int64.
+        out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, d_out.dtype)`.
+        validate: as for `grouped_gemm`.
+
+    Returns:
+        `[G, K, N]`, contiguous.
+
+    Raises:
+        TypeError, ValueError, ImportError: as for `grouped_gemm`.
+    """
+    A_packed, d_out = autocast(A_packed, d_out)
+    dtype = checks.check_grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype)
+    if checks.validation_enabled(validate):
+        checks.validate_offsets(group_offsets, A_packed.size(0))
+    from moe_kernels import ops  # imports this module
+
+    out: Tensor = ops.grouped_gemm_wgrad(A_packed, d_out, group_offsets, False, False, dtype)
+    return out
+
+
 def grouped_mm(
-    mat_a: Tensor,  # [M, K]
-    mat_b: Tensor,  # [G, K, N]
+    mat_a: Tensor,  # [M, K] or [G, M, K]
+    mat_b: Tensor,  # [G, K, N] or [K, N]
     *,
     offs: Tensor | None = None,  # [G]
     bias: Tensor | None = None,  # [G, N]
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.grouped_mm` for 2-D x 3-D, with bias, out_dtype, and any dtype, size and strides.
+    """`torch.nn.functional.grouped_mm`, with bias, out_dtype, and any dtype, size and strides.
 
-    `out[offs[g - 1]:offs[g]] = mat_a[offs[g - 1]:offs[g]] @ mat_b[g] + bias[g]`, with `offs[-1]` read as 0 for the
-    first group. Rows at or past the last of `offs`, which PyTorch leaves uninitialised, are zeros.
+        [M, K]    x [G, K, N]  ->  [M, N]        the rows of mat_a are grouped
+        [M, K]    x [K, N]     ->  [G, M, N]     the contraction is grouped
+        [G, M, K] x [K, N]     ->  [M, N]        the columns of mat_b are grouped
+        [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
+
+    Group g has the rows (columns) `offs[g - 1]:offs[g]`, with `offs[-1]` read as 0 for the first group. Rows and
+    columns at or past the last of `offs`, which PyTorch leaves uninitialised, are zeros.
 
     Args:
-        mat_a: `[M, K]`; dtypes and strides as for `grouped_gemm`.
-        mat_b: `[G, K, N]`.
-        offs: `[G]` int32 or int64, the row at which each group ends.
-        bias: `[G, N]`, added in fp32 before the result is rounded.
+        mat_a, mat_b: as above; dtypes and strides as for `grouped_gemm`.
+        offs: `[G]` int32 or int64, where each group ends.
+        bias: `[G, N]`, for the first form only, added in fp32 before the result is rounded.
         out_dtype: as for `grouped_gemm`.
 
     Returns:
-        `[M, N]`, contiguous.
+        As above; contiguous, but for the third form, which is a transposed view.
 
     Raises:
-        NotImplementedError: another combination of ranks than 2-D x 3-D.
         TypeError, ValueError, ImportError: as for `grouped_gemm`.
     """
+    mat_a, mat_b = autocast(mat_a, mat_b)
     dtype = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
-    if not _use_kernels(mat_a):
-        return reference.grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
-    assert offs is not None  # checked
+    if offs is None:
+        return reference.grouped_mm(mat_a, mat_b, out_dtype=dtype)
     group_offsets = packing.group_offsets_from_offs(offs)
-    key = _key("auto", mat_a, mat_b, group_offsets, bias, out_dtype)
-    return _run(key, "auto", mat_a, mat_b, group_offsets, bias, dtype)
+    if mat_b.dim() == 2:
+        if mat_a.dim() == 2:
+            return grouped_gemm_wgrad(mat_a.T, mat_b, group_offsets, out_dtype=dtype)
+        return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype).T
+    if unobserved(mat_a, mat_b, bias):
+        return multiply(mat_a, mat_b, group_offsets, bias, out_dtype, "auto")
+    out: Tensor = torch.ops.moe_kernels.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
+    return out
 
 
-def _use_kernels(A: Tensor) -> bool:
+forward_ad: Any = _forward_ad
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def unobserved(*tensors: Tensor | None) -> bool:
+    """Whether a call may go past torch.library, because nothing records, traces or transforms it.
+
+    Raises:
+        NotImplementedError: a tensor has a tangent, which torch.library's operators would drop without a word.
+    """
+    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if forward_ad._current_level >= 0:
+        for tensor in tensors:
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError("moe_kernels has no forward-mode derivatives: use reverse mode")
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad)):
+            return False
+    return True
+
+
+def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a product as torch.autocast would have them; float64 and what is no float stay."""
+    if not (torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled()):
+        return operands
+    cast = []
+    for operand in operands:
+        if isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64:
+            device_type = operand.device.type
+            if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+                operand = operand.to(torch.get_autocast_dtype(device_type))
+        cast.append(operand)
+    return tuple(cast)
+
+
+def multiply(
+    A_packed: Tensor,  # [M, K]
+    B: Tensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    bias: Tensor | None,  # [G, N]; with one, group_offsets[0] is 0
+    out_dtype: torch.dtype | None,
+    variant: str,
+) -> Tensor:  # [M, N]
+    """What the grouped GEMM functions and their operator compute, on checked arguments."""
+    if not use_kernels(A_packed):
+        if bias is None:
+            return reference.grouped_gemm(A_packed, B, group_offsets, out_dtype=out_dtype)
+        return reference.grouped_mm(A_packed, B, offs=group_offsets[1:], bias=bias, out_dtype=out_dtype)
+    key = _key(variant, A_packed, B, group_offsets, bias, out_dtype)
+    dtype = torch.promote_types(A_packed.dtype, B.dtype) if out_dtype is None else out_dtype
+    return _run(key, variant, A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, bias, dtype)
+
+
+def use_kernels(A: Tensor) -> bool:
+    """Whether the kernels do the work: on a GPU, or in Triton's interpreter."""
     if A.is_cuda or A.is_xpu:
         return True
     return A.is_cpu and os.environ.get("TRITON_INTERPRET") == "1" and A.dtype != torch.float64
@@ -161,16 +266,14 @@ def _key(
 def _again(
     variant: str, A_packed: Tensor, B: Tensor, group_offsets: Tensor, out_dtype: torch.dtype | None
 ) -> Tensor | None:
-    """The result if there has been such a call before, from the current device, without gradients."""
+    """The result if there has been such a call before, from the current device, and nobody records this one."""
+    if not unobserved(A_packed, B) or torch._C._is_any_autocast_enabled():
+        return None
     try:
         plan, N, dtype = _plans[_key(variant, A_packed, B, group_offsets, None, out_dtype)]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return None  # what is wrong, if anything is, the checks find
-    if (
-        not A_packed.is_cuda
-        or A_packed.get_device() != torch.cuda.current_device()
-        or (torch.is_grad_enabled() and (A_packed.requires_grad or B.requires_grad))
-    ):
+    if not A_packed.is_cuda or A_packed.get_device() != torch.cuda.current_device():
         return None
     out = A_packed.new_empty((A_packed.size(0), N), dtype=dtype)
     plan(A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, out)
@@ -186,12 +289,6 @@ def _run(
     bias: Tensor | None,  # [G, N]
     dtype: torch.dtype,
 ) -> Tensor:  # [M, N]
-    if torch.is_grad_enabled() and (
-        A_packed.requires_grad or B.requires_grad or (bias is not None and bias.requires_grad)
-    ):
-        raise NotImplementedError(
-            "the kernels have no backward yet: call under torch.no_grad(), or on detached tensors"
-        )
     M, K = A_packed.shape
     out = A_packed.new_empty((M, B.size(2)), dtype=dtype)
     if out.numel() == 0:

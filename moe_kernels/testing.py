@@ -162,6 +162,44 @@ def assert_grouped_gemm_close(
     return report
 
 
+@torch.no_grad()
+def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: float = 0.0, name: str = "out") -> float:
+    """Compare any result with float64, allowing twice the error of plain PyTorch.
+
+    `max|out - exact|` may be up to `2 * max|plain - exact| + 2 * eps(float32) * scale`.
+
+    Args:
+        out: what is tested.
+        plain: what plain PyTorch gives for the same inputs in the same dtypes.
+        exact: the same in float64; finite.
+        scale: the largest sum of absolute values that is added up for an element.
+        name: what the error calls `out`.
+
+    Returns:
+        The error as a share of the budget, at most 1.
+
+    Raises:
+        AssertionError: another shape or dtype than that of `plain`, or too large an error.
+        ValueError: the budget is over a tenth of `max|exact|`, so zeros might pass. Where `exact` is all zeros, `out`
+            has to be, too.
+    """
+    if (out.shape, out.dtype) != (plain.shape, plain.dtype):
+        raise AssertionError(f"{name}: expected {list(plain.shape)} {plain.dtype}, got {list(out.shape)} {out.dtype}")
+    if out.numel() == 0:
+        return 0.0
+    error, plain_error = ((x.double() - exact).abs().amax().item() for x in (out, plain))
+    largest = exact.abs().amax().item()
+    budget = 2 * plain_error + 2 * torch.finfo(torch.float32).eps * scale if largest > 0 else 0.0
+    if not budget <= largest / 10:
+        raise ValueError(f"{name}: budget too loose: {budget:.3e} is over a tenth of max|exact| = {largest:.3e}")
+    if not error <= budget:
+        raise AssertionError(
+            f"{name}: error {error:.3e} exceeds the budget {budget:.3e} "
+            f"(plain PyTorch's error: {plain_error:.3e}, max|exact|: {largest:.3e})"
+        )
+    return error / budget if budget else 0.0
+
+
 def flop_count(sizes: Sequence[int], N: int, K: int) -> int:
     """Return the floating-point operations of a grouped GEMM: 2 for each multiply-add, real rows only."""
     return 2 * sum(sizes) * N * K

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from moe_kernels import checks
 from moe_kernels.checks import (
     check_grouped_gemm,
+    check_grouped_gemm_wgrad,
     check_grouped_mm,
     clamp_offsets,
     validate_offsets,
@@ -167,8 +168,18 @@ def test_grouped_mm_takes_ends_and_bias() -> None:
         ({"mat_a": None}, TypeError, "mat_a: expected a torch.Tensor, got NoneType"),
         ({"mat_a": meta(M, K + 1)}, ValueError, r"mat_b: expected K = 4 as in mat_a \[5, 4\], got K = 3"),
         ({"mat_b": meta(G, K, N).int()}, TypeError, "mat_b: expected one of .*got torch.int32"),
-        ({"mat_b": meta(K, N)}, NotImplementedError, r"mat_a, mat_b: only mat_a \[M, K\].* got 2-D with 2-D"),
-        ({"mat_a": meta(G, M, K)}, NotImplementedError, r"mat_a, mat_b: only .* got 3-D with 3-D"),
+        ({"mat_a": meta(1, G, M, K)}, ValueError, r"mat_a: expected shape \[M, K\], got \[1, 2, 5, 3\]"),
+        ({"mat_b": meta(K)}, ValueError, r"mat_b: expected shape \[K, N\] or \[G, K, N\], got \[3\]"),
+        ({"mat_b": meta(K + 1, N)}, ValueError, r"mat_b: expected \[K, N\] with K = 3 as in mat_a.* got \[4, 4\]"),
+        ({"mat_b": meta(K, N), "offs": None}, ValueError, "offs: expected the groups' ends.*got None"),
+        ({"mat_b": meta(K, N), "bias": meta(G, N)}, ValueError, r"bias: expected None for mat_a \[M, K\] with mat_b"),
+        ({"mat_b": meta(K, N), "offs": meta(G)}, TypeError, "offs: expected int32 or int64, got torch.float32"),
+        ({"mat_b": meta(K, N), "out_dtype": torch.int8}, TypeError, "out_dtype: expected one of .*got torch.int8"),
+        ({"mat_b": torch.empty(K, N)}, ValueError, "mat_b: expected on meta with mat_a, got on cpu"),
+        ({"mat_a": meta(G, M, K)}, ValueError, "offs: expected None for two 3-D operands, got a value"),
+        ({"mat_a": meta(G + 1, M, K), "offs": None}, ValueError, "mat_b: expected G = 3 as in mat_a"),
+        ({"mat_a": meta(G + 1, M, K), "mat_b": meta(K, N)}, ValueError, "offs: expected length G = 3 for mat_a.*got 2"),
+        ({"mat_a": meta(G, M, K).int(), "mat_b": meta(K, N)}, TypeError, "mat_a: expected one of .*got torch.int32"),
         ({"bias": [1.0]}, TypeError, "bias: expected a torch.Tensor, got list"),
         ({"bias": meta(G, N).int()}, TypeError, "bias: expected one of .*got torch.int32"),
         ({"bias": meta(N)}, ValueError, r"bias: expected shape \[G, N\] = \[2, 4\], got \[4\]"),
@@ -268,3 +279,33 @@ def test_validation_enabled(
         monkeypatch.setenv("MOE_KERNELS_VALIDATE", environment)
     again = runpy.run_path(checks.__file__)  # as at import
     assert again["validation_enabled"](validate) is expected
+
+
+def test_grouped_gemm_wgrad_takes_what_it_should() -> None:
+    A, D, offsets = meta(M, K, dtype=torch.bfloat16), meta(M, N), meta(G + 1, dtype=torch.int32)
+    assert check_grouped_gemm_wgrad(A, D, offsets, None) == torch.float32
+    assert check_grouped_gemm_wgrad(A, D, offsets.long(), torch.bfloat16) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"A_packed": None}, TypeError, "A_packed: expected a torch.Tensor, got NoneType"),
+        ({"A_packed": meta(M)}, ValueError, r"A_packed: expected a 2-D tensor, got shape \[5\]"),
+        ({"A_packed": meta(M, K).int()}, TypeError, "A_packed: expected one of .*got torch.int32"),
+        ({"d_out": meta(M + 1, N)}, ValueError, r"d_out: expected M = 5 as in A_packed \[5, 3\], got shape \[6, 4\]"),
+        ({"d_out": torch.empty(M, N)}, ValueError, "d_out: expected on meta with A_packed, got on cpu"),
+        ({"group_offsets": meta(G)}, TypeError, "group_offsets: expected int32 or int64, got torch.float32"),
+        ({"group_offsets": meta(0).int()}, ValueError, "group_offsets: expected a length of at least 1, got 0"),
+        ({"out_dtype": torch.int8}, TypeError, "out_dtype: expected one of .*got torch.int8"),
+    ],
+)
+def test_grouped_gemm_wgrad_refusals(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    values = {
+        "A_packed": meta(M, K),
+        "d_out": meta(M, N),
+        "group_offsets": meta(G + 1, dtype=torch.int32),
+        "out_dtype": None,
+    }
+    with pytest.raises(error, match=f"^{message}"):
+        check_grouped_gemm_wgrad(**{**values, **changes})

@@ -1,3 +1,4 @@
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_kernels.reference import grouped_gemm, grouped_mm
+from moe_kernels.checks import clamp_offsets
+from moe_kernels.reference import grouped_gemm, grouped_gemm_wgrad, grouped_mm
 from moe_kernels.testing import make_inputs
 
 NAN = float("nan")
@@ -312,12 +314,52 @@ def test_grouped_mm_without_groups() -> None:
     assert torch.equal(A.grad, torch.zeros(4, 3))
 
 
-@pytest.mark.parametrize(("a_shape", "b_shape"), [((4, 3), (3, 2)), ((2, 4, 3), (3, 2)), ((2, 4, 3), (2, 3, 2))])
-def test_grouped_mm_names_the_form_that_works(a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> None:
-    with pytest.raises(NotImplementedError, match=r"only mat_a \[M, K\] with mat_b \[G, K, N\]"):
-        grouped_mm(torch.zeros(a_shape), torch.zeros(b_shape))
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape"), [((32, 16), (16, 8)), ((3, 8, 16), (16, 24)), ((3, 8, 16), (3, 16, 8))], ids=str
+)
+def test_other_forms_of_grouped_mm_are_pytorchs(a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> None:
+    a, b = torch.randn(a_shape).bfloat16(), torch.randn(b_shape).bfloat16()
+    offs = None if len(b_shape) == 3 else torch.tensor([8, 8, b_shape[len(a_shape) - 2]], dtype=torch.int32)
+    expected = torch.nn.functional.grouped_mm(a, b, offs=offs)
+    out = grouped_mm(a, b, offs=offs)
+    assert (out.shape, out.dtype) == (expected.shape, torch.bfloat16)
+    torch.testing.assert_close(out, expected)
+    assert grouped_mm(a, b, offs=offs, out_dtype=torch.float32).dtype == torch.float32
+
+
+def test_columns_past_the_last_end_are_zeros() -> None:
+    a, b = torch.randn(2, 3, 4), torch.randn(4, 9)
+    b[:, 7:] = NAN
+    out = grouped_mm(a, b, offs=torch.tensor([2, 7]))
+    assert torch.equal(out[:, 7:], torch.zeros(3, 2))
+    torch.testing.assert_close(out[:, :7], torch.cat([a[0] @ b[:, :2], a[1] @ b[:, 2:7]], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("offsets", [[0, 1, 1, 18, 21], [3, 2, 30], [-1, 5], [4], [0, 0]], ids=str)
+def test_wgrad_group_by_group(offsets: list[int], dtype: torch.dtype) -> None:
+    A, D = torch.randn(21, 3).to(dtype), torch.randn(21, 2).to(dtype)
+    out = grouped_gemm_wgrad(A, D, torch.tensor(offsets))
+    assert (out.shape, out.dtype) == ((len(offsets) - 1, 3, 2), dtype)
+    clamped = clamp_offsets(torch.tensor(offsets), 21).tolist()
+    for g, (start, end) in enumerate(pairwise(clamped)):
+        expected = sum((torch.outer(A[r].double(), D[r].double()) for r in range(start, end)), torch.zeros(3, 2))
+        torch.testing.assert_close(out[g].double(), expected.double(), rtol=2e-2, atol=4e-2)
+        if start == end:
+            assert torch.equal(out[g], torch.zeros_like(out[g]))
+    assert grouped_gemm_wgrad(A, D, torch.tensor(offsets), out_dtype=torch.float32).dtype == torch.float32
+
+
+def test_wgrad_is_the_gradient_of_the_product() -> None:
+    A, B, group_offsets = inputs(SIZES)
+    B.requires_grad_()
+    out = grouped_gemm(A, B, group_offsets)
+    upstream = torch.randn_like(out)
+    (expected,) = torch.autograd.grad(out, B, upstream)
+    torch.testing.assert_close(grouped_gemm_wgrad(A, upstream, group_offsets), expected)
 
 
 def test_grouped_mm_needs_offs() -> None:
-    with pytest.raises(ValueError, match="offs: expected the groups' ends"):
-        grouped_mm(torch.zeros(4, 3), torch.zeros(2, 3, 2))
+    for b_shape in ((2, 3, 2), (3, 2)):
+        with pytest.raises(ValueError, match="offs: expected the groups' ends"):
+            grouped_mm(torch.zeros(4, 3), torch.zeros(b_shape))

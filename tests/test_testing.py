@@ -11,6 +11,7 @@ from moe_kernels.reference import grouped_gemm
 from moe_kernels.testing import (
     SizeKind,
     assert_grouped_gemm_close,
+    assert_within_budget,
     byte_count,
     flop_count,
     group_sizes_for,
@@ -316,3 +317,27 @@ def test_byte_count() -> None:
     assert byte_count([2, 0, 3], 7, 11, torch.bfloat16, torch.float32, True) == A_and_out + 2 * 7 * 11 * 2
     assert byte_count([2, 0, 3], 7, 11, torch.bfloat16, torch.float32, False) == A_and_out + 7 * 11 * 2
     assert byte_count([0, 0], 7, 11, torch.bfloat16, torch.float32, False) == 0
+
+
+def test_assert_within_budget() -> None:
+    exact = torch.randn(40, 30, dtype=torch.float64)
+    plain = exact.bfloat16()
+    assert assert_within_budget(plain, plain, exact) == 0.5
+    with pytest.raises(AssertionError, match=r"^rows: error .* exceeds the budget"):
+        assert_within_budget(torch.zeros_like(plain), plain, exact, name="rows")
+    for wrong in (float("nan"), float("inf")):
+        broken = plain.clone()
+        broken[3, 4] = wrong
+        with pytest.raises(AssertionError, match="exceeds the budget"):
+            assert_within_budget(broken, plain, exact)
+    with pytest.raises(ValueError, match="budget too loose"):
+        assert_within_budget(plain, plain * 1.5, exact)
+    with pytest.raises(ValueError, match="budget too loose"):
+        assert_within_budget(plain, plain, exact, scale=1e7)
+    with pytest.raises(AssertionError, match=r"expected \[40, 30\] torch\.bfloat16, got \[30, 40\]"):
+        assert_within_budget(plain.T, plain, exact)
+    zeros = torch.zeros(3, 4)
+    assert assert_within_budget(zeros, zeros, zeros.double()) == 0
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        assert_within_budget(zeros + 1e-30, zeros, zeros.double())
+    assert assert_within_budget(zeros[:0], zeros[:0], zeros[:0].double()) == 0

@@ -1,0 +1,63 @@
+"""Which `helion.Config` a product gets that is ragged along the contraction, by rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import helion
+import torch
+
+from moe_kernels.configs import block_for, floor_power_of_2
+
+__all__ = ["Choice", "Problem", "floor_power_of_2", "rule"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice may depend on."""
+
+    M: int  # rounded down to a power of two
+    P: int  # columns of X, rows of a result
+    Q: int  # columns of Y and of a result
+    G: int
+    dtype: torch.dtype  # of the product: the operands' common type
+    tf32: bool  # fp32 products may use tf32
+    tma: bool  # X and Y can be read by TMA
+    wide_rows: bool  # addresses in X or Y do not fit into 32 bits
+    wide_out: bool  # nor those in one group's result
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`block_m` and `tma` are the kernel's arguments of these names."""
+
+    block_m: int
+    tma: bool
+    wide: bool  # addresses are computed in 64 bits
+    config: helion.Config
+
+
+def rule(problem: Problem) -> Choice:
+    """Total: it compiles everywhere."""
+    block_m, block_p, block_q, num_warps, num_stages = 32, 64, 128, 4, 3
+    tma = problem.tma and not problem.wide_out and problem.M >= 64 and problem.dtype != torch.float32
+    if problem.dtype == torch.float32:
+        block_q = 64
+    elif tma:
+        block_m, block_p, block_q, num_warps, num_stages = 64, 128, 256, 8, 4
+        if problem.Q < 256 <= problem.P:
+            block_p, block_q = 256, 128
+    blocks = [block_for(problem.Q, block_q), block_for(problem.P, block_p)]
+    loads = "tensor_descriptor" if tma else "pointer"
+    options: dict[str, Any] = {"host_tensor_descriptors": True} if tma else {}
+    offsets = ["pointer"] * (1 if problem.G < 1024 else 2)
+    config = helion.Config(
+        block_sizes=blocks,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        l2_groupings=[8],
+        indexing=[*offsets, loads, loads, "pointer"],
+        **options,
+    )
+    return Choice(block_m, tma, problem.wide_out or (problem.wide_rows and not tma), config)

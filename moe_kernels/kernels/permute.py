@@ -1,0 +1,153 @@
+"""Token order <-> expert order.
+
+    scatter_rows:   rows[slot_to_row[s]] = (gates[s]) * tokens[s // top_k]
+    combine_rows:   tokens[t] = sum over t's slots s, in order, of (gates[s]) * rows[slot_to_row[s]]
+    dot_rows:       dots[s] = sum over h of tokens[s // top_k, h] * rows[slot_to_row[s], h]
+
+The first two are each other's adjoint; the third is the gradient of the gates. Each writes an element once, so nothing
+is added up by atomics. Slots whose row is at or past `group_offsets[-1]` were dropped: they scatter zeros, and their
+rows are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import helion
+import helion.language as hl
+import torch
+
+from moe_kernels.kernels.inline import halve
+from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
+
+_BLOCK = 1024  # elements of a row that a program moves at once
+
+
+def _config(H: int) -> helion.Config:
+    block = max(16, min(_BLOCK, 1 << (H - 1).bit_length()))
+    return helion.Config(block_sizes=[block], num_warps=max(1, block // 256))
+
+
+@kernel(lambda rows, *_: _config(rows.size(1)))
+def scatter_rows(
+    rows: torch.Tensor,  # [R, H], written
+    tokens: torch.Tensor,  # [T, H]
+    gates: torch.Tensor | None,  # [T, top_k]
+    slot_to_row: torch.Tensor,  # [R] int32
+    group_offsets: torch.Tensor,  # [E + 1] int32
+    programs: int,  # at least T; odd
+    odd_T: int,  # 2 * T + 1
+    top_k: hl.constexpr,
+) -> torch.Tensor:
+    """A program per token: its row is read once and written top_k times."""
+    H = rows.size(1)
+    E = group_offsets.size(0) - 1
+    for tile_t, tile_h in hl.tile([programs, H], block_size=[1, None]):
+        zero = hl.zeros([], dtype=torch.int32)
+        t = tile_t.id + zero
+        if t < halve(odd_T, zero):
+            end = group_offsets[E]
+            x = tokens[t.to(torch.int64), tile_h]
+            for k in hl.static_range(top_k):
+                row = slot_to_row[t * top_k + k]
+                y = x.to(torch.float32)
+                if gates is not None:
+                    y = y * gates[t, k].to(torch.float32)
+                rows[row.to(torch.int64), tile_h] = torch.where(row < end, y.to(rows.dtype), 0.0)
+    return rows
+
+
+@kernel(lambda tokens, *_: _config(tokens.size(1)))
+def combine_rows(
+    tokens: torch.Tensor,  # [T, H], written
+    rows: torch.Tensor,  # [R, H]
+    gates: torch.Tensor | None,  # [T, top_k]
+    slot_to_row: torch.Tensor,  # [R] int32
+    group_offsets: torch.Tensor,  # [E + 1] int32
+    programs: int,  # at least T; odd
+    odd_T: int,  # 2 * T + 1
+    top_k: hl.constexpr,
+) -> torch.Tensor:
+    """A program per token: its top_k rows are added up in float32."""
+    H = tokens.size(1)
+    E = group_offsets.size(0) - 1
+    for tile_t, tile_h in hl.tile([programs, H], block_size=[1, None]):
+        zero = hl.zeros([], dtype=torch.int32)
+        t = tile_t.id + zero
+        if t < halve(odd_T, zero):
+            end = group_offsets[E]
+            acc = hl.zeros([tile_h], dtype=torch.float32)
+            for k in hl.static_range(top_k):
+                row = slot_to_row[t * top_k + k]
+                y = hl.load(rows, [row.to(torch.int64), tile_h], extra_mask=row < end).to(torch.float32)
+                if gates is not None:
+                    y = torch.where(row < end, y * gates[t, k].to(torch.float32), 0.0)
+                acc = acc + y
+            tokens[t.to(torch.int64), tile_h] = acc.to(tokens.dtype)
+    return tokens
+
+
+@kernel(lambda dots, tokens, *_: _config(tokens.size(1)))
+def dot_rows(
+    dots: torch.Tensor,  # [T, top_k], written
+    tokens: torch.Tensor,  # [T, H]
+    rows: torch.Tensor,  # [R, H]
+    slot_to_row: torch.Tensor,  # [R] int32
+    group_offsets: torch.Tensor,  # [E + 1] int32
+    programs: int,  # at least T; odd
+    odd_T: int,  # 2 * T + 1
+    top_k: hl.constexpr,
+) -> torch.Tensor:
+    """A program per slot."""
+    H = tokens.size(1)
+    E = group_offsets.size(0) - 1
+    for tile_t, tile_k in hl.tile([programs, top_k], block_size=[1, 1]):
+        zero = hl.zeros([], dtype=torch.int32)
+        t = tile_t.id + zero
+        if t < halve(odd_T, zero):
+            row = slot_to_row[t * top_k + tile_k.id]
+            dot = hl.zeros([], dtype=torch.float32)
+            if row < group_offsets[E]:
+                for tile_h in hl.tile(H):
+                    x = tokens[t.to(torch.int64), tile_h].to(torch.float32)
+                    dot = dot + torch.sum(x * rows[row.to(torch.int64), tile_h].to(torch.float32))
+            dots[t, tile_k.id] = dot.to(dots.dtype)
+    return dots
+
+
+_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
+_MOST_PLANS = 4096
+
+
+def launch(
+    kernel: helion.Kernel[Any],  # one of the three
+    tensors: Sequence[torch.Tensor | None],  # its leading arguments
+    slot_to_row: torch.Tensor,  # [R] int32
+    group_offsets: torch.Tensor,  # [E + 1] int32
+    top_k: int,
+) -> None:
+    """Fill the first of `tensors`. Nothing is checked; none of them may be empty."""
+    R = slot_to_row.size(0)
+    T = R // top_k
+    key = (
+        kernel.name,
+        top_k,
+        R.bit_length(),
+        group_offsets.size(0),
+        group_offsets.data_ptr() % 16,
+        slot_to_row.data_ptr() % 16,
+        slot_to_row.device,
+        *(None if t is None else (t.dtype, t.size(1), t.stride(), t.data_ptr() % 16) for t in tensors),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        like = [None if t is None else without_ones(t) for t in tensors]
+        H = max(t.size(1) for t in tensors if t is not None)
+        # R may double before there is a new plan.
+        wide = max(2 * span(t) for t in tensors if t is not None) > INT32_MAX
+        args = (*like, without_ones(slot_to_row), group_offsets, 3, 3, top_k)
+        plan = _plans[key] = compile_kernel(kernel, args, _config(H), wide=wide)
+    plan(*tensors, slot_to_row, group_offsets, T | 1, 2 * T + 1, top_k)

@@ -1,0 +1,210 @@
+"""Counting sort of top-k ids: where each slot's row goes, and where each expert's rows start.
+
+    row(s) = #(slots of lower experts) + #(earlier slots of the same expert)        s = t * top_k + k
+
+An id outside 0..E-1 counts as expert E, so dropped slots come last, in their order. Integers only: nothing depends on
+the order in which programs run.
+
+Up to RANK_UP_TO slots, one launch counts for each slot how many come before it, R comparisons each. Beyond, a first
+launch counts the experts of each run of slots, and a second one adds up the runs before its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import helion
+import helion.language as hl
+import torch
+
+from moe_kernels.kernels.inline import halve
+from moe_kernels.kernels.launch import compile_kernel, kernel
+
+RANK_UP_TO = 4096
+_RANK_BLOCK = 32
+MOST_EXPERTS = 1024  # with more slots than that
+_MOST_RUNS = 512
+_TABLE = 8192  # elements of slots x experts, and of runs x experts, that a program looks at together
+_RANK_CONFIG = helion.Config(block_sizes=[256], num_warps=4)
+_COUNT_CONFIG = helion.Config(block_sizes=[], num_warps=4)
+
+
+def _place_config(width: int) -> helion.Config:
+    return helion.Config(block_sizes=[max(8, _TABLE // width)], num_warps=8)
+
+
+def _expert(topk_ids: torch.Tensor, slot: torch.Tensor, R: torch.Tensor, E: int) -> torch.Tensor:
+    """The expert of each slot, int32; E for a dropped one and past the last slot."""
+    inside = slot < R
+    ids = hl.load(topk_ids, [slot], extra_mask=inside)
+    return torch.where(inside & (ids >= 0) & (ids < E), ids, E).to(torch.int32)
+
+
+@kernel(lambda *_: _RANK_CONFIG)
+def rank_slots(
+    topk_ids: torch.Tensor,  # [R]
+    group_offsets: torch.Tensor,  # [E + 1] int32
+    row_to_slot: torch.Tensor,  # [R] int32
+    slot_to_row: torch.Tensor,  # [R] int32
+    blocks: int,  # of `block` questions, for R + E + 1; odd
+    odd_R: int,  # 2 * R + 1
+    E: hl.constexpr,
+    block: hl.constexpr,
+) -> torch.Tensor:
+    """Questions 0..R-1 ask how many slots precede a slot, questions R..R+E how many belong to lower experts."""
+    for tile_b in hl.tile(blocks, block_size=1):
+        zero = hl.zeros([], dtype=torch.int32)
+        R = halve(odd_R, zero)
+        question = tile_b.id * block + hl.arange(block)
+        is_slot = question < R
+        expert = torch.where(is_slot, _expert(topk_ids, question, R, E), question - R)
+        place = torch.where(is_slot, question, 0)
+        before = hl.zeros([block], dtype=torch.int32)
+        for tile_s in hl.tile(R):
+            other = _expert(topk_ids, tile_s.index, R, E)
+            lower = other[None, :] < expert[:, None]
+            earlier = (other[None, :] == expert[:, None]) & (tile_s.index[None, :] < place[:, None])
+            before = before + torch.sum((lower | earlier).to(torch.int32), dim=1, dtype=torch.int32)
+        hl.store(slot_to_row, [question], before, extra_mask=is_slot)
+        hl.store(row_to_slot, [before], question, extra_mask=is_slot)
+        hl.store(group_offsets, [question - R], before, extra_mask=(question >= R) & (question <= R + E))
+    return slot_to_row
+
+
+@kernel(lambda *_: _COUNT_CONFIG)
+def count_experts(
+    topk_ids: torch.Tensor,  # [R]
+    counts: torch.Tensor,  # [runs, width] int32
+    odd_R: int,  # 2 * R + 1
+    E: hl.constexpr,
+    runs: hl.constexpr,
+    width: hl.constexpr,  # a power of two, at least E
+    run: hl.constexpr,  # slots in a run
+    chunk: hl.constexpr,
+) -> torch.Tensor:
+    """counts[b, e] = slots of expert e among `b * run .. (b + 1) * run - 1`."""
+    for tile_b in hl.tile(runs, block_size=1):
+        R = halve(odd_R, hl.zeros([], dtype=torch.int32))
+        count = hl.zeros([width], dtype=torch.int32)
+        for tile_s in hl.tile(run, block_size=chunk):
+            expert = _expert(topk_ids, tile_b.id * run + tile_s.index, R, E)
+            is_expert = expert[:, None] == hl.arange(width)[None, :]
+            count = count + torch.sum(is_expert.to(torch.int32), dim=0, dtype=torch.int32)
+        counts[tile_b.id, hl.arange(width)] = torch.where(hl.arange(width) < E, count, 0)
+    return counts
+
+
+@kernel(lambda topk_ids, counts, *_: _place_config(counts.size(1)))
+def place_slots(
+    topk_ids: torch.Tensor,  # [R]
+    counts: torch.Tensor,  # [runs, width] int32, of count_experts
+    group_offsets: torch.Tensor,  # [E + 1] int32
+    row_to_slot: torch.Tensor,  # [R] int32
+    slot_to_row: torch.Tensor,  # [R] int32
+    odd_R: int,  # 2 * R + 1
+    E: hl.constexpr,
+    runs: hl.constexpr,
+    width: hl.constexpr,
+    run: hl.constexpr,
+    chunk: hl.constexpr,
+) -> torch.Tensor:
+    """Each program places a run of slots: past the lower experts, the same expert's earlier runs and earlier slots."""
+    hl.pdl_wait()  # launched while count_experts still runs
+    for tile_b in hl.tile(runs, block_size=1):
+        R = halve(odd_R, hl.zeros([], dtype=torch.int32))
+        column = hl.arange(width)
+        total = hl.zeros([width], dtype=torch.int32)
+        before = hl.zeros([width], dtype=torch.int32)
+        for tile_i in hl.tile(runs):
+            count = counts[tile_i.index, column]
+            total = total + torch.sum(count, dim=0, dtype=torch.int32)
+            earlier = torch.where(tile_i.index[:, None] < tile_b.id, count, 0)
+            before = before + torch.sum(earlier, dim=0, dtype=torch.int32)
+        ends = hl.cumsum(total, dim=0)
+        kept = torch.sum(total, dtype=torch.int32)
+        first = torch.minimum(tile_b.id * run + hl.zeros([], dtype=torch.int32), R)
+        next_row = ends - total + before
+        next_dropped = kept + first - torch.sum(before, dtype=torch.int32)
+        if tile_b.id == 0:
+            hl.store(group_offsets, [column + 1], ends, extra_mask=column < E)
+            group_offsets[0] = 0
+        for tile_s in hl.tile(run, block_size=chunk):
+            slot = tile_b.id * run + tile_s.index
+            expert = _expert(topk_ids, slot, R, E)
+            is_expert = expert[:, None] == column[None, :]
+            start = torch.sum(torch.where(is_expert, next_row[None, :], 0), dim=1, dtype=torch.int32)
+            same = expert[:, None] == expert[None, :]
+            earlier = same & (hl.arange(chunk)[:, None] > hl.arange(chunk)[None, :])
+            rank = torch.sum(earlier.to(torch.int32), dim=1, dtype=torch.int32)
+            row = torch.where(expert < E, start, next_dropped) + rank
+            hl.store(slot_to_row, [slot], row, extra_mask=slot < R)
+            hl.store(row_to_slot, [row], slot, extra_mask=slot < R)
+            next_row = next_row + torch.sum(is_expert.to(torch.int32), dim=0, dtype=torch.int32)
+            next_dropped = next_dropped + torch.sum((expert == E).to(torch.int32), dtype=torch.int32)
+    return slot_to_row
+
+
+_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
+_MOST_PLANS = 4096
+
+
+def launch(
+    topk_ids: torch.Tensor,  # [R] int32 or int64, contiguous
+    group_offsets: torch.Tensor,  # [E + 1] int32
+    row_to_slot: torch.Tensor,  # [R] int32
+    slot_to_row: torch.Tensor,  # [R] int32
+) -> None:
+    """Fill the last three. Nothing is checked; R and E may not be 0, nor both above RANK_UP_TO and MOST_EXPERTS."""
+    R, E = topk_ids.size(0), group_offsets.size(0) - 1
+    key = ((R - 1).bit_length() if R > RANK_UP_TO else 0, E, topk_ids.dtype, topk_ids.data_ptr() % 16, topk_ids.device)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        make = _ranking if R <= RANK_UP_TO else _counting
+        plan = _plans[key] = make(topk_ids, group_offsets, row_to_slot, slot_to_row)
+    plan(topk_ids, group_offsets, row_to_slot, slot_to_row)
+
+
+def _ranking(*tensors: torch.Tensor) -> Callable[..., None]:
+    E = tensors[1].size(0) - 1
+    run = compile_kernel(rank_slots, (*_like(*tensors), 3, 3, E, _RANK_BLOCK), _RANK_CONFIG)
+
+    def plan(topk_ids: torch.Tensor, *outs: torch.Tensor) -> None:
+        R = topk_ids.size(0)
+        run(topk_ids, *outs, (-(-(R + E + 1) // _RANK_BLOCK)) | 1, 2 * R + 1, E, _RANK_BLOCK)
+
+    return plan
+
+
+def _counting(*tensors: torch.Tensor) -> Callable[..., None]:
+    R, E = tensors[0].size(0), tensors[1].size(0) - 1
+    slots = 1 << (R - 1).bit_length()
+    width = max(16, 1 << (E - 1).bit_length())
+    chunk = min(max(16, _TABLE // width), 64)
+    # Every program of the second launch reads all runs' counts, so there may not be too many of them.
+    run = max(chunk, min(256, slots // 128), slots // _MOST_RUNS)
+    runs = max(1, slots // run)
+    shape = (E, runs, width, run, chunk)
+
+    def empty_counts(like: torch.Tensor) -> torch.Tensor:
+        return torch.empty((runs, width), dtype=torch.int32, device=like.device)
+
+    topk_ids, *outs = _like(*tensors)
+    counts = empty_counts(topk_ids)
+    count = compile_kernel(count_experts, (topk_ids, counts, 3, *shape), _COUNT_CONFIG)
+    place = compile_kernel(place_slots, (topk_ids, counts, *outs, 3, *shape), _place_config(width))
+
+    def plan(topk_ids: torch.Tensor, *outs: torch.Tensor) -> None:
+        counts = empty_counts(topk_ids)
+        odd_R = 2 * topk_ids.size(0) + 1
+        count(topk_ids, counts, odd_R, *shape)
+        place(topk_ids, counts, *outs, odd_R, *shape)
+
+    return plan
+
+
+def _like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors to compile for: of two and more, since Helion drops the masks of extents of 1."""
+    return tuple(tensor if tensor.size(0) > 1 else tensor.new_empty(2) for tensor in tensors)

@@ -1,0 +1,181 @@
+"""From a router's choice to the order that grouped products need, and back.
+
+topk_ids, gates --route--> Routing          hidden --permute--> rows --...--> rows --unpermute--> hidden
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_kernels import checks, ops
+
+
+class Routing(NamedTuple):
+    """Where the rows of T tokens go, each of which chose top_k experts: R = T * top_k rows, sorted by expert.
+
+    Slot `s = t * top_k + k` is token t's k-th choice. Rows stand in the order of (expert, slot): expert e owns the
+    rows `group_offsets[e]:group_offsets[e + 1]`, and two equal neighbours are an expert without a row. A slot whose
+    id names no expert was dropped: its row is at or past `group_offsets[-1]`, after all experts' rows, so that both
+    maps are permutations of R and each other's inverse. The first three are int32.
+
+    Three tokens, two of four experts each; id 4 names none:
+
+    >>> import torch
+    >>> from moe_kernels import route
+    >>> topk_ids = torch.tensor([[2, 0], [0, 3], [4, 2]])
+    >>> group_offsets, row_to_slot, slot_to_row, _ = route(topk_ids, torch.ones(3, 2), num_experts=4)
+    >>> group_offsets.tolist()  # expert 1 has no row, and row 5 belongs to no expert
+    [0, 2, 2, 4, 5]
+    >>> row_to_slot.tolist()
+    [1, 2, 0, 5, 3, 4]
+    >>> slot_to_row.tolist()
+    [2, 0, 1, 4, 5, 3]
+    """
+
+    group_offsets: Tensor  # [E + 1]
+    row_to_slot: Tensor  # [R]
+    slot_to_row: Tensor  # [R]
+    gates: Tensor  # [T, top_k], token order
+
+
+def route(
+    topk_ids: Tensor,  # [T, top_k]
+    gates: Tensor,  # [T, top_k]
+    num_experts: int,
+    *,
+    validate: bool | None = None,
+) -> Routing:
+    """Sort the slots of `topk_ids` by expert, stably, on the device and without a sync.
+
+    Args:
+        topk_ids: `[T, top_k]` int32 or int64, any strides. An id outside `0..num_experts - 1` drops its slot.
+        gates: `[T, top_k]` router weights, bfloat16, float16 or float32, on a CPU also float64; they are
+            passed on.
+        num_experts: E.
+        validate: True refuses ids that would drop a slot, which waits for the device; None does so if the
+            environment had MOE_KERNELS_VALIDATE=1 at import.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+    """
+    checks.check_route(topk_ids, gates, num_experts)
+    if checks.validation_enabled(validate):
+        checks.validate_ids(topk_ids, num_experts)
+    group_offsets, row_to_slot, slot_to_row = ops.route(topk_ids, num_experts)
+    return Routing(group_offsets, row_to_slot, slot_to_row, gates)
+
+
+def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
+    """Copy each token's row to the rows of its slots: `rows[slot_to_row[t * top_k + k]] = hidden[t]`.
+
+    Rows of dropped slots are zeros. Differentiable in `hidden`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+    """
+    checks.check_permute(hidden, routing)
+    top_k = routing.gates.size(1)
+    rows: Tensor = ops.scatter_rows(hidden, None, routing.slot_to_row, routing.group_offsets, top_k, hidden.dtype)
+    return rows
+
+
+def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tensor:  # [R, H] -> [T, H]
+    """Add up each token's rows: `hidden[t] = sum over k of gates[t, k] * rows[slot_to_row[t * top_k + k]]`.
+
+    Rows are weighted and added in float32 (on a CPU float64 if an argument is) in the order of k, and rounded once.
+    Dropped slots add nothing, whatever their rows hold. Differentiable in `rows` and the gates. With `weighted=False`
+    the gates count as ones, which makes this the adjoint of `permute`.
+
+    Returns:
+        `[T, H]` of the dtype of `rows`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+    """
+    checks.check_unpermute(rows, routing)
+    gates = routing.gates if weighted else None
+    top_k = routing.gates.size(1)
+    hidden: Tensor = ops.combine_rows(rows, gates, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)
+    return hidden
+
+
+def topk_softmax(
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    *,
+    renormalize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Choose the top_k experts by `softmax(logits)`, computed in float32.
+
+    Args:
+        logits: `[T, E]`.
+        top_k: experts per token, at most E.
+        renormalize: divide a token's gates by their sum; the same as a softmax over the chosen logits alone.
+
+    Returns:
+        `topk_ids [T, top_k]` int64, the most probable first, and `gates [T, top_k]` float32, or float64 for float64.
+    """
+    gates, topk_ids = torch.topk(logits.softmax(-1, dtype=_gate_dtype(logits)), top_k, dim=-1)
+    if renormalize:
+        gates = gates / gates.sum(-1, keepdim=True)
+    return topk_ids, gates
+
+
+def topk_sigmoid(
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    *,
+    bias: Tensor | None = None,  # [E]
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose the top_k experts by `sigmoid(logits) + bias`; the gates are the chosen experts' sigmoids.
+
+    The gating of DeepSeek-V3 (arXiv 2412.19437, 2.1.2): experts stand in `num_groups` equal groups, a group's
+    score is the sum of its two best experts', and only experts of the `top_groups` best groups can be chosen. The
+    bias balances the experts' load; it takes part in the choice alone.
+
+    Args:
+        logits: `[T, E]`.
+        top_k: experts per token, at most `top_groups * E / num_groups`.
+        bias: `[E]`, or None for zeros.
+        num_groups, top_groups: as above; with one group every expert can be chosen.
+        renormalize: divide a token's gates by their sum.
+        scale: the gates are multiplied by it in the end.
+
+    Returns:
+        `topk_ids [T, top_k]` int64, the best first, and `gates [T, top_k]` float32, or float64 for float64.
+
+    Raises:
+        ValueError: `num_groups` does not divide E, or the chosen groups hold fewer than top_k experts.
+    """
+    T, E = logits.shape
+    if E % num_groups or not 1 <= top_groups <= num_groups:
+        raise ValueError(
+            f"num_groups, top_groups: expected a divisor of E = {E} and at most as many, got {num_groups}, {top_groups}"
+        )
+    if top_k > top_groups * (E // num_groups):
+        raise ValueError(f"top_k: expected at most {top_groups * (E // num_groups)}, got {top_k}")
+    scores = logits.to(_gate_dtype(logits)).sigmoid()
+    choice = scores if bias is None else scores + bias
+    if num_groups > 1:
+        grouped = choice.view(T, num_groups, E // num_groups)
+        group_scores = grouped.topk(min(2, grouped.size(2)), dim=-1).values.sum(-1)
+        chosen = torch.zeros_like(group_scores, dtype=torch.bool)
+        chosen = chosen.scatter(1, group_scores.topk(top_groups, dim=-1).indices, True)
+        choice = grouped.masked_fill(~chosen[:, :, None], float("-inf")).view(T, E)
+    topk_ids = choice.topk(top_k, dim=-1).indices
+    gates = scores.gather(1, topk_ids)
+    if renormalize:
+        # A sigmoid may underflow to zero in all chosen experts.
+        gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
+    return topk_ids, gates * scale
+
+
+def _gate_dtype(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)

@@ -1,0 +1,253 @@
+"""The kernel that is ragged along the contraction, against fp64: the weights' gradients."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, reference
+from moe_kernels.checks import clamp_offsets
+from moe_kernels.kernels import grouped_wgrad as kernels
+from moe_kernels.testing import assert_grouped_gemm_close, assert_within_budget, group_sizes_for, make_inputs
+
+NAN = float("nan")
+
+
+def make(
+    offsets: list[int], M: int, K: int, N: int, device: str, dtype: torch.dtype = torch.float16
+) -> list[torch.Tensor]:
+    """Operands scaled so that the largest group's result has variance 1; rows in no group are NaN."""
+    group_offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
+    clamped = clamp_offsets(group_offsets, M).tolist()
+    largest = max([end - start for start, end in pairwise(clamped)] + [1])
+    A = torch.randn(M, K, device=device).to(dtype)
+    D = (torch.randn(M, N, device=device) * largest**-0.5).to(dtype)
+    for rows in (slice(0, clamped[0]), slice(clamped[-1], M)):
+        A[rows] = D[rows] = NAN
+    return [A, D, group_offsets]
+
+
+def assert_wgrad_close(out: torch.Tensor, A: torch.Tensor, D: torch.Tensor, group_offsets: torch.Tensor) -> None:
+    plain = reference.grouped_gemm_wgrad(A, D, group_offsets, out_dtype=out.dtype)
+    exact = reference.grouped_gemm_wgrad(A.double(), D.double(), group_offsets)
+    scale = reference.grouped_gemm_wgrad(A.double().abs(), D.double().abs(), group_offsets)
+    assert out.shape == exact.shape
+    for g in range(len(out)):
+        largest = scale[g].amax().item() if scale[g].numel() else 0.0
+        assert_within_budget(out[g], plain[g], exact[g], scale=largest, name=f"group {g}")
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 0, 5, 5, 40, 41, 150, 150], [0, 200], [0, 1], [7, 20, 33], [3, 20, 10, -5, 500, 60], [-9, -1, 0]],
+    ids=str,
+)
+def test_group_sizes(offsets: list[int], device: str) -> None:
+    A, D, group_offsets = make(offsets, 200, 24, 40, device)
+    assert_wgrad_close(grouped_gemm_wgrad(A, D, group_offsets), A, D, group_offsets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes(dtype: torch.dtype, device: str) -> None:
+    A, D, group_offsets = make([0, 9, 9, 150], 152, 24, 40, device, dtype)
+    out = grouped_gemm_wgrad(A, D, group_offsets)
+    assert out.dtype == dtype
+    assert_wgrad_close(out, A, D, group_offsets)
+    assert torch.equal(grouped_gemm_wgrad(A, D, group_offsets.long()), out)
+
+
+@pytest.mark.parametrize(("K", "N"), [(1, 1), (16, 1), (3, 7), (97, 259)])
+def test_extents_that_no_tile_divides(K: int, N: int, device: str) -> None:
+    A, D, group_offsets = make([0, 9, 9, 90], 95, K, N, device)
+    assert_wgrad_close(grouped_gemm_wgrad(A, D, group_offsets), A, D, group_offsets)
+
+
+@pytest.mark.parametrize("poison", [NAN, float("inf")], ids=str)
+def test_nan_stays_in_its_group(poison: float, device: str) -> None:
+    A, D, group_offsets = make([0, 9, 9, 26, 59, 199], 200, 24, 40, device)
+    clean = grouped_gemm_wgrad(A, D, group_offsets)
+    for operand in (A, D):
+        before = operand[9:26].clone()
+        operand[9:26] = poison
+        out = grouped_gemm_wgrad(A, D, group_offsets)
+        operand[9:26] = before
+        for g in (0, 1, 3, 4):
+            assert torch.equal(out[g], clean[g])
+        assert not out[2].isfinite().any()
+
+
+def test_strides(device: str) -> None:
+    A, D, group_offsets = make([0, 9, 60], 64, 24, 40, device)
+    wide = torch.full((64, 49), NAN, dtype=A.dtype, device=device)
+    beside_nan = wide[:, 1:25]
+    beside_nan.copy_(A)
+    every_second = torch.full((128, 40), NAN, dtype=A.dtype, device=device)[::2]
+    every_second.copy_(D)
+    expected = grouped_gemm_wgrad(A, D, group_offsets)
+    for a, d in ((A.t().contiguous().t(), D), (beside_nan, every_second)):
+        assert_wgrad_close(grouped_gemm_wgrad(a, d, group_offsets), A, D, group_offsets)
+    ones = D[:1, :1].expand(64, 40)
+    assert_wgrad_close(grouped_gemm_wgrad(A, ones, group_offsets), A, ones, group_offsets)
+    offsets = torch.stack([group_offsets, group_offsets], 1)[:, 0]
+    assert torch.equal(grouped_gemm_wgrad(A, D, offsets), expected)
+
+
+@pytest.mark.parametrize(
+    ("a_dtype", "d_dtype", "out_dtype"),
+    [(torch.float16, torch.float32, None), (torch.float16, torch.float16, torch.float32)],
+)
+def test_mixed_and_output_dtypes(
+    a_dtype: torch.dtype, d_dtype: torch.dtype, out_dtype: torch.dtype | None, device: str
+) -> None:
+    A, D, group_offsets = make([0, 9, 60], 64, 24, 40, device, torch.float32)
+    A, D = A.to(a_dtype), D.to(d_dtype)
+    out = grouped_gemm_wgrad(A, D, group_offsets, out_dtype=out_dtype)
+    assert out.dtype == (out_dtype or torch.promote_types(a_dtype, d_dtype))
+    assert_wgrad_close(out, A, D, group_offsets)
+
+
+@pytest.mark.parametrize(("M", "K", "N", "G"), [(0, 8, 8, 3), (5, 8, 0, 3), (5, 0, 8, 3), (5, 8, 8, 0)])
+def test_extents_of_zero(M: int, K: int, N: int, G: int, device: str) -> None:
+    offsets = torch.zeros(G + 1, dtype=torch.int32, device=device)
+    out = grouped_gemm_wgrad(torch.ones(M, K, device=device), torch.ones(M, N, device=device), offsets)
+    assert torch.equal(out, torch.zeros(G, K, N, device=device))
+
+
+def test_more_groups_than_a_program_looks_at_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_MOST_OFFSETS", 4)
+    A, D, group_offsets = make([3, 20, 10, -5, 500, 60], 80, 24, 40, device)
+    assert_wgrad_close(grouped_gemm_wgrad(A, D, group_offsets), A, D, group_offsets)
+
+
+@settings(max_examples=15, deadline=None)
+@given(offsets=st.lists(st.integers(-5, 90), min_size=4, max_size=4))
+def test_any_offsets(offsets: list[int]) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    A, D, group_offsets = make(offsets, 80, 24, 40, device)
+    assert_wgrad_close(grouped_gemm_wgrad(A, D, group_offsets), A, D, group_offsets)
+
+
+def test_writes_stay_in_bounds(device: str) -> None:
+    A, D, group_offsets = make([0, 9, 60], 64, 24, 40, device)
+    canvas = torch.full((4, 40, 72), 7.0, dtype=torch.float16, device=device)
+    out = canvas[1:3, 8:32, 16:56]
+    kernels.launch(A, D, group_offsets, out)
+    assert_wgrad_close(out, A, D, group_offsets)
+    out.fill_(7.0)
+    assert (canvas == 7.0).all()
+
+
+@pytest.mark.parametrize(("per_group", "transposed"), [(True, True), (True, False), (False, True)])
+def test_gradients_of_the_product(transposed: bool, per_group: bool, device: str) -> None:
+    A, B, group_offsets = make_inputs(
+        [9, 0, 41], 40, 24, dtype=torch.float16, device=device, per_group=per_group, transposed=transposed
+    )
+    upstream = torch.randn(50, 40, device=device).half()
+    A.requires_grad_()
+    B.requires_grad_()
+    grouped_gemm(A, B, group_offsets).backward(upstream)
+    assert A.grad is not None
+    assert B.grad is not None
+    assert B.grad.stride() == B.stride()
+    assert_grouped_gemm_close(A.grad, upstream, B.detach().transpose(-2, -1), group_offsets)
+    offsets = group_offsets if per_group else group_offsets[[0, -1]]
+    assert_wgrad_close(B.grad if per_group else B.grad.unsqueeze(0), A.detach(), upstream, offsets)
+
+
+def test_gradient_of_the_bias(device: str) -> None:
+    A, B, group_offsets = make_inputs([9, 0, 41], 40, 24, dtype=torch.float16, device=device)
+    bias = torch.randn(3, 40, device=device, requires_grad=True)
+    upstream = torch.randn(50, 40, device=device).half()
+    grouped_mm(A, B, offs=group_offsets[1:], bias=bias).backward(upstream)
+    sums = torch.stack([part.double().sum(0) for part in upstream.split([9, 0, 41])])
+    assert bias.grad is not None
+    torch.testing.assert_close(bias.grad.double(), sums, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape"), [((24, 60), (60, 40)), ((3, 8, 16), (16, 60)), ((3, 8, 16), (3, 16, 8))]
+)
+def test_other_forms_of_grouped_mm(a_shape: tuple[int, ...], b_shape: tuple[int, ...], device: str) -> None:
+    a, b = torch.randn(a_shape, device=device).half(), torch.randn(b_shape, device=device).half() * 0.2
+    offs = None if len(b_shape) == 3 else torch.tensor([9, 9, 51], dtype=torch.int32, device=device)
+    exact = reference.grouped_mm(a.double(), b.double(), offs=offs)
+    scale = reference.grouped_mm(a.double().abs(), b.double().abs(), offs=offs).amax().item()
+    plain = reference.grouped_mm(a, b, offs=offs)
+    assert_within_budget(grouped_mm(a, b, offs=offs), plain, exact, scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["softmax", "zipf", "one", "empty", "random"])
+@pytest.mark.parametrize(("G", "M", "K", "N"), [(8, 4096, 1024, 2048), (128, 8192, 768, 512), (32, 100, 512, 1024)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_shapes_of_models(kind: str, G: int, M: int, K: int, N: int, dtype: torch.dtype, device: str) -> None:
+    offsets = [0, *torch.tensor(group_sizes_for(kind, G, M)).cumsum(0).tolist()]
+    A, D, group_offsets = make(offsets, M + 7, K, N, device, dtype)
+    out = grouped_gemm_wgrad(A, D, group_offsets)
+    assert_wgrad_close(out, A, D, group_offsets)
+    for _ in range(20):
+        assert torch.equal(grouped_gemm_wgrad(A, D, group_offsets), out)
+
+
+@pytest.mark.gpu
+def test_graph_capture_of_forward_and_backward(device: str) -> None:
+    A, B, group_offsets = make_inputs(
+        group_sizes_for("softmax", 16, 2000), 256, 128, dtype=torch.bfloat16, device=device, transposed=True
+    )
+    upstream = torch.randn(2000, 256, device=device).bfloat16()
+    A.requires_grad_()
+    B.requires_grad_()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(grouped_gemm(A, B, group_offsets), (A, B), upstream)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dA, dB = step()
+    for kind in ("softmax", "zipf", "one", "empty"):
+        sizes = torch.tensor([0, *group_sizes_for(kind, 16, 2000)], device=device)
+        group_offsets.copy_(sizes.cumsum(0))
+        graph.replay()
+        assert_grouped_gemm_close(dA, upstream, B.detach().mT, group_offsets)
+        assert_wgrad_close(dB, A.detach(), upstream * 1, group_offsets)
+
+
+@pytest.mark.gpu
+def test_another_number_of_rows_compiles_nothing(device: str) -> None:
+    import triton
+
+    compiled: list[str] = []
+    for M in range(1040, 1060):
+        A, D, group_offsets = make([0, M - 20, M], M, 256, 128, device, torch.bfloat16)
+        if M == 1041:
+            triton.knobs.runtime.jit_post_compile_hook = lambda *_, repr, **__: compiled.append(repr)
+        assert_wgrad_close(grouped_gemm_wgrad(A, D, group_offsets), A, D, group_offsets)
+    triton.knobs.runtime.jit_post_compile_hook = None
+    assert compiled == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("M", "K", "N", "G"),
+    [(600, 4096, 2048, 512), (600, 4099, 2047, 512), (600_000, 4096, 64, 4), (600_000, 4095, 64, 4)],
+)
+def test_more_than_2_to_the_31_elements(M: int, K: int, N: int, G: int, device: str) -> None:
+    torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
+    A = torch.empty(M, K, device=device, dtype=torch.bfloat16).normal_()
+    D = torch.empty(M, N, device=device, dtype=torch.bfloat16).normal_(std=0.1)
+    offsets = torch.zeros(G + 1, dtype=torch.int32, device=device)
+    offsets[-2], offsets[-1] = M - 300, M
+    out = grouped_gemm_wgrad(A, D, offsets)
+    exact = A[-300:].double().T @ D[-300:].double()
+    torch.testing.assert_close(out[-1].double(), exact, rtol=1e-2, atol=5e-2)
+    small = grouped_gemm_wgrad(A[-300:].clone(), D[-300:].clone(), torch.tensor([0, 300], device=device))
+    assert torch.equal(out[-1], small[0])
+    assert not out[0].any()

@@ -1,0 +1,105 @@
+"""What the compiler makes of the kernels around the grouped GEMM: TMA and WGMMA in wgrad, no spills anywhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sm90 import compile_for_sm90, stand_ins
+
+from moe_kernels.kernels import grouped_wgrad, launch, permute, route
+
+SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the launchers would compile."""
+    asked_for: list[Any] = []
+
+    def note(kernel: Any, args: Any, config: Any, *, wide: bool = False, tf32: bool = False, **_: Any) -> Any:
+        asked_for.append((launch._variant(kernel, wide, tf32), args, config))
+        return lambda *_: None
+
+    for module in (grouped_wgrad, permute, route):
+        monkeypatch.setattr(module, "compile_kernel", note)
+        monkeypatch.setattr(module, "_plans", {})
+    return asked_for
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def lean_reports(asked_for: list[Any]) -> list[dict[str, Any]]:
+    reports = [compile_for_sm90(*asked) for asked in asked_for]
+    for report in reports:
+        assert report["shared"] <= SHARED_MEMORY
+        assert report["stack"] == 0
+    return reports
+
+
+def wgrad_report(
+    asked_for: list[Any], M: int, P: int, Q: int, G: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    with stand_ins():
+        offsets = empty(G + 1, dtype=torch.int32)
+        grouped_wgrad._plan(empty(M, P, dtype=dtype), empty(M, Q, dtype=dtype), offsets, empty(G, P, Q, dtype=dtype))
+    return lean_reports(asked_for)[0]
+
+
+@pytest.mark.parametrize(
+    ("M", "P", "Q", "G"),
+    [
+        (65536, 2048, 1536, 128),
+        (65536, 768, 128, 128),  # columns of X on the long side
+        (8192, 4096, 28672, 8),
+        (65536, 2048, 1536, 2048),  # offsets clamped beforehand
+        (600_000, 4096, 4096, 512),  # more than 2^31 elements everywhere
+    ],
+)
+def test_wgrad(asked_for: list[Any], M: int, P: int, Q: int, G: int) -> None:
+    report = wgrad_report(asked_for, M, P, Q, G)
+    assert report["code"].count("_desc.load(") == 2
+    assert report["tma_load"] >= 2
+    assert report["wgmma"] > 0
+
+
+@pytest.mark.parametrize(
+    ("M", "P", "Q", "dtype"),
+    [
+        (4096, 97, 259, torch.bfloat16),
+        (40, 512, 512, torch.bfloat16),
+        (4096, 1, 512, torch.bfloat16),
+        (4096, 512, 512, torch.float32),
+        (600_000, 4099, 4095, torch.bfloat16),
+    ],
+)
+def test_wgrad_without_tma(asked_for: list[Any], M: int, P: int, Q: int, dtype: torch.dtype) -> None:
+    report = wgrad_report(asked_for, M, P, Q, 8, dtype)
+    assert "_desc.load(" not in report["code"]
+
+
+@pytest.mark.parametrize(("R", "E"), [(8, 128), (4096, 512), (5000, 8), (65536, 128), (327_680, 512), (10**7, 1024)])
+def test_route(asked_for: list[Any], R: int, E: int) -> None:
+    with stand_ins():
+        i32 = torch.int32
+        route.launch(empty(R, dtype=torch.int64), empty(E + 1, dtype=i32), empty(R, dtype=i32), empty(R, dtype=i32))
+    assert len(lean_reports(asked_for)) == (1 if R <= route.RANK_UP_TO else 2)
+
+
+@pytest.mark.parametrize(("T", "top_k", "H"), [(1, 8, 2048), (8192, 8, 2048), (4096, 2, 4096), (8192, 10, 7168)])
+def test_moves(asked_for: list[Any], T: int, top_k: int, H: int) -> None:
+    with stand_ins():
+        rows, tokens, gates = empty(T * top_k, H), empty(T, H), empty(T, top_k, dtype=torch.float32)
+        indices = (empty(T * top_k, dtype=torch.int32), empty(129, dtype=torch.int32), top_k)
+        permute.launch(permute.scatter_rows, (rows, tokens, None), *indices)
+        permute.launch(permute.combine_rows, (tokens, rows, gates), *indices)
+        permute.launch(permute.dot_rows, (gates, tokens, rows), *indices)
+    for report in lean_reports(asked_for):
+        assert report["shared"] < 1024

@@ -1,0 +1,312 @@
+"""Gradients, torch.compile, export and autocast of the operators, on CPU tensors through the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_kernels import dispatch, grouped_gemm, grouped_gemm_wgrad, grouped_mm, permute, reference, route, unpermute
+
+OPERATORS = torch.ops.moe_kernels
+OFFSETS = torch.tensor([1, 3, 3, 6], dtype=torch.int32)  # of 7 rows: the first and the last belong to no group
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> Tensor:
+    return torch.randn(shape, dtype=dtype).requires_grad_(grad)
+
+
+class Calls(TorchDispatchMode):
+    """The names of our operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace == "moe_kernels":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def products() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
+    return {
+        "per group": (lambda A, B: grouped_gemm(A, B, OFFSETS), (random(7, 3), random(3, 3, 2))),
+        "transposed": (lambda A, B: grouped_gemm(A, B.mT, OFFSETS), (random(7, 3), random(3, 2, 3))),
+        "shared": (lambda A, B: grouped_gemm(A, B, OFFSETS), (random(7, 3), random(3, 2))),
+        "bias": (
+            lambda A, B, bias: grouped_mm(A, B, offs=OFFSETS[1:], bias=bias),
+            (random(7, 3), random(3, 3, 2), random(3, 2)),
+        ),
+        "wgrad": (lambda A, D: grouped_gemm_wgrad(A, D, OFFSETS), (random(7, 3), random(7, 2))),
+        "2-D x 2-D": (lambda A, B: grouped_mm(A, B, offs=OFFSETS[1:]), (random(2, 7), random(7, 3))),
+        "3-D x 2-D": (lambda A, B: grouped_mm(A, B, offs=OFFSETS[1:]), (random(3, 2, 4), random(4, 7))),
+        "3-D x 3-D": (grouped_mm, (random(3, 2, 4), random(3, 4, 2))),
+    }
+
+
+@pytest.mark.parametrize("name", products())
+def test_gradients_of_first_and_second_order(name: str) -> None:
+    function, inputs = products()[name]
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs)
+
+
+def moves() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
+    routing = route(torch.tensor([[0, 2], [4, 1], [2, 2]]), torch.ones(3, 2), 4)
+    to, offsets = routing.slot_to_row, routing.group_offsets
+    return {
+        "permute": (lambda x: permute(x, routing), (random(3, 5),)),
+        "unpermute": (lambda y, g: unpermute(y, routing._replace(gates=g)), (random(6, 5), random(3, 2))),
+        "unpermute, not weighted": (lambda y: unpermute(y, routing, weighted=False), (random(6, 5),)),
+        "scatter_rows": (
+            lambda x, g: OPERATORS.scatter_rows(x, g, to, offsets, 2, torch.float64),
+            (random(3, 5), random(3, 2)),
+        ),
+        "dot_rows": (
+            lambda x, y: OPERATORS.dot_rows(x, y, to, offsets, 2, torch.float64),
+            (random(3, 5), random(6, 5)),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", moves())
+def test_gradients_of_moves(name: str) -> None:
+    function, inputs = moves()[name]
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs)
+
+
+def operator_samples() -> list[tuple[Any, tuple[Any, ...]]]:
+    A, B, D, gates = random(7, 3), random(3, 3, 2), random(7, 2), random(3, 2)
+    ids = torch.tensor([[0, 2], [4, 1], [2, 2]])
+    routing = route(ids, gates, 4)
+    to, offsets = routing.slot_to_row, routing.group_offsets
+    x, y, f64 = random(3, 5), random(6, 5), torch.float64
+    bias_offsets = torch.tensor([0, 3, 3, 6])
+    return [
+        (OPERATORS.grouped_gemm, (A, B, OFFSETS, None, f64, "auto")),
+        (OPERATORS.grouped_gemm, (A, B.mT.contiguous().mT, bias_offsets, random(3, 2), f64, "auto")),
+        (OPERATORS.grouped_gemm, (A, B[0], OFFSETS, None, torch.float32, "auto")),
+        (OPERATORS.grouped_gemm_wgrad, (A, D, OFFSETS, False, False, f64)),
+        (OPERATORS.grouped_gemm_wgrad, (A, D, OFFSETS, False, True, f64)),
+        (OPERATORS.grouped_gemm_wgrad, (A, D, OFFSETS, True, True, torch.float32)),
+        (OPERATORS.route, (ids, 4)),
+        (OPERATORS.route, (ids.int()[:0], 4)),
+        (OPERATORS.scatter_rows, (x, None, to, offsets, 2, f64)),
+        (OPERATORS.scatter_rows, (x, gates, to, offsets, 2, f64)),
+        (OPERATORS.combine_rows, (y, None, to, offsets, 2, f64)),
+        (OPERATORS.combine_rows, (y, gates, to, offsets, 2, torch.float32)),
+        (OPERATORS.dot_rows, (x, y, to, offsets, 2, f64)),
+    ]
+
+
+@pytest.mark.parametrize("i", range(len(operator_samples())))
+def test_opcheck(i: int) -> None:
+    operator, args = operator_samples()[i]
+    opcheck(operator.default, args)
+
+
+@pytest.mark.parametrize(
+    ("needed", "expected"),
+    [((True, False), ["grouped_gemm"]), ((False, True), ["grouped_gemm_wgrad"]), ((True, True), None)],
+)
+def test_a_gradient_that_nobody_needs_is_not_computed(needed: tuple[bool, bool], expected: list[str] | None) -> None:
+    A, B = (random(*shape, grad=grad) for shape, grad in zip([(7, 3), (3, 3, 2)], needed, strict=True))
+    out = grouped_gemm(A, B, OFFSETS)
+    upstream = torch.randn_like(out)
+    with Calls() as calls:
+        out.backward(upstream)
+    assert calls.names == (expected or ["grouped_gemm", "grouped_gemm_wgrad"])
+    assert (A.grad is not None, B.grad is not None) == needed
+
+
+def test_what_no_gradient_needs_is_not_kept() -> None:
+    A, frozen = random(7, 3), random(3, 3, 2, grad=False)
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        grouped_gemm(A, frozen, OFFSETS)
+    assert (7, 3) not in kept
+    assert (3, 3, 2) in kept
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_weights_gradient_lies_as_the_weight_does(shared: bool, transposed: bool) -> None:
+    B = random(3, 3, 2, grad=False)[0 if shared else slice(None)].contiguous()
+    B = (B.mT.contiguous().mT if transposed else B).requires_grad_()
+    grouped_gemm(random(7, 3), B, OFFSETS).backward(torch.randn(7, 2, dtype=torch.float64))
+    assert B.grad is not None
+    assert B.grad.stride() == B.stride()
+
+
+def test_expanded_gradients_and_accumulation() -> None:
+    A, B = random(7, 3), random(3, 3, 2)
+    for _ in range(2):
+        grouped_gemm(A, B, OFFSETS).sum().backward()
+    a, b = A.detach().clone().requires_grad_(), B.detach().clone().requires_grad_()
+    (2 * reference.grouped_gemm(a, b, OFFSETS)).sum().backward()
+    torch.testing.assert_close((A.grad, B.grad), (a.grad, b.grad))
+
+
+def test_rows_in_no_group_and_empty_groups_have_zero_gradients_even_over_nan() -> None:
+    A, B, upstream = random(7, 3, grad=False), random(3, 3, 2), torch.randn(7, 2, dtype=torch.float64)
+    A[[0, 6]] = float("nan")
+    upstream[[0, 6]] = float("nan")
+    A.requires_grad_()
+    grouped_gemm(A, B, OFFSETS).backward(upstream)
+    assert A.grad is not None
+    assert B.grad is not None
+    assert torch.equal(A.grad[[0, 6]], torch.zeros(2, 3, dtype=torch.float64))
+    assert torch.equal(B.grad[1], torch.zeros(3, 2, dtype=torch.float64))
+    assert B.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("M", "G", "K", "N"), [(0, 2, 3, 4), (5, 0, 3, 4), (5, 2, 0, 4), (5, 2, 3, 0)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_of_nothing_are_zeros(M: int, G: int, K: int, N: int, shared: bool) -> None:
+    A, B = random(M, K), random(*((K, N) if shared else (G, K, N)))
+    out = grouped_gemm(A, B, torch.tensor([0, *[M] * G]))
+    out.backward(torch.randn_like(out))
+    assert A.grad is not None
+    assert B.grad is not None
+    if 0 in (M, G, K, N):
+        assert torch.equal(A.grad, torch.zeros_like(A))
+        assert torch.equal(B.grad, torch.zeros_like(B))
+
+
+def _layer(hidden: Tensor, ids: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
+    routing = route(ids, gates, weight.size(0))
+    return unpermute(grouped_gemm(permute(hidden, routing), weight.mT, routing.group_offsets), routing)
+
+
+def _layer_inputs(T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return random(T, 4), torch.randint(0, 5, (T, 2)), random(T, 2), random(4, 4, 4)
+
+
+def test_compiled_without_graph_breaks_for_any_number_of_tokens() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(_layer, fullgraph=True, dynamic=True, backend=counter)
+    for T in (5, 9, 1, 0, 17):
+        inputs = _layer_inputs(T)
+        eager = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+        upstream = torch.randn(T, 4, dtype=torch.float64)
+        out, expected = compiled(*inputs), _layer(*eager)
+        torch.testing.assert_close(out, expected)
+        out.backward(upstream)
+        expected.backward(upstream)
+        for x, y in zip(inputs, eager, strict=True):
+            torch.testing.assert_close(x.grad, y.grad)
+    assert counter.frame_count <= 3  # for many tokens, one token, and none
+
+
+def test_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    inputs = [x.detach() for x in _layer_inputs(6)]
+    torch.testing.assert_close(torch.compile(_layer, fullgraph=True)(*inputs), _layer(*inputs))
+
+
+def test_exported() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, hidden: Tensor, ids: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
+            return _layer(hidden, ids, gates, weight)
+
+    T = torch.export.Dim("T", min=2)
+    dims = {"hidden": {0: T}, "ids": {0: T}, "gates": {0: T}, "weight": None}
+    program = torch.export.export(Layer(), tuple(x.detach() for x in _layer_inputs(6)), dynamic_shapes=dims)
+    inputs = tuple(x.detach() for x in _layer_inputs(11))
+    torch.testing.assert_close(program.module()(*inputs), _layer(*inputs))
+
+
+def test_autocast() -> None:
+    A, B = random(7, 3, dtype=torch.float32), random(3, 3, 2, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = grouped_gemm(A, B, OFFSETS)
+        assert grouped_mm(A, B, offs=OFFSETS[1:]).dtype == torch.bfloat16
+        assert grouped_gemm(A, B, OFFSETS, out_dtype=torch.float32).dtype == torch.float32
+        assert grouped_gemm(A.double(), B.double(), OFFSETS).dtype == torch.float64
+        with pytest.raises(TypeError, match=r"A_packed: expected a torch\.Tensor"):
+            grouped_gemm(None, B, OFFSETS)  # type: ignore[arg-type]
+    assert torch.equal(out, grouped_gemm(A.bfloat16(), B.bfloat16(), OFFSETS))
+    out.backward(torch.randn_like(out))
+    assert A.grad is not None
+    assert A.grad.dtype == torch.float32
+    assert grouped_gemm(A, B, OFFSETS).dtype == torch.float32
+
+
+def test_autocast_under_compile() -> None:
+    torch._dynamo.reset()
+    A, B = random(7, 3, dtype=torch.float32, grad=False), random(3, 3, 2, dtype=torch.float32, grad=False)
+    compiled = torch.compile(lambda A, B: grouped_gemm(A, B, OFFSETS), fullgraph=True, backend="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compiled(A, B).dtype == torch.bfloat16
+    assert compiled(A, B).dtype == torch.float32
+
+
+def test_inference_mode() -> None:
+    A, B = random(7, 3), random(3, 3, 2)
+    expected = grouped_gemm(A, B, OFFSETS).detach()
+    with torch.inference_mode():
+        assert torch.equal(grouped_gemm(A, B, OFFSETS), expected)
+
+
+def test_only_calls_that_nobody_records_go_past_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    A, B = random(7, 3, grad=False), random(3, 3, 2, grad=False)
+    with Calls() as calls:
+        grouped_gemm(A, B, OFFSETS)
+    assert calls.names == ["grouped_gemm"]
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (A, B, OFFSETS)]
+        assert grouped_gemm(*fake).shape == (7, 2)
+    assert grouped_gemm(*fake).shape == (7, 2)  # fakes outside of their mode
+    monkeypatch.setattr(torch.ops.moe_kernels, "grouped_gemm", None)
+    assert grouped_gemm(A, B, OFFSETS).shape == (7, 2)
+    with torch.no_grad():
+        assert grouped_gemm(A.requires_grad_(), B, OFFSETS).shape == (7, 2)
+
+
+@pytest.mark.parametrize("name", ["per group", "bias", "wgrad", "2-D x 2-D", "3-D x 2-D", "permute", "unpermute"])
+def test_forward_mode_is_refused_rather_than_ignored(name: str) -> None:
+    function, inputs = (products() | moves())[name]
+    inputs = tuple(x.detach() for x in inputs)
+    with pytest.raises(NotImplementedError, match="reverse mode"):
+        torch.func.jvp(function, inputs, inputs)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="reverse mode"):
+        function(*(forward_ad.make_dual(x, x) for x in inputs))
+
+
+def test_vmap_loops() -> None:
+    A, B = random(2, 7, 3, grad=False), random(3, 3, 2, grad=False)
+    out = torch.func.vmap(lambda a: grouped_gemm(a, B, OFFSETS))(A)
+    assert torch.equal(out, torch.stack([grouped_gemm(a, B, OFFSETS) for a in A]))
+
+
+def test_operands_of_two_dtypes() -> None:
+    A, B = random(7, 3, dtype=torch.float32), random(3, 3, 2, dtype=torch.bfloat16)
+    out = grouped_gemm(A, B, OFFSETS)
+    out.backward(torch.randn_like(out))
+    assert out.dtype == torch.float32
+    assert A.grad is not None
+    assert B.grad is not None
+    assert (A.grad.dtype, B.grad.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_what_the_reference_computes_is_what_the_operators_compute() -> None:
+    assert not dispatch.use_kernels(torch.empty(1, dtype=torch.float64))
+    A, B = random(7, 3, dtype=torch.bfloat16), random(3, 3, 2, dtype=torch.bfloat16)
+    a, b = A.detach().clone().requires_grad_(), B.detach().clone().requires_grad_()
+    out, expected = grouped_gemm(A, B, OFFSETS), reference.grouped_gemm(a, b, OFFSETS)
+    assert torch.equal(out, expected)
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close((A.grad, B.grad), (a.grad, b.grad))

@@ -1,0 +1,236 @@
+"""Routing and the moves between token order and expert order, on CPU tensors through the reference; and gating."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import moe_kernels.routing
+from moe_kernels import Routing, permute, reference, route, topk_sigmoid, topk_softmax, unpermute
+
+NAN = float("nan")
+choices = st.integers(1, 4).flatmap(
+    lambda top_k: st.lists(st.lists(st.integers(-2, 6), min_size=top_k, max_size=top_k), min_size=1, max_size=9)
+)
+
+
+def routed(ids: Any, num_experts: int, dtype: torch.dtype = torch.float64) -> Routing:
+    topk_ids = torch.as_tensor(ids)
+    return route(topk_ids, torch.rand(topk_ids.shape, dtype=dtype), num_experts)
+
+
+def test_the_docstrings_example() -> None:
+    result = doctest.testmod(moe_kernels.routing)
+    assert (result.failed, result.attempted) == (0, 7)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ids=choices, num_experts=st.integers(0, 6))
+def test_rows_stand_in_the_order_of_expert_and_slot(ids: list[list[int]], num_experts: int) -> None:
+    group_offsets, row_to_slot, slot_to_row, _ = routed(ids, num_experts)
+    experts = [e if 0 <= e < num_experts else num_experts for token in ids for e in token]
+    order = sorted(range(len(experts)), key=lambda slot: (experts[slot], slot))
+    assert row_to_slot.tolist() == order
+    assert [order[row] for row in slot_to_row.tolist()] == list(range(len(order)))
+    assert group_offsets.tolist() == [sum(other < e for other in experts) for e in range(num_experts + 1)]
+    assert group_offsets.dtype == row_to_slot.dtype == slot_to_row.dtype == torch.int32
+
+
+def test_no_tokens_and_no_experts() -> None:
+    empty = torch.empty(0, 2, dtype=torch.int64)
+    group_offsets, row_to_slot, slot_to_row, gates = route(empty, torch.empty(0, 2), 3)
+    assert (group_offsets.tolist(), row_to_slot.tolist(), slot_to_row.tolist()) == ([0] * 4, [], [])
+    assert gates.shape == (0, 2)
+    assert routed([[0, 1]], 0).group_offsets.tolist() == [0]
+
+
+def test_ids_of_either_width_and_any_strides() -> None:
+    ids = torch.randint(-1, 5, (7, 3))
+    expected = routed(ids, 4)[:3]
+    strided = torch.full((7, 6), 3, dtype=torch.int32)[:, ::2].copy_(ids)
+    for other in (ids.int(), ids.t().contiguous().t(), strided):
+        assert all(torch.equal(a, b) for a, b in zip(routed(other, 4)[:3], expected, strict=True))
+
+
+REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"topk_ids": [[0]]}, TypeError, r"topk_ids: expected a torch\.Tensor, got list"),
+    ({"topk_ids": torch.zeros(3, 2)}, TypeError, "topk_ids: expected int32 or int64, got torch.float32"),
+    ({"topk_ids": torch.zeros(6, dtype=torch.int64)}, ValueError, r"topk_ids: expected shape \[T, top_k\].*got \[6\]"),
+    ({"topk_ids": torch.zeros(3, 0, dtype=torch.int64)}, ValueError, r"topk_ids: expected shape .*got \[3, 0\]"),
+    ({"gates": torch.zeros(3, 3)}, ValueError, r"gates: expected shape \[3, 2\] as topk_ids, got \[3, 3\]"),
+    ({"gates": torch.zeros(3, 2).int()}, TypeError, "gates: expected one of .* got torch.int32"),
+    ({"gates": torch.zeros(3, 2, device="meta")}, ValueError, "gates: expected on cpu with topk_ids, got on meta"),
+    ({"num_experts": 4.0}, TypeError, "num_experts: expected an int, got float"),
+    ({"num_experts": True}, TypeError, "num_experts: expected an int, got bool"),
+    ({"num_experts": -1}, ValueError, "num_experts: expected at least 0, got -1"),
+]
+
+
+@pytest.mark.parametrize("function", [route, reference.route])
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSALS)
+def test_route_refusals(function: Any, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    values = {"topk_ids": torch.zeros(3, 2, dtype=torch.int64), "gates": torch.zeros(3, 2), "num_experts": 4}
+    with pytest.raises(error, match=f"^{message}"):
+        function(**{**values, **changes})
+
+
+def test_validation_names_the_first_id_that_would_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.tensor([[0, 1], [3, 4], [-1, 0]])
+    with pytest.raises(ValueError, match=r"^topk_ids\[1, 1\]: expected 0 to 3, got 4"):
+        route(ids, torch.ones(3, 2), 4, validate=True)
+    monkeypatch.setattr("moe_kernels.checks._VALIDATE", True)  # as with MOE_KERNELS_VALIDATE=1 at import
+    with pytest.raises(ValueError, match=r"^topk_ids\[1, 1\]"):
+        route(ids, torch.ones(3, 2), 4)
+    route(ids, torch.ones(3, 2), 4, validate=False)
+
+
+@settings(deadline=None, max_examples=30)
+@given(ids=choices, num_experts=st.integers(0, 6))
+def test_permute_and_unpermute_token_by_token(ids: list[list[int]], num_experts: int) -> None:
+    routing = routed(ids, num_experts)
+    T, top_k = routing.gates.shape
+    hidden = torch.randn(T, 3, dtype=torch.float64)
+    rows = permute(hidden, routing)
+    kept = [[0 <= e < num_experts for e in token] for token in ids]
+    back = torch.zeros(T, 3, dtype=torch.float64)
+    unweighted = back.clone()
+    y = torch.randn(T * top_k, 3, dtype=torch.float64)
+    for t in range(T):
+        for k in range(top_k):
+            row = routing.slot_to_row[t * top_k + k]
+            assert torch.equal(rows[row], hidden[t] if kept[t][k] else torch.zeros(3, dtype=torch.float64))
+            if kept[t][k]:
+                back[t] += routing.gates[t, k] * y[row]
+                unweighted[t] += y[row]
+    y[routing.group_offsets[-1] :] = NAN
+    torch.testing.assert_close(unpermute(y, routing), back)
+    torch.testing.assert_close(unpermute(y, routing, weighted=False), unweighted)
+    # Each is the other's adjoint.
+    inner = (rows * y.nan_to_num()).sum()
+    torch.testing.assert_close(inner, (hidden * unweighted).sum())
+
+
+def test_a_dropped_slot_has_no_influence_and_no_gradient() -> None:
+    routing = routed([[0, 4], [-1, 1]], 4)
+    gates = routing.gates.clone()
+    gates[0, 1] = gates[1, 0] = NAN
+    gates.requires_grad_()
+    rows = torch.randn(4, 3, dtype=torch.float64)
+    rows[2:] = NAN
+    rows.requires_grad_()
+    out = unpermute(rows, routing._replace(gates=gates))
+    out.backward(torch.randn_like(out))
+    assert out.isfinite().all()
+    assert gates.grad is not None
+    assert rows.grad is not None
+    assert gates.grad[0, 1] == gates.grad[1, 0] == 0
+    assert torch.equal(rows.grad[2:], torch.zeros(2, 3, dtype=torch.float64))
+    assert gates.grad[0, 0] != 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_unpermute_adds_in_float32_and_in_order(dtype: torch.dtype) -> None:
+    routing = routed([[2, 0, 1]], 3, torch.float32)
+    rows = torch.randn(3, 64).to(dtype)
+    slots = rows[routing.slot_to_row.long()].float()
+    gates = routing.gates[0]
+    expected = (slots[0] * gates[0] + slots[1] * gates[1]) + slots[2] * gates[2]
+    out = unpermute(rows, routing)
+    assert out.dtype == dtype
+    assert torch.equal(out[0], expected.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "shape", "text"),
+    [
+        (permute, "hidden", (3, 4), r"\[T, H\] with T = 2, got \[3, 4\]"),
+        (permute, "hidden", (2,), r"\[T, H\] with T = 2, got \[2\]"),
+        (unpermute, "rows", (2, 4), r"\[R, H\] with R = 4, got \[2, 4\]"),
+    ],
+)
+def test_move_refusals(function: Any, name: str, shape: tuple[int, ...], text: str) -> None:
+    routing = routed([[0, 1], [1, 2]], 3)
+    with pytest.raises(ValueError, match=f"^{name}: expected shape {text}"):
+        function(torch.zeros(shape), routing)
+    with pytest.raises(TypeError, match=f"^{name}: expected one of .* got torch.int64"):
+        function(torch.zeros(shape).long(), routing)
+    with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got NoneType"):
+        function(None, routing)
+    right = (2, 4) if function is permute else (4, 4)
+    with pytest.raises(ValueError, match=f"^{name}: expected on cpu with routing, got on meta"):
+        function(torch.zeros(right, device="meta"), routing)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_topk_softmax(renormalize: bool) -> None:
+    logits = torch.randn(5, 7).bfloat16()
+    ids, gates = topk_softmax(logits, 3, renormalize=renormalize)
+    probabilities = logits.float().exp() / logits.float().exp().sum(1, keepdim=True)
+    assert gates.dtype == torch.float32
+    for t in range(5):
+        best = sorted(range(7), key=lambda e: -probabilities[t, e].item())[:3]
+        chosen = probabilities[t, best]
+        assert ids[t].tolist() == best
+        torch.testing.assert_close(gates[t], chosen / chosen.sum() if renormalize else chosen)
+    if renormalize:
+        torch.testing.assert_close(gates, logits.float().gather(1, ids).softmax(1))
+
+
+def _deepseek(logits: Tensor, bias: Tensor, top_k: int, num_groups: int, top_groups: int) -> list[list[int]]:
+    """The chosen experts, spelled out for one token after the other."""
+    chosen = []
+    for token in torch.sigmoid(logits) + bias:
+        groups = token.view(num_groups, -1)
+        scores = [sum(sorted(group.tolist())[-2:]) for group in groups]
+        best = sorted(range(num_groups), key=lambda g: -scores[g])[:top_groups]
+        size = groups.size(1)
+        allowed = [e for e in range(len(token)) if e // size in best]
+        chosen.append(sorted(allowed, key=lambda e: -token[e].item())[:top_k])
+    return chosen
+
+
+@pytest.mark.parametrize(("num_groups", "top_groups", "top_k"), [(1, 1, 3), (4, 2, 3), (4, 1, 2), (2, 2, 8), (8, 3, 3)])
+def test_topk_sigmoid(num_groups: int, top_groups: int, top_k: int) -> None:
+    logits, bias = torch.randn(6, 8), torch.randn(8) - 2  # a biased score below 0 still beats an excluded expert
+    ids, gates = topk_sigmoid(logits, top_k, bias=bias, num_groups=num_groups, top_groups=top_groups, scale=2.5)
+    assert ids.tolist() == _deepseek(logits, bias, top_k, num_groups, top_groups)
+    chosen = logits.sigmoid().gather(1, ids)
+    torch.testing.assert_close(gates, 2.5 * chosen / chosen.sum(1, keepdim=True))
+    plain = topk_sigmoid(logits, 2, renormalize=False)
+    torch.testing.assert_close(plain[1], logits.sigmoid().topk(2).values)
+
+
+def test_topk_sigmoid_refusals() -> None:
+    logits = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match=r"^num_groups, top_groups: expected a divisor of E = 8"):
+        topk_sigmoid(logits, 2, num_groups=3)
+    with pytest.raises(ValueError, match=r"^num_groups, top_groups: .* got 4, 5"):
+        topk_sigmoid(logits, 2, num_groups=4, top_groups=5)
+    with pytest.raises(ValueError, match=r"^top_k: expected at most 4, got 5"):
+        topk_sigmoid(logits, 5, num_groups=4, top_groups=2)
+
+
+def test_gates_carry_gradients_to_the_router() -> None:
+    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+
+    def layer(logits: Tensor) -> Tensor:
+        ids, gates = topk_softmax(logits, 2, renormalize=True)
+        routing = route(ids, gates, 6)
+        return unpermute(permute(torch.arange(8.0, dtype=torch.float64).view(4, 2), routing) ** 2, routing)
+
+    # The sum of the gates is 1, so weigh the two choices differently.
+    weights = torch.linspace(1, 2, 8, dtype=torch.float64).unsqueeze(1)
+
+    def weighted(logits: Tensor) -> Tensor:
+        ids, gates = topk_softmax(logits, 2)
+        routing = route(ids, gates, 6)
+        return unpermute(permute(torch.ones(4, 2, dtype=torch.float64), routing) * weights, routing)
+
+    assert torch.autograd.gradcheck(layer, logits)
+    assert torch.autograd.gradcheck(weighted, logits)
