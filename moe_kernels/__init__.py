@@ -7,6 +7,7 @@ from moe_kernels.dispatch import (
     grouped_gemm_wgrad,
     grouped_mm,
 )
+from moe_kernels.moe import MoE, moe_mlp, swiglu_ffn
 from moe_kernels.packing import (
     group_offsets_from_offs,
     group_offsets_from_sizes,
@@ -23,6 +24,7 @@ from moe_kernels.varied import plan_varied_grouped_gemm, varied_grouped_gemm
 __version__ = "0.1.0"
 
 __all__ = [
+    "MoE",
     "Routing",
     "group_offsets_from_offs",
     "group_offsets_from_sizes",
@@ -32,11 +34,13 @@ __all__ = [
     "grouped_gemm_jagged_persistent",
     "grouped_gemm_wgrad",
     "grouped_mm",
+    "moe_mlp",
     "offs_from_group_offsets",
     "pack_groups",
     "permute",
     "plan_varied_grouped_gemm",
     "route",
+    "swiglu_ffn",
     "topk_sigmoid",
     "topk_softmax",
     "uniform_grouped_gemm",

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from moe_kernels.form import ACTIVATIONS, Form
+
 if TYPE_CHECKING:
     from moe_kernels.routing import Routing
 
@@ -131,6 +133,123 @@ def _check_moved(name: str, value: Tensor, extent: str, expected: int, routing: 
     if value.dim() != 2 or value.shape[0] != expected:
         raise ValueError(f"{name}: expected shape [{extent}, H] with {extent} = {expected}, got {list(value.shape)}")
     _check_same_device(name, value, "routing", routing.slot_to_row)
+
+
+def check_swiglu_ffn(
+    rows: Tensor,  # [M, H]
+    w_gate_up: Tensor,  # [E, W, H], or [E, H, W] if transposed
+    group_offsets: Tensor,  # [E + 1]
+    w_up: Tensor | None,  # as w_gate_up
+    gate_up_bias: Tensor | None,  # [E, W]
+    up_bias: Tensor | None,  # [E, W]
+    form: Form,
+    transposed: bool,
+    *,
+    reference: bool = False,
+) -> None:
+    """Check the arguments of `swiglu_ffn`; W is 2I for gate and up in one weight, or else I.
+
+    Raises:
+        TypeError: an argument is no tensor or has a wrong dtype.
+        ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
+    """
+    _check_first_weights("rows", "M", rows, w_gate_up, w_up, gate_up_bias, up_bias, form, transposed, reference)
+    check_index_vector("group_offsets", group_offsets)
+    E = w_gate_up.shape[0]
+    if group_offsets.shape[0] != E + 1:
+        raise ValueError(f"group_offsets: expected length E + 1 = {E + 1}, got {group_offsets.shape[0]}")
+    _check_same_device("group_offsets", group_offsets, "rows", rows)
+
+
+def check_moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    gates: Tensor,  # [T, top_k]
+    w_gate_up: Tensor,  # [E, W, H], or [E, H, W] if transposed
+    w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
+    w_up: Tensor | None,  # as w_gate_up
+    gate_up_bias: Tensor | None,  # [E, W]
+    up_bias: Tensor | None,  # [E, W]
+    down_bias: Tensor | None,  # [E, H]
+    form: Form,
+    transposed: bool,
+    *,
+    reference: bool = False,
+) -> None:
+    """Check the arguments of `moe_mlp`, as `check_route` and `check_swiglu_ffn` do.
+
+    Raises:
+        TypeError: an argument is no tensor or has a wrong dtype.
+        ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
+    """
+    _check_first_weights("hidden", "T", hidden, w_gate_up, w_up, gate_up_bias, up_bias, form, transposed, reference)
+    E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
+    check_route(topk_ids, gates, E)
+    T, H = hidden.shape
+    if topk_ids.shape[0] != T:
+        raise ValueError(f"topk_ids: expected T = {T} as in hidden {[T, H]}, got {list(topk_ids.shape)}")
+    _check_same_device("topk_ids", topk_ids, "hidden", hidden)
+    width = W // 2 if form.gated and w_up is None else W
+    down = (E, width, H) if transposed else (E, H, width)
+    _check_operand("w_down", w_down, down, "hidden", hidden, reference)
+    if down_bias is not None:
+        _check_operand("down_bias", down_bias, (E, H), "hidden", hidden, reference)
+
+
+def _check_first_weights(
+    name: str,  # "rows" or "hidden"
+    count: str,  # what their number is called
+    inputs: Tensor,  # [count, H]
+    w_gate_up: Tensor,
+    w_up: Tensor | None,
+    gate_up_bias: Tensor | None,
+    up_bias: Tensor | None,
+    form: Form,
+    transposed: bool,
+    reference: bool,
+) -> None:
+    _check_form(form, w_up is not None, up_bias is not None)
+    for operand_name, operand in ((name, inputs), ("w_gate_up", w_gate_up)):
+        _check_is_tensor(operand_name, operand)
+        _check_float_dtype(operand_name, operand.dtype, inputs, reference)
+    if inputs.dim() != 2:
+        raise ValueError(f"{name}: expected shape [{count}, H], got {list(inputs.shape)}")
+    width = "2I" if form.gated and w_up is None else "I"
+    shape = f"[E, H, {width}]" if transposed else f"[E, {width}, H]"
+    H = inputs.shape[1]
+    if w_gate_up.dim() != 3 or w_gate_up.shape[1 if transposed else 2] != H:
+        raise ValueError(f"w_gate_up: expected shape {shape} with H = {H}, got {list(w_gate_up.shape)}")
+    E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
+    if width == "2I" and W % 2:
+        raise ValueError(f"w_gate_up: expected shape {shape} with an even 2I, got {list(w_gate_up.shape)}")
+    _check_same_device("w_gate_up", w_gate_up, name, inputs)
+    optional = (("w_up", w_up, w_gate_up.shape), ("gate_up_bias", gate_up_bias, (E, W)), ("up_bias", up_bias, (E, W)))
+    for operand_name, value, expected in optional:
+        if value is not None:
+            _check_operand(operand_name, value, expected, name, inputs, reference)
+
+
+def _check_form(form: Form, two_weights: bool, up_bias: bool) -> None:
+    if form.activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {form.activation!r}")
+    if form.activation == "clamped_swiglu" and not form.gated:
+        raise ValueError("gated: expected True for clamped_swiglu, got False")
+    if two_weights and not form.gated:
+        raise ValueError("w_up: expected None for experts without a gate, got a value")
+    if form.interleaved and (two_weights or not form.gated):
+        raise ValueError("interleaved: expected False unless w_gate_up holds gate and up, got True")
+    if up_bias and not two_weights:
+        raise ValueError("up_bias: expected None without w_up, got a value")
+
+
+def _check_operand(
+    name: str, value: Tensor, shape: tuple[int, ...], other_name: str, other: Tensor, reference: bool
+) -> None:
+    _check_is_tensor(name, value)
+    _check_float_dtype(name, value.dtype, other, reference)
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
+    _check_same_device(name, value, other_name, other)
 
 
 def validate_ids(topk_ids: Tensor, num_experts: int) -> None:

@@ -198,15 +198,13 @@ def multiply(
     A_packed: Tensor,  # [M, K]
     B: Tensor,  # [K, N] or [G, K, N]
     group_offsets: Tensor,  # [G + 1]
-    bias: Tensor | None,  # [G, N]; with one, group_offsets[0] is 0
+    bias: Tensor | None,  # [G, N]
     out_dtype: torch.dtype | None,
     variant: str,
 ) -> Tensor:  # [M, N]
     """What the grouped GEMM functions and their operator compute, on checked arguments."""
     if not use_kernels(A_packed):
-        if bias is None:
-            return reference.grouped_gemm(A_packed, B, group_offsets, out_dtype=out_dtype)
-        return reference.grouped_mm(A_packed, B, offs=group_offsets[1:], bias=bias, out_dtype=out_dtype)
+        return reference.grouped_linear(A_packed, B, group_offsets, bias, out_dtype)
     key = _key(variant, A_packed, B, group_offsets, bias, out_dtype)
     dtype = torch.promote_types(A_packed.dtype, B.dtype) if out_dtype is None else out_dtype
     return _run(key, variant, A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, bias, dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,13 @@ from .checks import (
     check_grouped_mm,
     check_permute,
     check_route,
+    check_swiglu_ffn,
     check_uniform,
     check_unpermute,
     check_varied,
     clamp_offsets,
 )
+from .form import Form
 from .packing import group_offsets_from_offs, group_sizes
 
 if TYPE_CHECKING:
@@ -149,15 +151,27 @@ def grouped_mm(
         if mat_a.dim() == 2:
             return grouped_gemm_wgrad(mat_a.T, mat_b, group_offsets, out_dtype=result)
         return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=result).T
+    return grouped_linear(mat_a, mat_b, group_offsets, bias, result)
+
+
+def grouped_linear(
+    A_packed: Tensor,  # [M, K]
+    B: Tensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    bias: Tensor | None,  # [G, N]
+    out_dtype: torch.dtype | None,
+) -> Tensor:  # [M, N]
+    """`grouped_gemm` with a bias per group, added in float32 (float64 if an argument is) before the rounding."""
     if bias is None:
-        return grouped_gemm(mat_a, mat_b, group_offsets, out_dtype=result)
-    compute = _accumulation_dtype(mat_a, mat_b, bias)
-    products = grouped_gemm(mat_a, mat_b, group_offsets, out_dtype=compute)
-    M = mat_a.shape[0]
-    sizes = group_sizes(clamp_offsets(group_offsets, M))
-    biases = bias.to(compute).repeat_interleave(sizes, dim=0)
-    # The first group starts at row 0, so only rows at the end can be in no group.
-    return (products + F.pad(biases, (0, 0, 0, M - biases.shape[0]))).to(result)
+        return grouped_gemm(A_packed, B, group_offsets, out_dtype=out_dtype)
+    compute = _accumulation_dtype(A_packed, B, bias)
+    products = grouped_gemm(A_packed, B, group_offsets, out_dtype=compute)
+    offsets = clamp_offsets(group_offsets, len(A_packed))
+    biases = bias.to(compute).repeat_interleave(group_sizes(offsets), dim=0)
+    first, last = offsets[[0, -1]].tolist()
+    return (products + F.pad(biases, (0, 0, first, len(A_packed) - last))).to(
+        torch.promote_types(A_packed.dtype, B.dtype) if out_dtype is None else out_dtype
+    )
 
 
 def uniform_grouped_gemm(
@@ -311,6 +325,153 @@ def _kept(slots: Tensor, slot_to_row: Tensor, group_offsets: Tensor) -> Tensor:
     """`slots [R, H]` in the order of slots, with zeros for the dropped ones, whatever values stand there."""
     kept = (slot_to_row < group_offsets[-1]).unsqueeze(1)
     return torch.where(kept, slots, torch.zeros_like(slots))
+
+
+def activate(
+    h: Tensor,  # [R, 2I] or [R, I]
+    h_up: Tensor | None,  # [R, I]
+    form: Form,
+) -> Tensor:  # [R, I]
+    """What stands between an expert's two products, in float32, float64 for float64, rounded once: see `Form`."""
+    gate, up = form.halves(h, h_up)
+    compute = _accumulation_dtype(h)
+    if up is None:
+        return _nonlinear(gate.to(compute), form)[0].to(h.dtype)
+    gate, up = _clamped(gate.to(compute), up.to(compute), form)
+    return (_nonlinear(gate, form)[0] * up).to(h.dtype)
+
+
+def activate_backward(
+    h: Tensor,  # [R, 2I] or [R, I]
+    h_up: Tensor | None,  # [R, I]
+    d_act: Tensor,  # [R, I]
+    gates: Tensor | None,  # [T, top_k]
+    row_to_slot: Tensor | None,  # [R]
+    group_offsets: Tensor | None,  # [E + 1]
+    form: Form,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of `w[r] * act[r]` for `act = activate(h, h_up)`, where `d_act` is that of the result.
+
+    `w` are the rows' gates, zero at and past group_offsets[-1], or ones without gates.
+
+    Returns:
+        The gradients of `h` and `h_up`, and with gates `w * act [R, I]` and the gates' gradient `[T, top_k]`.
+    """
+    gate, up = form.halves(h, h_up)
+    compute = _accumulation_dtype(h, d_act)
+    d = d_act.to(compute)
+    w = None
+    if gates is not None:
+        assert row_to_slot is not None
+        assert group_offsets is not None
+        kept = torch.arange(len(row_to_slot), device=h.device) < group_offsets[-1]
+        w = gates.reshape(-1)[row_to_slot.long()].to(compute)
+        w = torch.where(kept, w, torch.zeros_like(w)).unsqueeze(1)
+    wd = d if w is None else w * d
+    if up is None:
+        act, slope = _nonlinear(gate.to(compute), form)
+        d_gate, d_up = wd * slope, None
+    else:
+        g, u = _clamped(gate.to(compute), up.to(compute), form)
+        f, slope = _nonlinear(g, form)
+        act, d_gate, d_up = f * u, wd * u * slope, wd * f
+        if form.activation == "clamped_swiglu":
+            d_gate = torch.where(gate <= form.limit, d_gate, torch.zeros_like(d_gate))
+            d_up = torch.where(up.abs() <= form.limit, d_up, torch.zeros_like(d_up))
+    if d_up is None or h_up is not None:
+        d_h = d_gate
+    elif form.interleaved:
+        d_h = torch.stack((d_gate, d_up), dim=-1).flatten(1)
+    else:
+        d_h = torch.cat((d_gate, d_up), dim=1)
+    d_h_up = None if h_up is None or d_up is None else d_up.to(h_up.dtype)
+    if w is None:
+        return d_h.to(h.dtype), d_h_up, None, None
+    assert gates is not None
+    assert row_to_slot is not None
+    dots = torch.empty(gates.numel(), dtype=compute, device=h.device)
+    dots = dots.index_put((row_to_slot.long(),), (act * d).sum(1)).view(gates.shape)
+    return d_h.to(h.dtype), d_h_up, (w * act).to(h.dtype), dots.to(gates.dtype)
+
+
+def _clamped(gate: Tensor, up: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    if form.activation != "clamped_swiglu":
+        return gate, up
+    return gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit) + 1
+
+
+def _nonlinear(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """f(x) and its derivative."""
+    if form.activation in ("silu", "clamped_swiglu"):
+        a = 1.0 if form.activation == "silu" else form.alpha
+        s = torch.sigmoid(a * x)
+        return x * s, s * (1 + a * x * (1 - s))
+    if form.activation == "gelu":
+        normal = 0.5 * (1 + torch.erf(x * 0.5**0.5))
+        return x * normal, normal + x * torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
+    if form.activation == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = sigmoid(2 u)
+        a = 2 * (2 / torch.pi) ** 0.5
+        s = torch.sigmoid(a * (x + 0.044715 * x**3))
+        return x * s, s + x * s * (1 - s) * a * (1 + 3 * 0.044715 * x * x)
+    positive = x.clamp(min=0)
+    if form.activation == "relu":
+        return positive, (x > 0).to(x.dtype)
+    return positive * positive, 2 * positive
+
+
+def swiglu_ffn(
+    rows: Tensor,  # [M, H]
+    w_gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] if transposed; [.., I, ..] with w_up, or unless gated
+    group_offsets: Tensor,  # [E + 1]
+    *,
+    w_up: Tensor | None = None,  # [E, I, H], or [E, H, I] if transposed
+    gate_up_bias: Tensor | None = None,  # [E, 2I]; [E, I] with w_up, or unless gated
+    up_bias: Tensor | None = None,  # [E, I]
+    activation: str = "silu",
+    gated: bool = True,
+    transposed: bool = False,
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:  # [M, I]
+    """The first half of each expert; see `moe_kernels.swiglu_ffn`.
+
+    Raises:
+        TypeError, ValueError: see `checks.check_swiglu_ffn`.
+    """
+    form = Form(activation, gated, interleaved, alpha, limit)
+    check_swiglu_ffn(rows, w_gate_up, group_offsets, w_up, gate_up_bias, up_bias, form, transposed, reference=True)
+
+    def project(weight: Tensor, bias: Tensor | None) -> Tensor:
+        return grouped_linear(rows, weight if transposed else weight.mT, group_offsets, bias, None)
+
+    h = project(w_gate_up, gate_up_bias)
+    h_up = None if w_up is None else project(w_up, up_bias)
+    return activate(h, h_up, form)
+
+
+def moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    gates: Tensor,  # [T, top_k]
+    w_gate_up: Tensor,  # as for swiglu_ffn
+    w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
+    *,
+    down_bias: Tensor | None = None,  # [E, H]
+    transposed: bool = False,
+    **options: Any,  # the others of swiglu_ffn
+) -> Tensor:  # [T, H]
+    """A layer of experts; see `moe_kernels.moe_mlp`.
+
+    Raises:
+        TypeError, ValueError: see the functions that it calls.
+    """
+    routing = route(topk_ids, gates, len(w_gate_up))
+    rows = permute(hidden, routing)
+    act = swiglu_ffn(rows, w_gate_up, routing.group_offsets, transposed=transposed, **options)
+    down = w_down if transposed else w_down.mT
+    return unpermute(grouped_linear(act, down, routing.group_offsets, down_bias, None), routing)
 
 
 def _accumulation_dtype(*operands: Tensor) -> torch.dtype:

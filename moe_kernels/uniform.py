@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import checks, reference
-from moe_kernels.dispatch import _use_kernels
+from moe_kernels.dispatch import use_kernels
 
 
 def uniform_grouped_gemm(
@@ -39,7 +39,7 @@ def uniform_grouped_gemm(
     """
     dtype = checks.check_uniform(A, B, num_groups, out_dtype)
     G = num_groups
-    if not _use_kernels(A):
+    if not use_kernels(A):
         return reference.uniform_grouped_gemm(A, B, num_groups, out_dtype=out_dtype)
     a = A if A.dim() == 3 else A.view(G, A.size(0) // max(G, 1), A.size(1))
     b = B if B.dim() == 3 else B.view(G, A.size(-1), B.size(1))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import checks, reference
-from moe_kernels.dispatch import _use_kernels
+from moe_kernels.dispatch import use_kernels
 
 
 def varied_grouped_gemm(
@@ -41,7 +41,7 @@ def varied_grouped_gemm(
     checks.check_varied(group_A, group_B, out)
     if not group_A:
         return []
-    if not _use_kernels(group_A[0]):
+    if not use_kernels(group_A[0]):
         return reference.varied_grouped_gemm(group_A, group_B, out=out)
     if out is not None:
         _write(group_A, group_B, out)
@@ -68,7 +68,7 @@ def plan_varied_grouped_gemm(
         return list
     group_A, group_B = [a.detach() for a in group_A], [b.detach() for b in group_B]
     out = None if out is None else list(out)
-    if group_A[0].is_cpu and (not _use_kernels(group_A[0]) or group_A[0].dtype == torch.bfloat16):
+    if group_A[0].is_cpu and (not use_kernels(group_A[0]) or group_A[0].dtype == torch.bfloat16):
         return partial(varied_grouped_gemm, group_A, group_B, out=out)
     return _Plan(group_A, group_B, out)
 

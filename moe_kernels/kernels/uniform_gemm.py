@@ -14,6 +14,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels.configs import uniform as configs
+from moe_kernels.kernels.inline import unmasked as _unmasked
 from moe_kernels.kernels.launch import (
     INT32_MAX,
     compile_kernel,
@@ -27,11 +28,6 @@ from moe_kernels.kernels.launch import (
 def _preset(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *layout: Any) -> helion.Config:
     N, K, a_columns, b_columns, *_ = layout
     return configs.rule(_problem(A, B, out, N, K, a_columns, b_columns)).config
-
-
-def _unmasked(tile: torch.Tensor) -> torch.Tensor:
-    """`tile` itself, hidden from Helion's mask propagation: a masked load would not be made by TMA."""
-    return hl.inline_triton("{0}", args=(tile,), output_like=tile)
 
 
 @kernel(_preset)

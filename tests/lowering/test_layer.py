@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import compile_for_sm90, stand_ins
 
-from moe_kernels.kernels import grouped_wgrad, launch, permute, route
+from moe_kernels.kernels import activation, grouped_wgrad, launch, permute, route
 
 SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
 
@@ -26,7 +26,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked_for.append((launch._variant(kernel, wide, tf32), args, config))
         return lambda *_: None
 
-    for module in (grouped_wgrad, permute, route):
+    for module in (activation, grouped_wgrad, permute, route):
         monkeypatch.setattr(module, "compile_kernel", note)
         monkeypatch.setattr(module, "_plans", {})
     return asked_for
@@ -103,3 +103,21 @@ def test_moves(asked_for: list[Any], T: int, top_k: int, H: int) -> None:
         permute.launch(permute.dot_rows, (gates, tokens, rows), *indices)
     for report in lean_reports(asked_for):
         assert report["shared"] < 1024
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "clamped_swiglu"])
+@pytest.mark.parametrize(("R", "width"), [(65536, 768), (8192, 14336)])
+def test_activation(asked_for: list[Any], R: int, width: int, name: str) -> None:
+    with stand_ins():
+        d_h, h, d_act, weighted = empty(R, 2 * width), empty(R, 2 * width), empty(R, width), empty(R, width)
+        dots, weights = empty(R, dtype=torch.float32), empty(R, dtype=torch.float32)
+        order = empty(R, dtype=torch.int32), empty(129, dtype=torch.int32)
+        halves = [x.narrow(1, start, width) for x in (h, d_h) for start in (0, width)]
+        gate, up, d_gate, d_up = halves
+        form = (name, 1.702, 7.0)
+        activation.launch(activation.activate, (d_act, gate, up), *form)
+        activation.launch(activation.activate_backward, (d_gate, d_up, gate, up, d_act), *form)
+        tensors = (d_gate, d_up, weighted, dots, gate, up, d_act, weights, *order)
+        activation.launch(activation.weighted_backward, tensors, *form)
+    for report in lean_reports(asked_for):
+        assert report["regs"] <= 128

@@ -1,0 +1,233 @@
+"""What stands between the two products of an expert, elementwise, computed in float32.
+
+act = f(gate) * up          or f(gate) where there is no up
+clamped_swiglu (gpt-oss):   act = gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within +-limit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import helion
+import helion.language as hl
+import torch
+
+from moe_kernels.kernels.inline import halve
+from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
+
+_BLOCK = 1024  # elements of a row that a program looks at together
+
+
+def _config(width: int) -> helion.Config:
+    block = max(16, min(_BLOCK, 1 << (width - 1).bit_length()))
+    return helion.Config(block_sizes=[block], num_warps=max(1, block // 256))
+
+
+def _erf(x: torch.Tensor) -> torch.Tensor:
+    return hl.inline_triton("tl.erf({0})", args=(x,), output_like=x)
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
+    return hl.inline_triton("tl.exp({0})", args=(x,), output_like=x)
+
+
+def nonlinear(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
+    """f(x)."""
+    if name == "silu":
+        return x * torch.sigmoid(x)
+    if name == "clamped_swiglu":
+        return x * torch.sigmoid(alpha * x)
+    if name == "gelu":
+        return 0.5 * x * (1.0 + _erf(x * 0.7071067811865476))
+    if name == "gelu_tanh":
+        return x * torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    positive = torch.clamp(x, min=0.0)
+    if name == "relu":
+        return positive
+    return positive * positive
+
+
+def _slope(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
+    """f'(x)."""
+    if name == "silu":
+        s = torch.sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+    if name == "clamped_swiglu":
+        s = torch.sigmoid(alpha * x)
+        return s * (1.0 + alpha * x * (1.0 - s))
+    if name == "gelu":
+        density = 0.3989422804014327 * _exp(-0.5 * x * x)
+        return 0.5 * (1.0 + _erf(x * 0.7071067811865476)) + x * density
+    if name == "gelu_tanh":
+        s = torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406972031 * x * x)
+    if name == "relu":
+        return torch.where(x > 0, 1.0, 0.0)
+    return 2.0 * torch.clamp(x, min=0.0)
+
+
+def activated(gate: torch.Tensor, up: torch.Tensor | None, name: str, alpha: float, limit: float) -> torch.Tensor:
+    """act, of float32 tiles."""
+    if up is None:
+        return nonlinear(gate, name, alpha)
+    if name == "clamped_swiglu":
+        gate = torch.clamp(gate, max=limit)
+        return nonlinear(gate, name, alpha) * (torch.clamp(up, min=-limit, max=limit) + 1.0)
+    return nonlinear(gate, name, alpha) * up
+
+
+@kernel(lambda act, *_: _config(act.size(1)))
+def activate(
+    act: torch.Tensor,  # [R, I], written
+    gate: torch.Tensor,  # [R, I]
+    up: torch.Tensor | None,  # [R, I]
+    programs: int,  # at least R; odd
+    odd_R: int,  # 2 * R + 1
+    name: hl.constexpr,
+    alpha: hl.constexpr,
+    limit: hl.constexpr,
+) -> torch.Tensor:
+    """A program per row and block of columns."""
+    width = act.size(1)
+    for tile_r, tile_i in hl.tile([programs, width], block_size=[1, None]):
+        zero = hl.zeros([], dtype=torch.int32)
+        r = (tile_r.id + zero).to(torch.int64)
+        if r < halve(odd_R, zero):
+            g = gate[r, tile_i].to(torch.float32)
+            if up is None:
+                act[r, tile_i] = activated(g, None, name, alpha, limit).to(act.dtype)
+            else:
+                act[r, tile_i] = activated(g, up[r, tile_i].to(torch.float32), name, alpha, limit).to(act.dtype)
+    return act
+
+
+@kernel(lambda d_gate, *_: _config(d_gate.size(1)))
+def activate_backward(
+    d_gate: torch.Tensor,  # [R, I], written
+    d_up: torch.Tensor | None,  # [R, I], written
+    gate: torch.Tensor,  # [R, I]
+    up: torch.Tensor | None,  # [R, I]
+    d_act: torch.Tensor,  # [R, I]
+    programs: int,  # at least R; odd
+    odd_R: int,  # 2 * R + 1
+    name: hl.constexpr,
+    alpha: hl.constexpr,
+    limit: hl.constexpr,
+) -> torch.Tensor:
+    """A program per row and block of columns."""
+    width = d_gate.size(1)
+    for tile_r, tile_i in hl.tile([programs, width], block_size=[1, None]):
+        zero = hl.zeros([], dtype=torch.int32)
+        r = (tile_r.id + zero).to(torch.int64)
+        if r < halve(odd_R, zero):
+            g = gate[r, tile_i].to(torch.float32)
+            d = d_act[r, tile_i].to(torch.float32)
+            if up is None:
+                d_gate[r, tile_i] = (d * _slope(g, name, alpha)).to(d_gate.dtype)
+            else:
+                dg, du = _gated_backward(g, up[r, tile_i].to(torch.float32), d, name, alpha, limit)
+                d_gate[r, tile_i] = dg.to(d_gate.dtype)
+                d_up[r, tile_i] = du.to(d_gate.dtype)
+    return d_gate
+
+
+@kernel(lambda d_gate, *_: _config(d_gate.size(1)))
+def weighted_backward(
+    d_gate: torch.Tensor,  # [R, I], written
+    d_up: torch.Tensor | None,  # [R, I], written
+    weighted: torch.Tensor,  # [R, I], written
+    dots: torch.Tensor,  # [R], written
+    gate: torch.Tensor,  # [R, I]
+    up: torch.Tensor | None,  # [R, I]
+    d_act: torch.Tensor,  # [R, I]
+    weights: torch.Tensor,  # [R]
+    row_to_slot: torch.Tensor,  # [R] int32
+    group_offsets: torch.Tensor,  # [E + 1] int32
+    programs: int,  # at least R; odd
+    odd_R: int,  # 2 * R + 1
+    name: hl.constexpr,
+    alpha: hl.constexpr,
+    limit: hl.constexpr,
+) -> torch.Tensor:
+    """The same for weights[slot] * act: a program per row, which also makes that product and dots[slot] = <act, d_act>.
+
+    Rows at and past group_offsets[-1] have a weight of zero.
+    """
+    width = d_gate.size(1)
+    E = group_offsets.size(0) - 1
+    for tile_r in hl.tile(programs, block_size=1):
+        zero = hl.zeros([], dtype=torch.int32)
+        r = (tile_r.id + zero).to(torch.int64)
+        if r < halve(odd_R, zero):
+            slot = row_to_slot[r]
+            w = torch.where(r < group_offsets[E], weights[slot].to(torch.float32), 0.0)
+            dot = hl.zeros([], dtype=torch.float32)
+            for tile_i in hl.tile(width):
+                g = gate[r, tile_i].to(torch.float32)
+                d = d_act[r, tile_i].to(torch.float32)
+                if up is None:
+                    act = activated(g, None, name, alpha, limit)
+                    d_gate[r, tile_i] = (w * d * _slope(g, name, alpha)).to(d_gate.dtype)
+                else:
+                    u = up[r, tile_i].to(torch.float32)
+                    act = activated(g, u, name, alpha, limit)
+                    dg, du = _gated_backward(g, u, w * d, name, alpha, limit)
+                    d_gate[r, tile_i] = dg.to(d_gate.dtype)
+                    d_up[r, tile_i] = du.to(d_gate.dtype)
+                weighted[r, tile_i] = (w * act).to(weighted.dtype)
+                dot = dot + torch.sum(act * d)
+            dots[slot] = dot.to(dots.dtype)
+    return d_gate
+
+
+def _gated_backward(
+    gate: torch.Tensor, up: torch.Tensor, d: torch.Tensor, name: str, alpha: float, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up, of float32 tiles."""
+    if name == "clamped_swiglu":
+        g = torch.clamp(gate, max=limit)
+        u = torch.clamp(up, min=-limit, max=limit) + 1.0
+        d_gate = torch.where(gate <= limit, d * u * _slope(g, name, alpha), 0.0)
+        d_up = torch.where((up >= -limit) & (up <= limit), d * nonlinear(g, name, alpha), 0.0)
+        return d_gate, d_up
+    return d * up * _slope(gate, name, alpha), d * nonlinear(gate, name, alpha)
+
+
+_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
+_MOST_PLANS = 4096
+
+
+def launch(
+    kernel: helion.Kernel[Any],  # one of the three
+    tensors: tuple[torch.Tensor | None, ...],  # its tensors
+    name: str,
+    alpha: float,
+    limit: float,
+) -> None:
+    """Fill what the kernel writes. Nothing is checked; no tensor may be empty."""
+    first = tensors[0]
+    assert first is not None
+    R, width = first.shape
+    key = (
+        kernel.name,
+        len({t.data_ptr() for t in tensors if t is not None}),  # a launch knows its arguments by where they are
+        name,
+        alpha,
+        limit,
+        R.bit_length(),
+        width,
+        first.device,
+        *(None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors),
+        None if tensors[-1] is None or tensors[-1].dim() > 1 else tensors[-1].size(0),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        like = [None if t is None else without_ones(t) for t in tensors]
+        # R may double before there is a new plan.
+        wide = max(2 * span(t) for t in tensors if t is not None) > INT32_MAX
+        plan = compile_kernel(kernel, (*like, 3, 3, name, alpha, limit), _config(width), wide=wide)
+        _plans[key] = plan
+    plan(*tensors, R | 1, 2 * R + 1, name, alpha, limit)

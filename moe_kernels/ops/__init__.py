@@ -1,0 +1,35 @@
+"""The package's operators in torch.library, `torch.ops.moe_kernels.*`: schema, fake and autograd.
+
+Every operator is functional, and every gradient is made of the same operators, so gradients of any order exist:
+
+    grouped_gemm(A, B)   out[g] = A[g] @ B[g]                 dA = grouped_gemm(dOut, B^T), dB = wgrad(A, dOut)
+    wgrad(A, D)          out[g] = A[g]^T @ D[g]               dA = grouped_gemm(D, dB^T),   dD = grouped_gemm(A, dB)
+    scatter_rows(x, w)   rows[to[s]] = w[s] * x[s // top_k]   dx = combine_rows(d, w),      dw = dot_rows(x, d)
+    combine_rows(y, w)   out[t] = sum w[s] * y[to[s]]         dy = scatter_rows(d, w),      dw = dot_rows(d, y)
+    dot_rows(x, y)       w[s] = <x[s // top_k], y[to[s]]>     dx = combine_rows(y, d),      dy = scatter_rows(x, d)
+
+    activate(h)          act = f(gate) * up                   dh = activate_backward(h, d)
+    swiglu_ffn(rows)     act = activate(rows @ w_in)          of the above
+    moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   of the above
+
+The second order of `activate` goes through plain PyTorch. The functions of these names here are what the rest of the
+package calls. In eager mode, where nothing records, they go past torch.library, which costs the host more than some
+kernels take.
+"""
+
+from moe_kernels.ops.layer import activate, activate_backward, moe_mlp, swiglu_ffn
+from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
+from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
+
+__all__ = [
+    "activate",
+    "activate_backward",
+    "combine_rows",
+    "dot_rows",
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+    "moe_mlp",
+    "route",
+    "scatter_rows",
+    "swiglu_ffn",
+]

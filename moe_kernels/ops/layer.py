@@ -1,0 +1,377 @@
+"""What an expert layer does around its products: activate, activate_backward, swiglu_ffn and moe_mlp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import dispatch, reference
+from moe_kernels.form import Form
+from moe_kernels.ops.library import define, on_device
+from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
+from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
+
+_FORM = "str activation, bool gated, bool interleaved, float alpha, float limit"
+
+
+def _interpretable(x: Tensor) -> Tensor:
+    """What Triton's interpreter may store into: it truncates bfloat16."""
+    return x.float() if x.is_cpu and x.dtype == torch.bfloat16 else x
+
+
+def _activate(h: Tensor, h_up: Tensor | None, *form: Any) -> Tensor:  # [R, 2I] or [R, I], [R, I] -> [R, I]
+    form = Form(*form)
+    if not dispatch.use_kernels(h):
+        return reference.activate(h, h_up, form)
+    gate, up = form.halves(h, h_up)
+    act = torch.empty(gate.shape, dtype=h.dtype, device=h.device)
+    if act.numel() > 0:
+        from moe_kernels.kernels import activation as kernels
+
+        result = _interpretable(act)
+        on_device(h, kernels.launch, kernels.activate, (result, gate, up), form.activation, form.alpha, form.limit)
+        return result.to(h.dtype)
+    return act
+
+
+def _activate_fake(h: Tensor, h_up: Tensor | None, *form: Any) -> Tensor:
+    gate, _ = Form(*form).halves(h, h_up)
+    return h.new_empty(gate.shape)
+
+
+def _activate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, h_up, *ctx.form = inputs
+    ctx.save_for_backward(h, h_up)
+
+
+def _activate_gradient(ctx: Any, d_act: Tensor) -> tuple[Any, ...]:
+    h, h_up = ctx.saved_tensors
+    d_h, d_h_up, _, _ = activate_backward(h, h_up, d_act, None, None, None, *ctx.form)
+    return d_h, None if h_up is None else d_h_up, *[None] * len(ctx.form)
+
+
+def _activate_backward(
+    h: Tensor,  # [R, 2I] or [R, I]
+    h_up: Tensor | None,  # [R, I]
+    d_act: Tensor,  # [R, I]
+    gates: Tensor | None,  # [T, top_k]
+    row_to_slot: Tensor | None,  # [R]
+    group_offsets: Tensor | None,  # [E + 1]
+    *form: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `reference.activate_backward`, with empty tensors for what there is not."""
+    form = Form(*form)
+    if not dispatch.use_kernels(h):
+        found = reference.activate_backward(h, h_up, d_act, gates, row_to_slot, group_offsets, form)
+        d_h, d_h_up, weighted, dots = (h.new_empty(0) if x is None else x for x in found)
+        return d_h, d_h_up, weighted, dots
+    gate, up = form.halves(h, h_up)
+    results = _activate_backward_fake(h, h_up, d_act, gates, row_to_slot, group_offsets, *form)
+    d_h, d_h_up, weighted, dots = (_interpretable(x) for x in results)
+    if gate.numel() == 0:
+        dots.zero_()
+    else:
+        from moe_kernels.kernels import activation as kernels
+
+        d_gate, d_up = form.halves(d_h, None if h_up is None else d_h_up)
+        options = form.activation, form.alpha, form.limit
+        if gates is None:
+            tensors: tuple[Tensor | None, ...] = (d_gate, d_up, gate, up, d_act)
+            on_device(h, kernels.launch, kernels.activate_backward, tensors, *options)
+        else:
+            tensors = (d_gate, d_up, weighted, dots.view(-1), gate, up, d_act, gates.reshape(-1))
+            tensors = (*tensors, row_to_slot, group_offsets)
+            on_device(h, kernels.launch, kernels.weighted_backward, tensors, *options)
+    d_h, d_h_up, weighted, dots = (
+        x.to(result.dtype) for x, result in zip((d_h, d_h_up, weighted, dots), results, strict=True)
+    )
+    return d_h, d_h_up, weighted, dots
+
+
+def _activate_backward_fake(
+    h: Tensor,
+    h_up: Tensor | None,
+    d_act: Tensor,
+    gates: Tensor | None,
+    row_to_slot: Tensor | None,
+    group_offsets: Tensor | None,
+    *form: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_h = h.new_empty(h.shape)
+    d_h_up = h.new_empty(0) if h_up is None else h_up.new_empty(h_up.shape)
+    if gates is None:
+        return d_h, d_h_up, h.new_empty(0), h.new_empty(0)
+    return d_h, d_h_up, h.new_empty(d_act.shape), gates.new_empty(gates.shape)
+
+
+def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    """The second order, through plain PyTorch."""
+    form = Form(ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, of which none was made from another: h depends on the gates only where the layer is differentiated.
+        inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
+        inputs = [x.requires_grad_() if ctx.needs_input_grad[i] else x for i, x in enumerate(inputs)]
+        h, h_up, d_act, gates, row_to_slot, group_offsets = inputs
+        outputs = reference.activate_backward(h, h_up, d_act, gates, row_to_slot, group_offsets, form)
+    asked = [i for i in range(4) if ctx.needs_input_grad[i]]
+    pairs = [(y, d) for y, d in zip(outputs, grads, strict=True) if y is not None and y.requires_grad]
+    found = torch.autograd.grad(
+        [y for y, _ in pairs],
+        [inputs[i] for i in asked],
+        [d for _, d in pairs],
+        create_graph=again,
+        allow_unused=True,
+    )
+    by_input = dict(zip(asked, found, strict=True))
+    return *(by_input.get(i) for i in range(6)), *[None] * len(form)
+
+
+activate = define(
+    f"activate(Tensor h, Tensor? h_up, {_FORM}) -> Tensor",
+    _activate,
+    _activate_fake,
+    _activate_setup,
+    _activate_gradient,
+)
+activate_backward = define(
+    "activate_backward(Tensor h, Tensor? h_up, Tensor d_act, Tensor? gates, Tensor? row_to_slot, Tensor? group_offsets,"
+    f" {_FORM}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _activate_backward,
+    _activate_backward_fake,
+    _activate_backward_setup,
+    _activate_backward_gradient,
+)
+
+
+def _swiglu_ffn(
+    rows: Tensor,  # [M, H]
+    group_offsets: Tensor,  # [E + 1]
+    w_in: Tensor,  # [E, H, 2I] or [E, H, I]
+    w_up: Tensor | None,  # [E, H, I]
+    b_in: Tensor | None,  # [E, 2I] or [E, I]
+    b_up: Tensor | None,  # [E, I]
+    keep: bool,
+    *form: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """act `[M, I]`, and if `keep` what it was made of, `h` and `h_up` (empty without `w_up`)."""
+    dtype = torch.promote_types(rows.dtype, w_in.dtype)
+    h = dispatch.multiply(rows, w_in, group_offsets, b_in, dtype, "auto")
+    h_up = None if w_up is None else dispatch.multiply(rows, w_up, group_offsets, b_up, dtype, "auto")
+    act = _activate(h, h_up, *form)
+    none = h.new_empty(0)
+    return act, h if keep else none, none.clone() if h_up is None or not keep else h_up
+
+
+def _swiglu_ffn_fake(
+    rows: Tensor,
+    group_offsets: Tensor,
+    w_in: Tensor,
+    w_up: Tensor | None,
+    b_in: Tensor | None,
+    b_up: Tensor | None,
+    keep: bool,
+    *form: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(rows.dtype, w_in.dtype)
+    M, W = rows.size(0), w_in.size(2)
+    act = rows.new_empty((M, _width(w_in, w_up, Form(*form))), dtype=dtype)
+    h = rows.new_empty((M, W) if keep else (0,), dtype=dtype)
+    return act, h, rows.new_empty((M, W) if keep and w_up is not None else (0,), dtype=dtype)
+
+
+def _width(w_in: Tensor, w_up: Tensor | None, form: Form) -> int:
+    W = w_in.size(2)
+    return W // 2 if form.gated and w_up is None else W
+
+
+def _swiglu_ffn_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    rows, group_offsets, w_in, w_up, b_in, b_up, ctx.keep, *ctx.form = inputs
+    _, h, h_up = output
+    kept = (h, h_up) if ctx.keep else (None, None)
+    ctx.save_for_backward(rows, group_offsets, w_in, w_up, b_in, b_up, *kept)
+    ctx.set_materialize_grads(False)
+
+
+def _swiglu_ffn_gradient(
+    ctx: Any, d_act: Tensor | None, d_h: Tensor | None, d_h_up: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    rows, group_offsets, w_in, w_up, b_in, b_up, h, h_up = ctx.saved_tensors
+    if not ctx.keep:
+        _, h, h_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *ctx.form)
+        d_h = d_h_up = None  # of empty tensors
+    if d_act is not None:
+        h_up = None if w_up is None else h_up
+        found = activate_backward(h, h_up, d_act, None, None, None, *ctx.form)
+        d_h, d_h_up = _sum(found[0], d_h), _sum(found[1], d_h_up)
+    d_rows, *weights = _projection_gradients(
+        ctx.needs_input_grad[:1] + ctx.needs_input_grad[2:6], rows, group_offsets, (w_in, w_up, b_in, b_up), d_h, d_h_up
+    )
+    return d_rows, None, *weights, None, *[None] * len(ctx.form)
+
+
+def _projection_gradients(
+    needed: tuple[bool, ...],  # as the result
+    rows: Tensor | None,  # [M, H]; None if no weight's gradient is needed
+    group_offsets: Tensor,  # [E + 1]
+    parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],  # w_in, w_up, b_in, b_up
+    d_h: Tensor | None,  # [M, 2I] or [M, I]
+    d_h_up: Tensor | None,  # [M, I]
+) -> list[Tensor | None]:
+    """The gradients of rows and of the parameters."""
+    w_in, w_up, b_in, b_up = parameters
+    result: list[Tensor | None] = [None] * 5
+    for i, weight, bias, d in ((0, w_in, b_in, d_h), (1, w_up, b_up, d_h_up)):
+        if weight is None or d is None:
+            continue
+        if needed[0]:
+            dtype = d.dtype if rows is None else rows.dtype
+            result[0] = _sum(grouped_gemm(d, weight.mT, group_offsets, None, dtype, "auto"), result[0])
+        if needed[1 + i]:
+            result[1 + i] = _weight_gradient(rows, d, group_offsets, weight)
+        if bias is not None and needed[3 + i]:
+            ones = d.new_ones(1, 1).expand(d.size(0), 1)
+            result[3 + i] = grouped_gemm_wgrad(ones, d, group_offsets, False, False, bias.dtype)[:, 0]
+    return result
+
+
+def _weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
+    """Lies in memory as `weight` does."""
+    transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1
+    d_weight: Tensor = grouped_gemm_wgrad(rows, d, group_offsets, False, transposed, weight.dtype)
+    return d_weight
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+swiglu_ffn = define(
+    "swiglu_ffn(Tensor rows, Tensor group_offsets, Tensor w_in, Tensor? w_up, Tensor? b_in, Tensor? b_up, bool keep,"
+    f" {_FORM}) -> (Tensor, Tensor, Tensor)",
+    _swiglu_ffn,
+    _swiglu_ffn_fake,
+    _swiglu_ffn_setup,
+    _swiglu_ffn_gradient,
+)
+
+
+def _moe_mlp(
+    hidden: Tensor,  # [T, H]
+    gates: Tensor,  # [T, top_k]
+    group_offsets: Tensor,  # [E + 1]
+    row_to_slot: Tensor,  # [R]
+    slot_to_row: Tensor,  # [R]
+    w_in: Tensor,  # [E, H, 2I] or [E, H, I]
+    w_up: Tensor | None,  # [E, H, I]
+    w_out: Tensor,  # [E, I, H]
+    b_in: Tensor | None,  # [E, 2I] or [E, I]
+    b_up: Tensor | None,  # [E, I]
+    b_out: Tensor | None,  # [E, H]
+    keep: bool,
+    *form: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The layer's result `[T, H]`, and if `keep` the rows' `h` and `h_up`, as `swiglu_ffn`."""
+    top_k = gates.size(1)
+    rows = scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, hidden.dtype)
+    act, h, h_up = _swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, keep, *form)
+    del rows
+    dtype = torch.promote_types(act.dtype, w_out.dtype)
+    rows = dispatch.multiply(act, w_out, group_offsets, b_out, dtype, "auto")
+    return combine_rows(rows, gates, slot_to_row, group_offsets, top_k, dtype), h, h_up
+
+
+def _moe_mlp_fake(
+    hidden: Tensor,
+    gates: Tensor,
+    group_offsets: Tensor,
+    row_to_slot: Tensor,
+    slot_to_row: Tensor,
+    w_in: Tensor,
+    w_up: Tensor | None,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_up: Tensor | None,
+    b_out: Tensor | None,
+    keep: bool,
+    *form: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(hidden.dtype, w_in.dtype)
+    R, W = slot_to_row.size(0), w_in.size(2)
+    out = hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=torch.promote_types(dtype, w_out.dtype))
+    h = hidden.new_empty((R, W) if keep else (0,), dtype=dtype)
+    return out, h, hidden.new_empty((R, W) if keep and w_up is not None else (0,), dtype=dtype)
+
+
+def _moe_mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.keep, ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit = inputs
+    _, h, h_up = output
+    ctx.save_for_backward(*tensors, *((h, h_up) if ctx.keep else (None, None)))
+    ctx.set_materialize_grads(False)
+
+
+def _moe_mlp_gradient(
+    ctx: Any, d_out: Tensor | None, d_h: Tensor | None, d_h_up: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Saves neither the rows, nor what follows `h`, nor the rows' results: <d_out, gate * act @ w_out> is linear in
+    gate, so its gradient is <d_out @ w_out^T, act>, and act is made again from `h` on the way.
+    """
+    hidden, gates, group_offsets, row_to_slot, slot_to_row, *parameters, h, h_up = ctx.saved_tensors
+    w_in, w_up, w_out, b_in, b_up, b_out = parameters
+    form = (ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
+    need = ctx.needs_input_grad
+    top_k = gates.size(1)
+    routing = slot_to_row, group_offsets, top_k
+    d_gates = d_w_out = d_b_out = None
+    rows = None
+    if any(need[5:7]) or not ctx.keep:
+        rows = scatter_rows(hidden, None, *routing, hidden.dtype)
+    if not ctx.keep:
+        _, h, h_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *form)
+        d_h = d_h_up = None  # of empty tensors
+    if d_out is not None:
+        d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
+        d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, h.dtype, "auto")
+        found = activate_backward(h, None if w_up is None else h_up, d_act, gates, row_to_slot, group_offsets, *form)
+        del d_act
+        d_h, d_h_up = _sum(found[0], d_h), _sum(found[1], d_h_up)
+        if need[7]:
+            d_w_out = _weight_gradient(found[2], d_rows, group_offsets, w_out)
+        if need[1]:
+            d_gates = found[3]
+        if b_out is not None and need[10]:
+            dtype = torch.promote_types(gates.dtype, torch.float32)
+            weights = scatter_rows(d_out.new_ones(d_out.size(0), 1, dtype=dtype), gates, *routing, dtype)
+            d_b_out = grouped_gemm_wgrad(weights, d_rows, group_offsets, False, False, b_out.dtype)[:, 0]
+        if b_out is not None and need[1]:
+            ones = d_rows.new_ones(1, 1).expand(d_rows.size(0), 1)
+            biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_rows.dtype, "auto")
+            d_gates = d_gates + dot_rows(d_out, biases, *routing, gates.dtype)
+        del d_rows, found
+    d_rows, *first = _projection_gradients(
+        (need[0], need[5], need[6], need[8], need[9]), rows, group_offsets, (w_in, w_up, b_in, b_up), d_h, d_h_up
+    )
+    d_hidden = None if d_rows is None else combine_rows(d_rows, None, *routing, hidden.dtype)
+    d_w_in, d_w_up, d_b_in, d_b_up = first
+    d_parameters = (d_w_in, d_w_up, d_w_out, d_b_in, d_b_up, d_b_out)
+    return d_hidden, d_gates, None, None, None, *d_parameters, None, *[None] * len(form)
+
+
+moe_mlp = define(
+    "moe_mlp(Tensor hidden, Tensor gates, Tensor group_offsets, Tensor row_to_slot, Tensor slot_to_row, Tensor w_in,"
+    " Tensor? w_up, Tensor w_out, Tensor? b_in, Tensor? b_up, Tensor? b_out, bool keep,"
+    f" {_FORM}) -> (Tensor, Tensor, Tensor)",
+    _moe_mlp,
+    _moe_mlp_fake,
+    _moe_mlp_setup,
+    _moe_mlp_gradient,
+)

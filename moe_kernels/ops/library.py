@@ -1,0 +1,58 @@
+"""How an operator is registered, and the function that calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import dispatch
+
+_library: Any = torch.library
+_LIBRARY = _library.Library("moe_kernels", "FRAGMENT")
+
+
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Register an operator; return the function that calls `run`, directly where nobody would notice."""
+    name = schema.partition("(")[0]
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    _LIBRARY.define(schema, tags=tags)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _library.register_fake(f"moe_kernels::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        _library.register_autograd(f"moe_kernels::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    operator = getattr(torch.ops.moe_kernels, name).default
+
+    def call(*args: Any) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        return run(*args) if dispatch.unobserved(*tensors) else operator(*args)
+
+    call.__name__ = name
+    return call
+
+
+def needs(ctx: Any, i: int, value: Tensor | None) -> Tensor | None:
+    """`value` if the gradient of input i will be asked for."""
+    return value if ctx.needs_input_grad[i] else None
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.bfloat16 else x
+
+
+def on_device(like: Tensor, launch: Callable[..., None], *args: Any) -> None:
+    """`launch(*args)` with the device of `like` as the current one."""
+    module = torch.xpu if like.is_xpu else torch.cuda
+    if like.is_cpu or like.device.index == module.current_device():
+        launch(*args)
+    else:
+        with module.device(like.device):
+            launch(*args)

@@ -1,0 +1,127 @@
+"""grouped_gemm and grouped_gemm_wgrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import dispatch, reference
+from moe_kernels.ops.library import define, needs, on_device, widened
+
+
+def _grouped_gemm(
+    A_packed: Tensor,  # [M, K]
+    B: Tensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    bias: Tensor | None,  # [G, N]
+    out_dtype: torch.dtype,
+    variant: str,
+) -> Tensor:  # [M, N]
+    return dispatch.multiply(A_packed, B, group_offsets, bias, out_dtype, variant)
+
+
+def _grouped_gemm_fake(
+    A_packed: Tensor, B: Tensor, group_offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype, variant: str
+) -> Tensor:
+    return A_packed.new_empty((A_packed.size(0), B.size(-1)), dtype=out_dtype)
+
+
+def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    A_packed, B, group_offsets, bias, _, variant = inputs
+    ctx.save_for_backward(needs(ctx, 1, A_packed), needs(ctx, 0, B), group_offsets)
+    ctx.dtypes = A_packed.dtype, B.dtype, None if bias is None else bias.dtype
+    ctx.shared, ctx.transposed, ctx.variant = B.dim() == 2, B.stride(-1) != 1 and B.stride(-2) == 1, variant
+
+
+def _grouped_gemm_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    A_packed, B, group_offsets = ctx.saved_tensors
+    a_dtype, b_dtype, bias_dtype = ctx.dtypes
+    dA = dB = d_bias = None
+    if ctx.needs_input_grad[0]:
+        dA = grouped_gemm(d_out, B.transpose(-2, -1), group_offsets, None, a_dtype, ctx.variant)
+    if ctx.needs_input_grad[1]:
+        dB = grouped_gemm_wgrad(A_packed, d_out, group_offsets, ctx.shared, ctx.transposed, b_dtype)
+    if ctx.needs_input_grad[3]:
+        ones = d_out.new_ones(1, 1).expand(d_out.size(0), 1)
+        d_bias = grouped_gemm_wgrad(ones, d_out, group_offsets, False, False, bias_dtype)[:, 0]
+    return dA, dB, None, d_bias, None, None
+
+
+def _wgrad(
+    A_packed: Tensor,  # [M, K]
+    d_out: Tensor,  # [M, N]
+    group_offsets: Tensor,  # [G + 1]
+    shared: bool,  # one result for all groups
+    transposed: bool,  # the result lies in memory as [..., N, K]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [G, K, N], or [K, N] if `shared`
+    if transposed:
+        return _wgrad(d_out, A_packed, group_offsets, shared, False, out_dtype).transpose(-2, -1)
+    M, K = A_packed.shape
+    if shared:
+        # One group, of all rows that are in a group.
+        group_offsets = torch.stack((group_offsets[0], group_offsets.amax()))
+    if not dispatch.use_kernels(A_packed):
+        out = reference.grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype=out_dtype)
+        return out[0] if shared else out
+    out = A_packed.new_empty((group_offsets.size(0) - 1, K, d_out.size(1)), dtype=out_dtype)
+    if M == 0:
+        out.zero_()
+    elif out.numel() > 0:
+        from moe_kernels.kernels import grouped_wgrad
+
+        if A_packed.is_cpu:
+            # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
+            result = torch.empty_like(out, dtype=torch.float32)
+            grouped_wgrad.launch(widened(A_packed), widened(d_out), group_offsets, result)
+            out.copy_(result)
+        else:
+            on_device(out, grouped_wgrad.launch, A_packed, d_out, group_offsets, out)
+    return out[0] if shared else out
+
+
+def _wgrad_fake(
+    A_packed: Tensor, d_out: Tensor, group_offsets: Tensor, shared: bool, transposed: bool, out_dtype: torch.dtype
+) -> Tensor:
+    groups = () if shared else (group_offsets.size(0) - 1,)
+    K, N = A_packed.size(1), d_out.size(1)
+    if transposed:
+        return A_packed.new_empty((*groups, N, K), dtype=out_dtype).transpose(-2, -1)
+    return A_packed.new_empty((*groups, K, N), dtype=out_dtype)
+
+
+def _wgrad_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    A_packed, d_out, group_offsets, _, _, _ = inputs
+    ctx.save_for_backward(needs(ctx, 1, A_packed), needs(ctx, 0, d_out), group_offsets)
+    ctx.dtypes = A_packed.dtype, d_out.dtype
+
+
+def _wgrad_backward(ctx: Any, dd_B: Tensor) -> tuple[Tensor | None, ...]:
+    A_packed, d_out, group_offsets = ctx.saved_tensors
+    a_dtype, d_dtype = ctx.dtypes
+    dA = dd_out = None
+    if ctx.needs_input_grad[0]:
+        dA = grouped_gemm(d_out, dd_B.transpose(-2, -1), group_offsets, None, a_dtype, "auto")
+    if ctx.needs_input_grad[1]:
+        dd_out = grouped_gemm(A_packed, dd_B, group_offsets, None, d_dtype, "auto")
+    return dA, dd_out, None, None, None, None
+
+
+grouped_gemm = define(
+    "grouped_gemm(Tensor A_packed, Tensor B, Tensor group_offsets, Tensor? bias, ScalarType out_dtype, str variant)"
+    " -> Tensor",
+    _grouped_gemm,
+    _grouped_gemm_fake,
+    _grouped_gemm_setup,
+    _grouped_gemm_backward,
+)
+grouped_gemm_wgrad = define(
+    "grouped_gemm_wgrad(Tensor A_packed, Tensor d_out, Tensor group_offsets, bool shared, bool transposed,"
+    " ScalarType out_dtype) -> Tensor",
+    _wgrad,
+    _wgrad_fake,
+    _wgrad_setup,
+    _wgrad_backward,
+)

@@ -1,0 +1,357 @@
+"""Experts and their layer on CPU tensors, through the reference: against formulas written out, and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
+
+from moe_kernels import MoE, group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
+from moe_kernels.form import ACTIVATIONS, Form
+
+T, H, I, E, TOP_K = 4, 3, 2, 4, 2  # noqa: E741
+IDS = torch.tensor([[0, 2], [4, 1], [2, 2], [-1, 3]])  # two slots are dropped, and a token picks an expert twice
+LAYERS: dict[str, dict[str, Any]] = {
+    "SwiGLU": {},
+    "two weights": {"two": True},
+    "two weights, biases": {"two": True, "bias": True, "activation": "gelu"},
+    "transposed": {"transposed": True, "activation": "gelu_tanh", "bias": True},
+    "gpt-oss": {
+        "interleaved": True,
+        "transposed": True,
+        "bias": True,
+        "activation": "clamped_swiglu",
+        "alpha": 1.3,
+        "limit": 0.7,
+    },
+    "without a gate": {"gated": False, "activation": "relu_squared", "bias": True},
+    "relu": {"gated": False, "activation": "relu"},
+}
+
+
+def make(layer: dict[str, Any], dtype: torch.dtype = torch.float64, tokens: int = T) -> dict[str, Any]:
+    """The differentiable arguments of a layer, and its options."""
+    options = dict(layer)
+    two, bias = options.pop("two", False), options.pop("bias", False)
+    transposed = options.get("transposed", False)
+    W = 2 * I if options.get("gated", True) and not two else I
+
+    def weight(outputs: int, inputs: int) -> Tensor:
+        shape = (E, inputs, outputs) if transposed else (E, outputs, inputs)
+        return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+    def vector(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+    tensors = {
+        "hidden": vector(tokens, H),
+        "gates": vector(tokens, TOP_K),
+        "w_gate_up": weight(W, H),
+        "w_down": weight(H, I),
+    }
+    if two:
+        tensors["w_up"] = weight(I, H)
+    if bias:
+        tensors |= {"gate_up_bias": vector(E, W), "down_bias": vector(E, H)}
+        if two:
+            tensors["up_bias"] = vector(E, I)
+    return {"tensors": tensors, "options": options}
+
+
+def one_expert(x: Tensor, e: int, arguments: dict[str, Any]) -> Tensor:
+    """An expert of one token, written out."""
+    tensors, options = arguments["tensors"], arguments["options"]
+    transposed = options.get("transposed", False)
+
+    def product(x: Tensor, weight: str, bias: str) -> Tensor:
+        w = tensors[weight][e]
+        y = x @ (w if transposed else w.T)
+        return y + tensors[bias][e] if bias in tensors else y
+
+    h = product(x, "w_gate_up", "gate_up_bias")
+    activation = options.get("activation", "silu")
+    f = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": F.relu,
+        "relu_squared": lambda x: F.relu(x) ** 2,
+        "clamped_swiglu": lambda x: x * torch.sigmoid(options["alpha"] * x),
+    }[activation]
+    if not options.get("gated", True):
+        act = f(h)
+    else:
+        if "w_up" in tensors:
+            gate, up = h, product(x, "w_up", "up_bias")
+        elif options.get("interleaved", False):
+            gate, up = h[::2], h[1::2]
+        else:
+            gate, up = h.chunk(2)
+        if activation == "clamped_swiglu":
+            gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"]) + 1
+        act = f(gate) * up
+    return product(act, "w_down", "down_bias")
+
+
+def call(function: Any, arguments: dict[str, Any], ids: Tensor = IDS) -> Tensor:
+    tensors = dict(arguments["tensors"])
+    first = [tensors.pop(name) for name in ("hidden", "gates", "w_gate_up", "w_down")]
+    out: Tensor = function(first[0], ids, *first[1:], **tensors, **arguments["options"])
+    return out
+
+
+@pytest.mark.parametrize("function", [moe_mlp, reference.moe_mlp])
+@pytest.mark.parametrize("name", LAYERS)
+def test_token_by_token(name: str, function: Any) -> None:
+    arguments = make(LAYERS[name])
+    expected = torch.zeros(T, H, dtype=torch.float64)
+    for t in range(T):
+        for k in range(TOP_K):
+            e = int(IDS[t, k])
+            if 0 <= e < E:
+                tensors = arguments["tensors"]
+                expected[t] += (tensors["gates"][t, k] * one_expert(tensors["hidden"][t], e, arguments)).detach()
+    torch.testing.assert_close(call(function, arguments).detach(), expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_first_and_second_order(name: str) -> None:
+    arguments = make(LAYERS[name])
+    names = list(arguments["tensors"])
+
+    def layer(*values: Tensor) -> Tensor:
+        return call(moe_mlp, arguments | {"tensors": dict(zip(names, values, strict=True))})
+
+    values = tuple(arguments["tensors"].values())
+    assert gradcheck(layer, values)
+    assert gradgradcheck(layer, values)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_lie_as_what_they_are_of(name: str) -> None:
+    arguments = make(LAYERS[name])
+    out = call(moe_mlp, arguments)
+    out.backward(torch.randn_like(out))
+    for key, value in arguments["tensors"].items():
+        assert value.grad.stride() == value.stride(), key
+
+
+@pytest.mark.parametrize("needed", ["hidden", "gates", "w_gate_up", "w_down", "w_up", "gate_up_bias", "down_bias"])
+def test_a_gradient_alone(needed: str) -> None:
+    arguments = make(LAYERS["two weights, biases"])
+    out = call(moe_mlp, arguments)
+    upstream = torch.randn_like(out)
+    (expected,) = torch.autograd.grad(out, arguments["tensors"][needed], upstream)
+    for key, value in arguments["tensors"].items():
+        value.requires_grad_(key == needed)
+    call(moe_mlp, arguments).backward(upstream)
+    torch.testing.assert_close(arguments["tensors"][needed].grad, expected)
+    assert all(value.grad is None for key, value in arguments["tensors"].items() if key != needed)
+
+
+def test_the_backward_keeps_one_product_of_the_rows() -> None:
+    kept: list[Tensor] = []
+    arguments = make({})
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        call(moe_mlp, arguments)
+    R = T * TOP_K
+    assert [tuple(x.shape) for x in kept if x.dim() == 2 and len(x) == R] == [(R, 2 * I)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("keep", [True, False])
+def test_opcheck(name: str, keep: bool) -> None:
+    arguments = make(LAYERS[name])
+    tensors = arguments["tensors"]
+    defaults = {"activation": "silu", "gated": True, "interleaved": False, "alpha": 0.7, "limit": 0.7}
+    form = Form(**{key: arguments["options"].get(key, default) for key, default in defaults.items()})
+    transposed = arguments["options"].get("transposed", False)
+    w_in, w_up, w_out = (
+        None if w is None else w if transposed else w.mT for w in map(tensors.get, ("w_gate_up", "w_up", "w_down"))
+    )
+    biases = [tensors.get(name) for name in ("gate_up_bias", "up_bias", "down_bias")]
+    routing = route(IDS, tensors["gates"], E)[:3]
+    operators = torch.ops.moe_kernels
+    opcheck(
+        operators.moe_mlp.default,
+        (tensors["hidden"], tensors["gates"], *routing, w_in, w_up, w_out, *biases, keep, *form),
+    )
+    opcheck(
+        operators.swiglu_ffn.default,
+        (torch.randn(8, H, dtype=torch.float64), routing[0], w_in, w_up, *biases[:2], keep, *form),
+    )
+
+
+def test_opcheck_of_the_activation() -> None:
+    h = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    d, gates = torch.randn(6, 2, dtype=torch.float64, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    routing = route(torch.tensor([[0, 1], [3, 1], [0, 0]]), gates, 3)
+    form = ("silu", True, False, 1.0, 1.0)
+    operators = torch.ops.moe_kernels
+    opcheck(operators.activate.default, (h, None, *form))
+    opcheck(operators.activate.default, (h, h.detach() + 1, *form))
+    opcheck(operators.activate_backward.default, (h, None, d, None, None, None, *form))
+    order = (routing.row_to_slot, routing.group_offsets)
+    opcheck(operators.activate_backward.default, (h, None, d, gates.double(), *order, *form))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_activations_backward_is_its_derivative(activation: str) -> None:
+    for gated, two in ((True, False), (True, True), (False, False)):
+        if activation == "clamped_swiglu" and not gated:
+            continue
+        form = Form(activation, gated, gated and not two, 1.3, 0.7)
+        h = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+        h_up = torch.randn(9, 6, dtype=torch.float64, requires_grad=True) if two else None
+        act = reference.activate(h, h_up, form)
+        d = torch.randn_like(act)
+        expected = torch.autograd.grad(act, [h, h_up] if two else [h], d)
+        found = reference.activate_backward(h, h_up, d, None, None, None, form)
+        torch.testing.assert_close(found[: len(expected)], expected)
+
+
+def test_rows_past_the_last_offset_and_one_experts_nan() -> None:
+    arguments = make({})["tensors"]
+    rows = torch.randn(9, H, dtype=torch.float64)
+    offsets = group_offsets_from_sizes(torch.tensor([2, 0, 3, 2]))
+    rows[7:] = float("nan")
+    clean = swiglu_ffn(rows, arguments["w_gate_up"], offsets).detach()
+    assert torch.equal(clean[7:], torch.zeros(2, I, dtype=torch.float64))
+    with torch.no_grad():
+        arguments["w_gate_up"][2] = float("nan")
+    out = swiglu_ffn(rows, arguments["w_gate_up"], offsets).detach()
+    assert torch.equal(out[[0, 1, 5, 6]], clean[[0, 1, 5, 6]])
+    assert out[2:5].isnan().all()
+
+
+def test_offsets_that_start_late() -> None:
+    arguments = make(LAYERS["gpt-oss"])
+    rows, offsets = torch.randn(6, H, dtype=torch.float64), torch.tensor([2, 3, 3, 5, 5])
+    options = arguments["options"] | {"gate_up_bias": arguments["tensors"]["gate_up_bias"]}
+    out = swiglu_ffn(rows, arguments["tensors"]["w_gate_up"], offsets, **options).detach()
+    shifted = swiglu_ffn(rows[2:], arguments["tensors"]["w_gate_up"], offsets - 2, **options).detach()
+    assert torch.equal(out[2:], shifted)
+    assert not out[:2].any()
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens: int) -> None:
+    arguments = make({}, tokens=tokens)
+    out = call(moe_mlp, arguments, torch.randint(0, E, (tokens, TOP_K)))
+    assert out.shape == (tokens, H)
+    out.backward(torch.randn_like(out))
+    if tokens == 0:
+        assert not arguments["tensors"]["w_gate_up"].grad.any()
+
+
+def test_compiled_without_graph_breaks() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(moe_mlp, fullgraph=True, dynamic=True, backend=counter)
+    compiled_first = 0
+    for tokens in (5, 9, 1, 0, 17):
+        arguments = make(LAYERS["transposed"], tokens=tokens)
+        ids = torch.randint(-1, E + 1, (tokens, TOP_K))
+        upstream = torch.randn(tokens, H, dtype=torch.float64)
+        tensors = list(arguments["tensors"].values())
+        out, expected = call(compiled, arguments, ids), call(moe_mlp, arguments, ids)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(out, tensors, upstream), torch.autograd.grad(expected, tensors, upstream)
+        )
+        compiled_first = compiled_first or counter.frame_count
+    assert counter.frame_count <= compiled_first + 2  # one token and none are cases of their own
+
+
+def test_autocast_and_inference_mode() -> None:
+    arguments = make({}, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = call(moe_mlp, arguments)
+    assert out.dtype == torch.bfloat16
+    out.backward(torch.randn_like(out))
+    assert all(value.grad.dtype == torch.float32 for value in arguments["tensors"].values())
+    expected = call(moe_mlp, arguments).detach()
+    with torch.inference_mode():
+        assert torch.equal(call(moe_mlp, arguments), expected)
+
+
+REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"activation": "swish"}, ValueError, "activation: expected one of silu, .*got 'swish'"),
+    ({"activation": "clamped_swiglu", "gated": False}, ValueError, "gated: expected True for clamped_swiglu"),
+    ({"w_up": torch.zeros(E, I, H), "gated": False}, ValueError, "w_up: expected None for experts without a gate"),
+    ({"w_up": torch.zeros(E, I, H), "interleaved": True}, ValueError, "interleaved: expected False unless"),
+    ({"up_bias": torch.zeros(E, I)}, ValueError, "up_bias: expected None without w_up"),
+    ({"hidden": torch.zeros(T)}, ValueError, r"hidden: expected shape \[T, H\], got \[4\]"),
+    ({"hidden": torch.zeros(T + 1, H)}, ValueError, r"topk_ids: expected T = 5 as in hidden \[5, 3\], got \[4, 2\]"),
+    ({"hidden": torch.zeros(T, H).long()}, TypeError, "hidden: expected one of .*got torch.int64"),
+    ({"w_gate_up": torch.zeros(E, 2 * I)}, ValueError, r"w_gate_up: expected shape \[E, 2I, H\] with H = 3, got"),
+    ({"w_gate_up": torch.zeros(E, 2 * I + 1, H)}, ValueError, r"w_gate_up: expected shape .* with an even 2I"),
+    ({"transposed": True}, ValueError, r"w_gate_up: expected shape \[E, H, 2I\] with H = 3, got \[4, 4, 3\]"),
+    ({"w_up": torch.zeros(E, I + 1, H)}, ValueError, r"w_up: expected shape \[4, 4, 3\], got \[4, 3, 3\]"),
+    ({"w_down": torch.zeros(E, I, H)}, ValueError, r"w_down: expected shape \[4, 3, 2\], got \[4, 2, 3\]"),
+    ({"w_down": torch.zeros(E, H, I).int()}, TypeError, "w_down: expected one of .*got torch.int32"),
+    ({"w_down": None}, TypeError, "w_down: expected a torch.Tensor, got NoneType"),
+    ({"down_bias": torch.zeros(E, I)}, ValueError, r"down_bias: expected shape \[4, 3\], got \[4, 2\]"),
+    ({"gate_up_bias": torch.zeros(E, I)}, ValueError, r"gate_up_bias: expected shape \[4, 4\], got \[4, 2\]"),
+    ({"w_down": torch.zeros(E, H, I, device="meta")}, ValueError, "w_down: expected on cpu with hidden, got on meta"),
+    ({"topk_ids": IDS.float()}, TypeError, "topk_ids: expected int32 or int64, got torch.float32"),
+    ({"gates": torch.zeros(T, 1)}, ValueError, r"gates: expected shape \[4, 2\] as topk_ids, got \[4, 1\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSALS)
+def test_refusals(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    values: dict[str, Any] = {
+        "hidden": torch.zeros(T, H),
+        "topk_ids": IDS,
+        "gates": torch.zeros(T, TOP_K),
+        "w_gate_up": torch.zeros(E, 2 * I, H),
+        "w_down": torch.zeros(E, H, I),
+    }
+    with pytest.raises(error, match=f"^{message}"):
+        moe_mlp(**{**values, **changes})
+
+
+def test_swiglu_ffn_refusals() -> None:
+    rows, w = torch.zeros(5, H), torch.zeros(E, 2 * I, H)
+    with pytest.raises(ValueError, match=r"^group_offsets: expected length E \+ 1 = 5, got 4"):
+        swiglu_ffn(rows, w, torch.zeros(4, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"^group_offsets: expected int32 or int64"):
+        swiglu_ffn(rows, w, torch.zeros(5))
+    with pytest.raises(ValueError, match=r"^rows: expected shape \[M, H\], got \[5\]"):
+        swiglu_ffn(rows[:, 0], w, torch.zeros(5, dtype=torch.int32))
+
+
+def test_validation() -> None:
+    arguments = make({})
+    arguments["options"]["validate"] = True
+    with pytest.raises(ValueError, match=r"^topk_ids\[1, 0\]: expected 0 to 3, got 4"):
+        call(moe_mlp, arguments)
+
+
+def test_the_module() -> None:
+    torch.manual_seed(0)
+    layer = MoE(H, I, E, TOP_K, dtype=torch.float64)
+    hidden = torch.randn(2, 5, H, dtype=torch.float64, requires_grad=True)
+    out = layer(hidden)
+    assert out.shape == hidden.shape
+    tokens = hidden.detach().view(-1, H)
+    probabilities = (tokens @ layer.router.T).softmax(-1)
+    gates, ids = probabilities.topk(TOP_K)
+    gates = gates / gates.sum(1, keepdim=True)
+    expected = reference.moe_mlp(tokens, ids, gates, layer.w_gate_up, layer.w_down)
+    torch.testing.assert_close(out.view(-1, H), expected)
+    out.backward(torch.randn_like(out))
+    for value in (hidden, *layer.parameters()):
+        assert value.grad is not None
+        assert value.grad.any()
+    assert all(bool((w.abs() <= w.size(-1) ** -0.5).all()) for w in layer.parameters())
+    assert "num_experts=4, top_k=2" in repr(layer)
+    assert [tuple(w.shape) for w in MoE(H, I, E, 1, gated=False).parameters()] == [(E, H), (E, I, H), (E, H, I)]
+    with pytest.raises(ValueError, match=r"^top_k: expected 1 to num_experts = 4, got 5"):
+        MoE(H, I, E, 5)
