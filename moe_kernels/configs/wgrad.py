@@ -13,6 +13,9 @@ from moe_kernels.configs import block_for, floor_power_of_2
 __all__ = ["Choice", "Problem", "floor_power_of_2", "rule"]
 
 
+MOST_OFFSETS = 1024  # that a program looks at together; more are clamped beforehand
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a choice may depend on."""
@@ -51,7 +54,7 @@ def rule(problem: Problem) -> Choice:
     blocks = [block_for(problem.Q, block_q), block_for(problem.P, block_p)]
     loads = "tensor_descriptor" if tma else "pointer"
     options: dict[str, Any] = {"host_tensor_descriptors": True} if tma else {}
-    offsets = ["pointer"] * (1 if problem.G < 1024 else 2)
+    offsets = ["pointer"] * (1 if problem.G < MOST_OFFSETS else 2)
     config = helion.Config(
         block_sizes=blocks,
         num_warps=num_warps,

@@ -100,7 +100,6 @@ def _problem(X: torch.Tensor, Y: torch.Tensor, out: torch.Tensor, clips: bool) -
 
 _plans: dict[tuple[Any, ...], Callable[..., None]] = {}
 _MOST_PLANS = 4096
-_MOST_OFFSETS = 1024  # that a program looks at together
 
 
 def launch(
@@ -161,7 +160,7 @@ def _plan(
     choice = configs.rule(_problem(X, Y, out, clips))
     block_m, tma = choice.block_m, choice.tma
     G = out.size(0)
-    width = max(2, 1 << G.bit_length()) if G < _MOST_OFFSETS else 0
+    width = max(2, 1 << G.bit_length()) if G < configs.MOST_OFFSETS else 0
 
     def view(rows: torch.Tensor) -> torch.Tensor:
         return _windows(rows, block_m) if tma else rows
