@@ -23,11 +23,11 @@ class Form(NamedTuple):
     alpha: float
     limit: float
 
-    def halves(self, h: Tensor, h_up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Gate and up `[R, I]`, views of `h [R, 2I]`, or `h, h_up` if there are two products."""
-        if not self.gated or h_up is not None:
-            return h, h_up
+    def halves(self, both: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Gate and up: views of `both [..., 2I]`, or `both, up` if they are apart or there is no up."""
+        if not self.gated or up is not None:
+            return both, up
         if self.interleaved:
-            return h[:, ::2], h[:, 1::2]
-        width = h.shape[1] // 2
-        return h[:, :width], h[:, width:]
+            return both[..., ::2], both[..., 1::2]
+        width = both.shape[-1] // 2
+        return both.narrow(-1, 0, width), both.narrow(-1, width, width)

@@ -360,7 +360,7 @@ def activate_backward(
     gate, up = form.halves(h, h_up)
     compute = _accumulation_dtype(h, d_act)
     d = d_act.to(compute)
-    w = None
+    w = kept = None
     if gates is not None:
         assert row_to_slot is not None
         assert group_offsets is not None
@@ -390,7 +390,10 @@ def activate_backward(
     assert gates is not None
     assert row_to_slot is not None
     dots = torch.empty(gates.numel(), dtype=compute, device=h.device)
-    dots = dots.index_put((row_to_slot.long(),), (act * d).sum(1)).view(gates.shape)
+    products = (act * d).sum(1)
+    assert kept is not None
+    products = torch.where(kept, products, torch.zeros_like(products))
+    dots = dots.index_put((row_to_slot.long(),), products).view(gates.shape)
     return d_h.to(h.dtype), d_h_up, (w * act).to(h.dtype), dots.to(gates.dtype)
 
 

@@ -116,7 +116,7 @@ def rule(problem: Problem, variant: str = "auto") -> Choice:
             options["epilogue_subtile"] = 2  # or there would be no shared memory for that many stages
         blocks = [block_n, block_k]
     else:
-        blocks = [block_m, block_n, _offsets_block(problem.G), block_k]
+        blocks = [block_m, block_n, offsets_block(problem.G), block_k]
     options |= _indexing(variant, problem.has_bias, access)
     return Choice(variant, block_m, access, helion.Config(block_sizes=blocks, **options))
 
@@ -149,13 +149,13 @@ def block_for(n: int, most: int) -> int:
     return min(max(16, floor_power_of_2(n)), most)
 
 
-def _offsets_block(G: int) -> int:
+def offsets_block(G: int) -> int:
     return min(1 << G.bit_length(), MAX_BLOCK_G)  # at least G + 1
 
 
 def tile_table(G: int, N: int) -> helion.Config:
     """The config of the kernel that lists the persistent kernel's tiles."""
-    return helion.Config(block_sizes=[_offsets_block(G), block_for(N, 64)], num_warps=1)
+    return helion.Config(block_sizes=[offsets_block(G), block_for(N, 64)], num_warps=1)
 
 
 def bucket_of(problem: Problem) -> store.Bucket:
@@ -192,7 +192,7 @@ def _adapted(found: store.Found, problem: Problem) -> Choice:
                 config[per_load] = [*config[per_load], ""]
     blocks = config.get("block_sizes")
     if entry.kernel == "basic" and isinstance(blocks, list) and len(blocks) == 4 and problem.G != entry.bucket.G:
-        config["block_sizes"] = [blocks[0], blocks[1], _offsets_block(problem.G), blocks[3]]
+        config["block_sizes"] = [blocks[0], blocks[1], offsets_block(problem.G), blocks[3]]
     return Choice(
         entry.kernel,
         entry.block_m,

@@ -177,7 +177,8 @@ def weighted_backward(
                     d_up[r, tile_i] = du.to(d_gate.dtype)
                 weighted[r, tile_i] = (w * act).to(weighted.dtype)
                 dot = dot + torch.sum(act * d)
-            dots[slot] = dot.to(dots.dtype)
+            # What act is made of may not have been written there.
+            dots[slot] = torch.where(r < group_offsets[E], dot, 0.0).to(dots.dtype)
     return d_gate
 
 

@@ -13,6 +13,7 @@ from moe_kernels.ops.library import define, on_device
 from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 
+GATHER_BELOW_ROWS = 128  # per expert; with more, gathering beforehand pays: TMA can then read the rows
 _FORM = "str activation, bool gated, bool interleaved, float alpha, float limit"
 
 
@@ -162,12 +163,70 @@ def _swiglu_ffn(
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """act `[M, I]`, and if `keep` what it was made of, `h` and `h_up` (empty without `w_up`)."""
-    dtype = torch.promote_types(rows.dtype, w_in.dtype)
-    h = dispatch.multiply(rows, w_in, group_offsets, b_in, dtype, "auto")
-    h_up = None if w_up is None else dispatch.multiply(rows, w_up, group_offsets, b_up, dtype, "auto")
-    act = _activate(h, h_up, *form)
-    none = h.new_empty(0)
-    return act, h if keep else none, none.clone() if h_up is None or not keep else h_up
+    return _first_half(rows, group_offsets, None, 0, w_in, w_up, b_in, b_up, keep, Form(*form))
+
+
+def _first_half(
+    A: Tensor,  # [M, H], or [T, H] with row_to_slot
+    group_offsets: Tensor,  # [E + 1]
+    row_to_slot: Tensor | None,  # [M]
+    top_k: int,
+    w_in: Tensor,
+    w_up: Tensor | None,
+    b_in: Tensor | None,
+    b_up: Tensor | None,
+    keep: bool,
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor]:
+    M = A.size(0) if row_to_slot is None else row_to_slot.size(0)
+    dtype = torch.promote_types(A.dtype, w_in.dtype)
+    if _fusible(A, w_in, form) and M > 0 and w_in.numel() > 0:
+        found = _fused(A, M, group_offsets, row_to_slot, top_k, w_in, w_up, b_in, b_up, keep, form)
+    else:
+        assert row_to_slot is None
+        h = dispatch.multiply(A, w_in, group_offsets, b_in, dtype, "auto")
+        h_up = None if w_up is None else dispatch.multiply(A, w_up, group_offsets, b_up, dtype, "auto")
+        found = (_activate(h, h_up, *form), *((h, h_up) if keep else (None, None)))
+    act, h, h_up = (A.new_empty(0, dtype=dtype) if x is None else x.to(dtype) for x in found)
+    return act, h, h_up
+
+
+def _fused(
+    A: Tensor,
+    M: int,
+    group_offsets: Tensor,
+    row_to_slot: Tensor | None,
+    top_k: int,
+    w_in: Tensor,
+    w_up: Tensor | None,
+    b_in: Tensor | None,
+    b_up: Tensor | None,
+    keep: bool,
+    form: Form,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    from moe_kernels.kernels import swiglu_ffn as kernels
+
+    dtype = torch.promote_types(A.dtype, w_in.dtype)
+    if A.is_cpu and dtype == torch.bfloat16:
+        # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
+        dtype = torch.float32
+        A, w_in, w_up = A.float(), w_in.float(), None if w_up is None else w_up.float()
+    act = A.new_empty((M, _width(w_in, w_up, form)), dtype=dtype)
+    h = A.new_empty((M, w_in.size(2)), dtype=dtype) if keep else None
+    h_up = torch.empty_like(act) if keep and w_up is not None else None
+
+    def halves(both: Tensor | None, up: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        return (both, up) if both is None or w_up is not None else form.halves(both, None)
+
+    gate, up = form.halves(w_in, w_up)
+    tensors = (A, gate, up, group_offsets, row_to_slot, *halves(b_in, b_up), act, *halves(h, h_up))
+    on_device(A, kernels.launch, *tensors, top_k, form)
+    return act, h, h_up
+
+
+def _fusible(A: Tensor, w_in: Tensor, form: Form) -> bool:
+    """Whether one kernel does the whole first half: not if gate and up take turns where rows of a weight are loaded."""
+    return dispatch.use_kernels(A) and form.gated and not (form.interleaved and w_in.stride(2) == 1)
 
 
 def _swiglu_ffn_fake(
@@ -281,10 +340,14 @@ def _moe_mlp(
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer's result `[T, H]`, and if `keep` the rows' `h` and `h_up`, as `swiglu_ffn`."""
-    top_k = gates.size(1)
-    rows = scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, hidden.dtype)
-    act, h, h_up = _swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, keep, *form)
-    del rows
+    top_k, R = gates.size(1), slot_to_row.size(0)
+    first = (w_in, w_up, b_in, b_up, keep, Form(*form))
+    if _fusible(hidden, w_in, Form(*form)) and GATHER_BELOW_ROWS * w_in.size(0) > R:
+        act, h, h_up = _first_half(hidden, group_offsets, row_to_slot, top_k, *first)
+    else:
+        rows = scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, hidden.dtype)
+        act, h, h_up = _first_half(rows, group_offsets, None, 0, *first)
+        del rows
     dtype = torch.promote_types(act.dtype, w_out.dtype)
     rows = dispatch.multiply(act, w_out, group_offsets, b_out, dtype, "auto")
     return combine_rows(rows, gates, slot_to_row, group_offsets, top_k, dtype), h, h_up

@@ -1,0 +1,373 @@
+"""Both products of an expert's first half at once, with the activation at their end: `act = f(A @ gate) * (A @ up)`.
+
+Rows, groups, slots and tiles are those of grouped_gemm.py. A row of A is read once for both products. The rows may be
+given as tokens, read through `row_to_slot`: then nothing has to be gathered beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import helion
+import helion.language as hl
+import torch
+
+from moe_kernels.configs import swiglu as configs
+from moe_kernels.form import Form
+from moe_kernels.kernels import direct_launch
+from moe_kernels.kernels.activation import activated
+from moe_kernels.kernels.grouped_gemm import (
+    _clamped,
+    _compile_table,
+    _empty_table,
+    _first_row,
+    _multiple,
+    _running_max,
+    _slots,
+    _windows,
+)
+from moe_kernels.kernels.inline import divide, halve, unmasked
+from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, tf32_allowed, tma_readable, without_ones
+
+
+def _preset_basic(
+    A: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, group_offsets: torch.Tensor, *rest: Any
+) -> helion.Config:
+    return configs.rule(_problem(A, gate, up, group_offsets.size(0) - 1, rest[:6], clips=False)).config
+
+
+def _preset_persistent(
+    A: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, tiles: torch.Tensor, number: torch.Tensor, *rest: Any
+) -> helion.Config:
+    return configs.rule(_problem(A, gate, up, gate.size(0), rest[:6], clips=False)).config
+
+
+@kernel(_preset_basic)
+def swiglu(
+    A: torch.Tensor,  # [M, H], or [T, H] if `top_k`
+    gate: torch.Tensor,  # [E, H, I]; the last two swapped if `transposed`
+    up: torch.Tensor,  # like gate
+    group_offsets: torch.Tensor,  # [E + 1]
+    row_to_slot: torch.Tensor | None,  # [M] int32
+    gate_bias: torch.Tensor | None,  # [E, I]
+    up_bias: torch.Tensor | None,  # [E, I]
+    act: torch.Tensor,  # [M, I]
+    h_gate: torch.Tensor | None,  # [M, I]: what act is made of
+    h_up: torch.Tensor | None,  # [M, I]
+    slots: int,
+    odd_M: int,
+    top_k: hl.constexpr,  # row r is that of token row_to_slot[r] // top_k; 0 if A has the rows themselves
+    transposed: hl.constexpr,
+    mask_rows: hl.constexpr,
+    slot_per_row: hl.constexpr,
+    name: hl.constexpr,
+    alpha: hl.constexpr,
+    limit: hl.constexpr,
+) -> torch.Tensor:
+    """For few rows per expert: a grid over slots and columns, as `jagged`."""
+    H = A.size(1)
+    I = act.size(1)  # noqa: E741
+    E = group_offsets.size(0) - 1
+    block_m = hl.register_block_size(16, 128)
+    dtype = torch.promote_types(A.dtype, gate.dtype)
+    for tile_s, tile_i in hl.tile([slots, I], block_size=[1, None]):
+        region = hl.zeros([], dtype=torch.int32)
+        M = halve(odd_M, region)
+        slot = tile_s.id + region
+        start = hl.zeros([], dtype=torch.int32)
+        end = M
+        previous = hl.zeros([], dtype=torch.int32)
+        for tile_g in hl.tile(E + 1):
+            ends = _running_max(_clamped(group_offsets, tile_g.index, M), previous)
+            if slot_per_row:
+                before = (ends <= slot) & (tile_g.index <= E)
+            else:
+                before = (divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= E)
+            region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
+            start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
+            end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
+            previous = torch.amax(ends)
+        if slot_per_row:
+            into_group = slot - start
+            row0 = torch.where(_multiple(into_group, block_m), slot, end)
+        else:
+            row0 = _first_row(slot, region, start, block_m)
+        if row0 < end:
+            acc_gate = hl.zeros([block_m, tile_i], dtype=torch.float32)
+            acc_up = hl.zeros([block_m, tile_i], dtype=torch.float32)
+            load0 = row0
+            if not mask_rows:
+                load0 = torch.minimum(row0, M - block_m)
+            rows = load0.to(torch.int64) + hl.arange(block_m)
+            inside = (rows >= row0) & (rows < end)
+            if (region >= 1) & (region <= E):
+                group = (region - 1).to(torch.int64)
+                source = rows
+                if row_to_slot is not None:
+                    source = divide(hl.load(row_to_slot, [rows], extra_mask=inside), top_k)
+                for tile_h in hl.tile(H):
+                    if mask_rows:
+                        a = hl.load(A, [source, tile_h], extra_mask=inside[:, None])
+                    else:
+                        a = unmasked(hl.load(A, [load0 + hl.arange(block_m), tile_h]))
+                    if transposed:
+                        w_gate = gate[group, tile_i, tile_h].T
+                        w_up = up[group, tile_i, tile_h].T
+                    else:
+                        w_gate = gate[group, tile_h, tile_i]
+                        w_up = up[group, tile_h, tile_i]
+                    acc_gate = hl.dot(a.to(dtype), w_gate.to(dtype), acc=acc_gate)
+                    acc_up = hl.dot(a.to(dtype), w_up.to(dtype), acc=acc_up)
+                if gate_bias is not None:
+                    acc_gate = acc_gate + gate_bias[group, tile_i].to(torch.float32)[None, :]
+                if up_bias is not None:
+                    acc_up = acc_up + up_bias[group, tile_i].to(torch.float32)[None, :]
+            result = activated(acc_gate, acc_up, name, alpha, limit)
+            hl.store(act, [rows, tile_i], result.to(act.dtype), extra_mask=inside[:, None])
+            if h_gate is not None:
+                hl.store(h_gate, [rows, tile_i], acc_gate.to(act.dtype), extra_mask=inside[:, None])
+                hl.store(h_up, [rows, tile_i], acc_up.to(act.dtype), extra_mask=inside[:, None])
+    return act
+
+
+@kernel(_preset_persistent)
+def swiglu_persistent(
+    A: torch.Tensor,  # [M, H], or [T, H] if `top_k`
+    gate: torch.Tensor,  # [E, H, I]; the last two swapped if `transposed`
+    up: torch.Tensor,  # like gate
+    tiles: torch.Tensor,  # [1 + slots, 3] int32, of tile_table
+    num_tiles: torch.Tensor,  # [] int32: tiles[0, 0]
+    row_to_slot: torch.Tensor | None,  # [M] int32
+    gate_bias: torch.Tensor | None,  # [E, I]
+    up_bias: torch.Tensor | None,  # [E, I]
+    act: torch.Tensor,  # [M, I], or `_windows` of it if `tma_out`, as the next two
+    h_gate: torch.Tensor | None,
+    h_up: torch.Tensor | None,
+    top_k: hl.constexpr,
+    transposed: hl.constexpr,
+    block_m: hl.constexpr,  # that of `tiles`
+    tma_A: hl.constexpr,  # A is read by TMA, which takes rows outside of it for zeros
+    tma_out: hl.constexpr,  # results are written by TMA, which leaves out what is past the end of a window
+    name: hl.constexpr,
+    alpha: hl.constexpr,
+    limit: hl.constexpr,
+) -> torch.Tensor:
+    """One program per SM walks the listed tiles, as `jagged_persistent`."""
+    H = A.size(1)
+    I = act.size(1)  # noqa: E741
+    dtype = torch.promote_types(A.dtype, gate.dtype)
+    hl.pdl_wait()  # launched while tile_table still runs
+    for tile_t, tile_i in hl.tile([num_tiles, I], block_size=[1, None]):
+        t = tile_t.id + 1
+        group = tiles[t, 0].to(torch.int64)
+        row0 = tiles[t, 1]
+        end = tiles[t, 2]
+        rows = row0.to(torch.int64) + hl.arange(block_m)
+        source = rows
+        if row_to_slot is not None:
+            source = divide(hl.load(row_to_slot, [rows], extra_mask=rows < end), top_k)
+        acc_gate = hl.zeros([block_m, tile_i], dtype=torch.float32)
+        acc_up = hl.zeros([block_m, tile_i], dtype=torch.float32)
+        for tile_h in hl.tile(H):
+            if tma_A:
+                a = unmasked(hl.load(A, [row0 + hl.arange(block_m), tile_h]))
+            else:
+                a = hl.load(A, [source, tile_h], extra_mask=(rows < end)[:, None])
+            if transposed:
+                w_gate = gate[group, tile_i, tile_h].T
+                w_up = up[group, tile_i, tile_h].T
+            else:
+                w_gate = gate[group, tile_h, tile_i]
+                w_up = up[group, tile_h, tile_i]
+            acc_gate = hl.dot(a.to(dtype), w_gate.to(dtype), acc=acc_gate)
+            acc_up = hl.dot(a.to(dtype), w_up.to(dtype), acc=acc_up)
+        if gate_bias is not None:
+            acc_gate = acc_gate + gate_bias[group, tile_i].to(torch.float32)[None, :]
+        if up_bias is not None:
+            acc_up = acc_up + up_bias[group, tile_i].to(torch.float32)[None, :]
+        result = activated(acc_gate, acc_up, name, alpha, limit)
+        if tma_out:
+            window = row0 + block_m - end + hl.arange(block_m)
+            hl.store(act, [window, tile_i, end], result.to(act.dtype))
+            if h_gate is not None:
+                hl.store(h_gate, [window, tile_i, end], acc_gate.to(act.dtype))
+                hl.store(h_up, [window, tile_i, end], acc_up.to(act.dtype))
+        else:
+            hl.store(act, [rows, tile_i], result.to(act.dtype), extra_mask=(rows < end)[:, None])
+            if h_gate is not None:
+                hl.store(h_gate, [rows, tile_i], acc_gate.to(act.dtype), extra_mask=(rows < end)[:, None])
+                hl.store(h_up, [rows, tile_i], acc_up.to(act.dtype), extra_mask=(rows < end)[:, None])
+    return act
+
+
+_Optional = torch.Tensor | None
+
+
+def _problem(
+    A: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    E: int,
+    rest: Sequence[_Optional],  # row_to_slot, gate_bias, up_bias, act, h_gate, h_up
+    clips: bool,
+) -> configs.Problem:
+    row_to_slot, gate_bias, up_bias, act, h_gate, h_up = rest
+    assert act is not None
+    M, I = act.shape  # noqa: E741
+    H = A.size(1)
+    dtype = torch.promote_types(A.dtype, gate.dtype)
+    outs = [out for out in (act, h_gate, h_up) if out is not None]
+    tma_A = H >= 16 and row_to_slot is None and tma_readable(A)
+    tma_B = min(H, I) >= 16 and tma_readable(gate) and tma_readable(up)
+    tma_out = clips and I >= 16 and all(tma_readable(out) for out in outs)
+    # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
+    wide = 2 * span(A) > INT32_MAX and not tma_A
+    wide |= max(span(gate), span(up)) > INT32_MAX and not tma_B
+    wide |= max(2 * span(out) for out in outs) > INT32_MAX
+    return configs.Problem(
+        rows=configs.floor_power_of_2(M // E),
+        M=configs.floor_power_of_2(M),
+        I=I,
+        H=H,
+        E=E,
+        dtype=dtype,
+        tf32=tf32_allowed(dtype),
+        gathered=row_to_slot is not None,
+        keeps=h_gate is not None,
+        biases=(gate_bias is not None) + (up_bias is not None),
+        tma_A=tma_A,
+        tma_B=tma_B,
+        tma_out=tma_out,
+        wide=wide,
+    )
+
+
+_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
+_MOST_PLANS = 4096
+
+
+def launch(
+    A: torch.Tensor,  # [M, H], or [T, H] with row_to_slot
+    gate: torch.Tensor,  # [E, H, I]
+    up: torch.Tensor,  # [E, H, I]
+    group_offsets: torch.Tensor,  # [E + 1]
+    row_to_slot: _Optional,  # [M] int32
+    gate_bias: _Optional,  # [E, I]
+    up_bias: _Optional,  # [E, I]
+    act: torch.Tensor,  # [M, I], written
+    h_gate: _Optional,  # [M, I], written
+    h_up: _Optional,  # [M, I], written
+    top_k: int,  # 0 without row_to_slot
+    form: Form,
+) -> None:
+    """Write the activation, and what it is made of if asked for. Nothing is checked; no tensor may be empty.
+
+    Kernels are compiled once for all that the key names. M is in it by its magnitude alone.
+    """
+    tensors = (A, gate, up, group_offsets, row_to_slot, gate_bias, up_bias, act, h_gate, h_up)
+    M, E = act.size(0), gate.size(0)
+    key = (
+        M.bit_length(),
+        (M // E).bit_length(),
+        A.size(1),
+        gate.shape,
+        group_offsets.dtype,
+        act.device,
+        top_k,
+        form,
+        A.dtype == torch.float32 and tf32_allowed(torch.float32),
+        *(None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = _make_and_call(tensors, top_k, form)
+        return
+    plan(*tensors)
+
+
+def _make_and_call(tensors: Sequence[Any], top_k: int, form: Form) -> Callable[..., None]:
+    try:
+        plan = _plan(*tensors, top_k=top_k, form=form)
+        plan(*tensors)
+    except direct_launch.Unavailable:
+        plan = _plan(*tensors, top_k=top_k, form=form, clips=False)
+        plan(*tensors)
+    return plan
+
+
+def _plan(
+    A: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    group_offsets: torch.Tensor,
+    row_to_slot: _Optional,
+    *others: Any,  # gate_bias, up_bias, act, h_gate, h_up
+    top_k: int,
+    form: Form,
+    clips: bool = True,  # TMA may be relied upon to leave out what is outside of a tensor
+) -> Callable[..., None]:
+    E = gate.size(0)
+    transposed = gate.stride(1) == 1 != gate.stride(2)
+    lies_as = (lambda w: w.transpose(1, 2)) if transposed else (lambda w: w)
+    gate, up = lies_as(gate), lies_as(up)
+    problem = _problem(A, gate, up, E, (row_to_slot, *others), clips)
+    choice = configs.rule(problem)
+    block_m = choice.block_m
+    tma_A, tma_B, tma_out = choice.access
+    biases = [None if x is None else without_ones(x) for x in others[:2]]
+    outs = others[2:]
+    # What the kernels are compiled for. TMA has no use for Helion's limit on the elements of a tensor: show it fewer.
+    a = A.narrow(0, 0, block_m) if tma_A else without_ones(A)
+    w_gate, w_up = (w.narrow(0, 0, min(2, E)) if tma_B else without_ones(w, keep_first=True) for w in (gate, up))
+    to = None if row_to_slot is None else without_ones(row_to_slot)
+    compiled = partial(compile_kernel, config=choice.config, wide=choice.wide, tf32=problem.tf32)
+    options = (form.activation, form.alpha, form.limit)
+
+    if not choice.persistent:
+        slot_per_row = problem.rows == 0
+        settled = (top_k, transposed, not tma_A, slot_per_row, *options)
+        like = [None if out is None else without_ones(out) for out in outs]
+        run = compiled(
+            swiglu,
+            (a, w_gate, w_up, group_offsets, to, *biases, *like, 3, 3, *settled),
+            prepare=lambda A, gate, up, *rest: (A, lies_as(gate), lies_as(up), *rest),
+        )
+
+        def basic(*tensors: Any) -> None:
+            M = tensors[7].size(0)
+            run(*tensors, M | 1 if slot_per_row else _slots(M, E, block_m), 2 * M + 1, *settled)
+
+        return basic
+
+    def view(out: _Optional) -> _Optional:
+        return out if out is None or not tma_out else _windows(out, block_m)
+
+    def prepare(A: Any, gate: Any, up: Any, tiles: Any, _: Any, *rest: Any) -> tuple[Any, ...]:
+        number = tiles.select(0, 0).select(0, 0)
+        return A, lies_as(gate), lies_as(up), tiles, number, *rest[:3], *(view(out) for out in rest[3:6]), *rest[6:]
+
+    settled = (top_k, transposed, block_m, tma_A, tma_out, *options)
+    act = outs[0]
+    tiles = _empty_table(act, block_m, E, block_m)
+    list_tiles = _compile_table(group_offsets, act, block_m)
+    like = [None if out is None else without_ones(view(out.narrow(0, 0, block_m)) if tma_out else out) for out in outs]
+    run = compiled(
+        swiglu_persistent,
+        (a, w_gate, w_up, tiles, tiles.select(0, 0).select(0, 0), to, *biases, *like, *settled),
+        prepare=prepare,
+        clipped=({0: 0} if tma_A else {})
+        | ({8 + i: block_m for i, out in enumerate(outs) if out is not None} if tma_out else {}),
+    )
+
+    def persistent(A: Any, gate: Any, up: Any, group_offsets: Any, *rest: Any) -> None:
+        act = rest[3]
+        M = act.size(0)
+        tiles = _empty_table(act, M, E, block_m)
+        list_tiles(group_offsets, act, tiles, _slots(M, E, block_m), 2 * M + 1, block_m)
+        run(A, gate, up, tiles, tiles, *rest, *settled)
+
+    return persistent
