@@ -93,12 +93,12 @@ def step(model: Any, implementation: str, dtype: torch.dtype, backend: str | Non
     return {"logits": logits.detach().double(), **gradients}
 
 
-def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], eps: float) -> None:
-    """Each tensor may be twice as far from float64's as plain's, and some roundings of the largest element."""
+def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], slack: float) -> None:
+    """Each tensor may be twice as far from float64's as plain's, plus so much of its largest element."""
     assert ours.keys() == exact.keys()
     for name, want in exact.items():
         largest = float(want.abs().max())
-        budget = 2 * float((plain[name] - want).abs().max()) + 4 * eps * largest
+        budget = 2 * float((plain[name] - want).abs().max()) + slack * largest
         assert largest == 0 or budget < largest / 10, name
         error = float((ours[name] - want).abs().max())
         assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
@@ -108,7 +108,7 @@ def check(name: str, backend: str | None = None, device: str = "cpu", implementa
     model = make(name).to(device)
     ours = step(model, implementation, torch.float32, backend)
     plain = step(model, "eager", torch.float32)
-    assert_close(ours, plain, step(model, "eager", torch.float64), torch.finfo(torch.float32).eps)
+    assert_close(ours, plain, step(model, "eager", torch.float64), 16 * torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -240,7 +240,7 @@ def check_experts(case: str, dtype: torch.dtype, device: str = "cpu") -> None:
     for result in (plain, exact):
         result["weights"] = result["weights"].masked_fill(sentinel, 0)  # not zero in every version of the library
     assert not ours["hidden"][3].any() and not ours["out"][3].any()
-    assert_close(ours, plain, exact, torch.finfo(dtype).eps)
+    assert_close(ours, plain, exact, 4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("case", FLAGS)
