@@ -35,6 +35,12 @@ def test_grouped_gemm_example() -> None:
         assert text.count(kernel) == 4
 
 
+def test_expert_parallel_example() -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    text = run(*launch, str(ROOT / "examples" / "expert_parallel.py"))
+    assert text.count("output and gradient agree") == 2
+
+
 def test_readme_quickstart() -> None:
     assert run("-c", readme_block("quickstart")) == "[[300, 256], [0, 256], [17, 256], [1, 256]]\n"
 

@@ -1,0 +1,117 @@
+"""Experts spread over the ranks of a process group: rank p of P owns the experts `p * E / P` to `(p + 1) * E / P`.
+
+hidden --dispatch--> rows of this rank's experts --swiglu_ffn, grouped_gemm--> rows --combine--> hidden
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_kernels.packing import group_sizes
+from moe_kernels.routing import Routing, permute, route, unpermute
+
+
+class Exchange(NamedTuple):
+    """What `dispatch` did, for `combine` to undo.
+
+    `routing` sorts this rank's slots by all E experts, so that they stand in the order of the ranks to send to.
+    `arrival` sorts the rows that came, which stand in the order of the ranks they came from, by this rank's experts.
+    """
+
+    routing: Routing
+    arrival: Routing
+    sent: list[int]  # [P], rows to each rank
+    received: list[int]  # [P], rows from each rank
+    group: Any  # dist.ProcessGroup
+
+    @property
+    def group_offsets(self) -> Tensor:
+        """`[E / P + 1]` int32, which rows each of this rank's experts has."""
+        return self.arrival.group_offsets
+
+
+def dispatch(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    gates: Tensor,  # [T, top_k]
+    num_experts: int,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> tuple[Tensor, Exchange]:
+    """Send each token's row to the ranks of its experts. All ranks of the group have to call it.
+
+    Waits once for the device, to learn how many rows come from and go to each rank.
+
+    Args:
+        hidden: `[T, H]`, this rank's tokens; T differs from rank to rank as it likes and may be 0.
+        topk_ids: `[T, top_k]` int32 or int64, out of all ranks' experts; an id outside `0..num_experts - 1` drops its
+            slot.
+        gates: `[T, top_k]`; they stay here, and `combine` applies them.
+        num_experts: E, a multiple of the number of ranks.
+        group: the ranks, as a process group or a mesh of one dimension; by default all.
+
+    Returns:
+        `rows [R', H]`, those of this rank's experts, sorted by expert as `exchange.group_offsets` says; and `exchange`.
+        Differentiable in `hidden`; the backward is collective, too.
+
+    Raises:
+        TypeError, ValueError: as for `route` and `permute`; the ranks do not divide the experts.
+    """
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    P = dist.get_world_size(group)
+    if num_experts % P:
+        raise ValueError(f"num_experts: expected a multiple of the group's {P} ranks, got {num_experts}")
+    routing = route(topk_ids, gates, num_experts)
+    rows = permute(hidden, routing)
+
+    to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
+    to_receive = torch.empty_like(to_send)
+    dist.all_to_all_single(to_receive, to_send, group=group)
+    sent, received = torch.stack((to_send.sum(1), to_receive.sum(1))).tolist()
+    rows = _AllToAll.apply(rows[: sum(sent)], sent, received, group)  # type: ignore[no-untyped-call]
+
+    local_ids = torch.arange(num_experts // P, device=hidden.device).repeat(P)
+    ids = local_ids.repeat_interleave(to_receive.flatten(), output_size=sum(received))[:, None]
+    ones = torch.ones_like(ids, dtype=torch.float32)
+    arrival = route(ids, ones, num_experts // P)
+    return permute(rows, arrival), Exchange(routing, arrival, sent, received, group)
+
+
+def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
+    """Send the experts' rows back, and add up each token's, weighted with its gates.
+
+    Args:
+        rows: `[R', H]`, in the order of `dispatch`'s.
+        exchange: from `dispatch`.
+
+    Returns:
+        `[T, H]` of the dtype of `rows`; dropped slots add nothing. Differentiable in `rows` and the gates.
+
+    Raises:
+        TypeError, ValueError: as for `unpermute`.
+    """
+    routing, arrival, sent, received, group = exchange
+    rows = unpermute(rows, arrival, weighted=False)
+    rows = _AllToAll.apply(rows, received, sent, group)  # type: ignore[no-untyped-call]
+    dropped = routing.slot_to_row.size(0) - sum(sent)
+    return unpermute(F.pad(rows, (0, 0, 0, dropped)) if dropped else rows, routing)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        out = rows.new_empty(sum(received), rows.size(1))
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *d_out: Tensor) -> tuple[Tensor, None, None, None]:
+        d_rows = _AllToAll.apply(d_out[0], ctx.received, ctx.sent, ctx.group)  # type: ignore[no-untyped-call]
+        return d_rows, None, None, None

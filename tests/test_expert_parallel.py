@@ -1,0 +1,89 @@
+"""Two gloo ranks in float64: outputs and every gradient are those of one process with all experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from moe_kernels import grouped_gemm, moe_mlp, swiglu_ffn
+from moe_kernels.expert_parallel import combine, dispatch
+
+P, E, TOP_K, H, I = 2, 6, 2, 5, 4  # noqa: E741
+CASES = {  # tokens of both ranks, and the ids that they draw from
+    "uneven": ((7, 4), range(E)),
+    "nothing for rank 0": ((5, 6), range(3, 6)),
+    "one expert for all": ((5, 6), range(1)),
+    "rank 1 has no tokens": ((8, 0), range(E)),
+    "no tokens": ((0, 0), range(E)),
+    "dropped slots": ((6, 7), range(-1, E + 2)),
+    "all dropped": ((3, 3), range(E, E + 2)),
+}
+
+
+def make(case: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Both weights, whole, and each rank's tokens, ids, gates and upstream gradients."""
+    tokens, ids = CASES[case]
+    generator = torch.Generator().manual_seed(len(case))
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    weights = [randn(E, 2 * I, H), randn(E, H, I)]
+    return weights, [
+        {
+            "hidden": randn(T, H),
+            "topk_ids": torch.tensor(ids)[torch.randint(len(ids), (T, TOP_K), generator=generator)],
+            "gates": randn(T, TOP_K),
+            "upstream": randn(T, H),
+        }
+        for T in tokens
+    ]
+
+
+def run_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=P)
+    results: dict[str, Any] = {}
+    for case in CASES:
+        weights, ranks = make(case)
+        w_gate_up, w_down = (w.chunk(P)[rank].clone().requires_grad_() for w in weights)
+        x = ranks[rank]
+        hidden, gates = x["hidden"].requires_grad_(), x["gates"].requires_grad_()
+        group = init_device_mesh("cpu", (P,)) if case == "uneven" else None
+        rows, exchange = dispatch(hidden, x["topk_ids"], gates, E, group)
+        act = swiglu_ffn(rows, w_gate_up, exchange.group_offsets)
+        out = combine(grouped_gemm(act, w_down.mT, exchange.group_offsets), exchange)
+        gradients = torch.autograd.grad(out, (hidden, gates, w_gate_up, w_down), x["upstream"])
+        results[case] = [out.detach(), *gradients]
+    with pytest.raises(ValueError, match=r"num_experts: expected a multiple of the group's 2 ranks, got 7"):
+        dispatch(torch.ones(1, H), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), 7)
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, list[Tensor]]]]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run_rank, (str(folder),), nprocs=P)
+    yield [torch.load(folder / f"{rank}.pt") for rank in range(P)]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_give_what_one_process_gives(case: str, results: list[dict[str, list[Tensor]]]) -> None:
+    (w_gate_up, w_down), ranks = make(case)
+    whole = {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
+    inputs = [x.requires_grad_() for x in (whole["hidden"], whole["gates"], w_gate_up, w_down)]
+    out = moe_mlp(inputs[0], whole["topk_ids"], *inputs[1:])
+    expected = [out.detach(), *torch.autograd.grad(out, inputs, whole["upstream"])]
+    ours = [torch.cat(parts) for parts in zip(*(rank[case] for rank in results), strict=True)]
+    for got, want in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,309 @@
+"""Tiny random models of transformers with our experts, against their own in float64 with twice float32's error."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.integrations import transformers as integration
+
+if integration._default_apply_gate is None:
+    pytest.skip("transformers 5 is not installed: pip install 'moe-kernels[transformers]'", allow_module_level=True)
+
+import transformers
+from transformers.activations import ACT2FN
+from transformers.integrations import moe as registry
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 60,
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "Mixtral": lambda: transformers.MixtralConfig(
+        **SIZES, intermediate_size=24, num_local_experts=5, num_experts_per_tok=2
+    ),
+    "Qwen3Moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, intermediate_size=48, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, head_dim=8
+    ),
+    "DeepseekV3": lambda: transformers.DeepseekV3Config(
+        **(SIZES | {"num_key_value_heads": 4}),
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    ),
+    "GptOss": lambda: transformers.GptOssConfig(
+        **SIZES, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2, head_dim=8, sliding_window=4
+    ),
+}
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+TOKENS = torch.arange(14).view(2, 7) * 5 % 61
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    integration.register()
+    yield
+    torch.compiler.reset()
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")._from_config(MODELS[name](), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" not in parameter_name:
+                parameter.normal_(std=0.2)
+    return model.eval()
+
+
+def step(model: Any, implementation: str, dtype: torch.dtype, backend: str | None = None) -> dict[str, Tensor]:
+    """The logits, and every parameter's gradient for random upstream gradients."""
+    model = model.to(dtype)
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    device = model.device
+    forward = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    logits = forward(input_ids=TOKENS.to(device), use_cache=False).logits
+    upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    logits.backward(upstream)
+    gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach().double(), **gradients}
+
+
+def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], slack: float) -> None:
+    """Each tensor may be twice as far from float64's as plain's, plus so much of its largest element."""
+    assert ours.keys() == exact.keys()
+    for name, want in exact.items():
+        largest = float(want.abs().max())
+        budget = 2 * float((plain[name] - want).abs().max()) + slack * largest
+        assert largest == 0 or budget < largest / 10, name
+        error = float((ours[name] - want).abs().max())
+        assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
+
+
+def check(name: str, backend: str | None = None, device: str = "cpu", implementation: str = "moe_kernels") -> None:
+    model = make(name).to(device)
+    ours = step(model, implementation, torch.float32, backend)
+    plain = step(model, "eager", torch.float32)
+    assert_close(ours, plain, step(model, "eager", torch.float64), 16 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_without_graph_breaks(name: str) -> None:
+    check(name, "aot_eager")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_on_the_gpu(name: str, backend: str | None) -> None:
+    check(name, backend, "cuda")
+
+
+def test_wrong_experts_are_noticed() -> None:
+    def zeros(experts: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return integration.experts_forward(experts, hidden, ids, weights) * 0
+
+    def swapped(experts: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return integration.experts_forward(experts, hidden, ids ^ 1, weights)
+
+    for wrong in (zeros, swapped):
+        registry.ExpertsInterface.register("wrong", wrong)
+        with pytest.raises(AssertionError, match="error"):
+            check("Qwen3Moe", implementation="wrong")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate(name: str) -> None:
+    """The same tokens as eager's, and every step asks for our function."""
+    calls = []
+
+    def counted(experts: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        calls.append(hidden.size(0))
+        return integration.experts_forward(experts, hidden, ids, weights)
+
+    registry.ExpertsInterface.register("counted", counted)
+    model, texts = make(name), []
+    for implementation in ("eager", "counted"):
+        model.set_experts_implementation(implementation)
+        texts.append(
+            model.generate(TOKENS[:, :4], attention_mask=torch.ones(2, 4), max_new_tokens=6, do_sample=False).tolist()
+        )
+    assert texts[0] == texts[1]
+    layers = 1 if name == "DeepseekV3" else 2
+    assert calls[:layers] == [8] * layers and calls[layers:].count(2) == len(calls) - layers > 0
+
+
+E, H, I, TOP_K = 4, 8, 6, 2  # noqa: E741
+IDS = torch.tensor([[0, 3], [1, 4], [3, 0], [4, 4], [0, 1]])  # 4 is a sentinel, and expert 2 has no row
+FLAGS: dict[str, tuple[dict[str, bool], str]] = {
+    "silu": ({}, "silu"),
+    "swish": ({}, "swish"),
+    "gelu, transposed": ({"is_transposed": True}, "gelu"),
+    "gelu_new, bias": ({"has_bias": True}, "gelu_new"),
+    "gelu_pytorch_tanh": ({}, "gelu_pytorch_tanh"),
+    "relu, no gate": ({"has_gate": False}, "relu"),
+    "relu2, no gate, transposed, bias": ({"has_gate": False, "is_transposed": True, "has_bias": True}, "relu2"),
+    "an activation of its own": ({"has_bias": True}, "quick_gelu"),
+    "the same without a gate": ({"has_gate": False}, "mish"),
+    "a gate of its own": ({"is_concatenated": False, "is_transposed": True, "has_bias": True}, "silu"),
+    "norm": ({"has_post_expert_norm": True}, "silu"),
+}
+
+
+def make_experts(flags: dict[str, bool], act: str) -> Any:
+    class Experts(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.num_experts = E
+            self.act_fn = ACT2FN[act]
+            if flags.get("has_post_expert_norm"):
+                self.post_expert_norm = nn.RMSNorm(H, eps=1e-5)
+            first, width = ("gate_up_proj", 2 * I) if flags.get("has_gate", True) else ("up_proj", I)
+            for name, outputs, inputs in ((first, width, H), ("down_proj", H, I)):
+                shape = (E, inputs, outputs) if flags.get("is_transposed") else (E, outputs, inputs)
+                setattr(self, name, nn.Parameter(torch.randn(shape) / inputs**0.5))
+                if flags.get("has_bias"):
+                    setattr(self, f"{name}_bias", nn.Parameter(torch.randn(E, outputs)))
+
+        def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            raise AssertionError("not chosen")
+
+    if not flags.get("is_concatenated", True):
+
+        def _apply_gate(self: Any, h: Tensor) -> Tensor:
+            return torch.tanh(h[..., ::2]) * h[..., 1::2]
+
+        Experts._apply_gate = _apply_gate  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    experts = registry.use_experts_implementation(Experts, **flags)(SimpleNamespace(_experts_implementation=None))
+    experts._is_expert_parallel = True
+    return experts
+
+
+def experts_step(experts: Any, implementation: str, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+    """The output and every gradient; the router's weights are zeros where the id is a sentinel, as in the library."""
+    experts.to(device, dtype).zero_grad()
+    experts.config._experts_implementation = implementation
+    generator = torch.Generator().manual_seed(1)
+    hidden, weights, upstream = (torch.randn(5, n, generator=generator).bfloat16() for n in (H, TOP_K, H))
+    weights = weights.masked_fill(IDS >= E, 0)
+    hidden, weights, upstream = (x.to(device, dtype) for x in (hidden, weights, upstream))
+    hidden.requires_grad_()
+    weights.requires_grad_()
+    out = experts(hidden, IDS.to(device, copy=True), weights)  # batched_mm of 5.8 writes into the ids
+    assert out.dtype == dtype
+    out.backward(upstream)
+    gradients = {name: p.grad.double() for name, p in experts.named_parameters()}
+    return {"out": out.detach().double(), "hidden": hidden.grad.double(), "weights": weights.grad.double(), **gradients}
+
+
+def check_experts(case: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    flags, act = FLAGS[case]
+    if not flags.keys() <= inspect.signature(registry.use_experts_implementation).parameters.keys():
+        pytest.skip(f"transformers {transformers.__version__} does not know {', '.join(flags)}")
+    experts = make_experts(flags, act).to(dtype)
+    ours = experts_step(experts, "moe_kernels", dtype, device)
+    plain = experts_step(experts, "batched_mm", dtype, device)
+    exact = experts_step(experts, "batched_mm", torch.float64, device)
+    sentinel = (IDS >= E).to(device)
+    assert not ours["weights"][sentinel].any()
+    for result in (plain, exact):
+        result["weights"] = result["weights"].masked_fill(sentinel, 0)  # not zero in every version of the library
+    assert not ours["hidden"][3].any() and not ours["out"][3].any()
+    assert_close(ours, plain, exact, 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_flags_and_sentinels(case: str) -> None:
+    check_experts(case, torch.float32)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", FLAGS)
+def test_flags_and_sentinels_on_the_gpu(case: str) -> None:
+    check_experts(case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_fused_where_the_library_would_do_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags, act = FLAGS[case]
+    if not flags.keys() <= inspect.signature(registry.use_experts_implementation).parameters.keys():
+        pytest.skip(f"transformers {transformers.__version__} does not know {', '.join(flags)}")
+    calls = []
+    monkeypatch.setattr(integration, "moe_mlp", lambda hidden, *_, **__: calls.append(hidden) or hidden)
+    experts = make_experts(flags, act)
+    integration.experts_forward(experts, torch.randn(5, H), IDS, torch.randn(5, TOP_K))
+    assert len(calls) == (
+        case not in ("an activation of its own", "the same without a gate", "a gate of its own", "norm")
+    )
+
+
+def test_ids_are_validated_unless_there_are_sentinels(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = make_experts({}, "silu")
+    arguments = torch.randn(5, H), IDS, torch.randn(5, TOP_K)
+    monkeypatch.setattr("moe_kernels.checks._VALIDATE", True)
+    integration.experts_forward(experts, *arguments)
+    experts._is_expert_parallel = False
+    with pytest.raises(ValueError, match="topk_ids"):
+        integration.experts_forward(experts, *arguments)
+
+
+def test_unknown_layouts_and_devices_say_what_to_do() -> None:
+    experts = make_experts({}, "silu")
+    arguments = torch.randn(5, H), IDS, torch.randn(5, TOP_K)
+    with pytest.raises(ValueError, match="w_gate_up: expected on cpu with hidden, got on meta"):
+        integration.experts_forward(experts.to("meta"), *arguments)
+    del experts.down_proj
+    experts.down_proj = nn.ModuleList()
+    with pytest.raises(TypeError, match=r'Experts\.down_proj: expected one tensor .* got ModuleList; .*"eager"'):
+        integration.experts_forward(experts, *arguments)
+    del experts.gate_up_proj
+    with pytest.raises(TypeError, match=r"Experts\.gate_up_proj: .* got nothing of this name"):
+        integration.experts_forward(experts, *arguments)
+
+
+def test_untested_versions_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("4.57.1", "6.0.0.dev0"):
+        integration._warn_if_untested.cache_clear()
+        monkeypatch.setattr(integration.metadata, "version", lambda _, version=version: version)
+        with pytest.warns(UserWarning, match=f"tested with transformers .*, this is {version}"):
+            integration.register()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            integration.register()
+    integration._warn_if_untested.cache_clear()
+    monkeypatch.setattr(integration.metadata, "version", lambda _: f"{integration.TESTED[1]}.7")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        integration.register()
