@@ -27,15 +27,17 @@ def compiled(
     columns: tuple[bool, bool] = (False, False),
     misaligned: bool = False,
     out_dtype: torch.dtype | None = None,
+    rule: bool = True,
 ) -> dict[str, Any]:
-    """What the rule's kernel compiles to, also where the rule prefers torch.bmm."""
+    """What is compiled; with `rule` by the rule for the kernels, also where torch.bmm is preferred."""
     asked_for = []
 
     def note(kernel: Any, args: Any, config: Any, *, wide: bool, tf32: bool, **_: Any) -> None:
         asked_for.append((launch._variant(kernel, wide, tf32), args, config))
 
     monkeypatch.setattr(kernels, "compile_kernel", note)
-    monkeypatch.setattr(rules, "choose", rules.by_kernel)
+    if rule:
+        monkeypatch.setattr(rules, "choose", rules.by_kernel)
     G, M, N, K = shape
     with stand_ins():
 
