@@ -19,17 +19,19 @@ _Key = TypeVar("_Key")
 _FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 
 
-def interleaved(calls: Mapping[_Key, Call], rounds: int, device: torch.device) -> dict[_Key, float]:
+def interleaved(
+    calls: Mapping[_Key, Call], rounds: int, device: torch.device, *, cold: bool = True
+) -> dict[_Key, float]:
     """Median microseconds of each call over `rounds` rounds, in which all take turns, the order rotating.
 
-    On a GPU that is the time between two events around the call, after the L2 cache has been overwritten; what a call
-    needs once, such as compiling, is to be done before. On a CPU it is the host's time.
+    On a GPU that is the time between two events around the call, after the L2 cache has been overwritten, if `cold`;
+    what a call needs once, such as compiling, is to be done before. On a CPU it is the host's time.
     """
     keys = list(calls)
     if not keys:
         return {}
     times: dict[_Key, list[float]] = {key: [] for key in keys}
-    measure = _host_round if device.type == "cpu" else _device_round(device)
+    measure = _host_round if device.type == "cpu" else _device_round(device, cold)
     for i in range(rounds):
         order = keys[i % len(keys) :] + keys[: i % len(keys)]
         for key, us in zip(order, measure([calls[key] for key in order]), strict=True):
@@ -53,11 +55,12 @@ def host_microseconds(calls: Sequence[Call], device: torch.device, repeats: int)
     return statistics.median(times)
 
 
-def captured(call: Call) -> Call:
-    """The replay of a CUDA graph of `call`, which has been called before."""
+def captured(call: Call, times: int = 1) -> Call:
+    """The replay of a CUDA graph of so many calls of `call`, which has been called before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        for _ in range(times):
+            call()
     replay: Call = graph.replay
     return replay
 
@@ -80,15 +83,16 @@ def _host_round(calls: Sequence[Call]) -> list[float]:
     return times
 
 
-def _device_round(device: torch.device) -> Callable[[Sequence[Call]], list[float]]:
+def _device_round(device: torch.device, cold: bool) -> Callable[[Sequence[Call]], list[float]]:
     module: Any = torch.get_device_module(device)
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+    flush = torch.empty(_FLUSH_BYTES if cold else 0, dtype=torch.int8, device=device)
 
     def measure(calls: Sequence[Call]) -> list[float]:
         events = []
         for call in calls:
             start, end = (module.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
+            if cold:
+                flush.zero_()
             start.record()
             call()
             end.record()

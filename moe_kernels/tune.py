@@ -40,7 +40,7 @@ ROUTINGS: tuple[SizeKind, ...] = ("softmax", "zipf", "uniform")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 GAIN = 1.01  # a config has to be this much faster than the rule's to replace it
 _LEAST_SEARCH = 20  # seconds; what Helion's first round of configs takes
-_ROUNDS = 21
+ROUNDS = 21
 _INT32_MAX = 2**31 - 1
 
 HELP = """\
@@ -51,7 +51,8 @@ The time is split evenly over what is left to do. Each problem first tries neigh
 Helion's own autotuner from the best of them, with softmax-skewed, zipf-skewed and uniform routing at once, and last
 times the winner in turns with the rule's config. Helion looks at the clock between rounds only, so a problem may take
 a minute longer than its share. What the file has for these versions of triton and helion is skipped (--force does it
-anew), and Ctrl-C keeps what is done, so a search can be continued by the same command.
+anew), and Ctrl-C keeps what is done, so a search can be continued by the same command. With --op uniform or varied a
+grid of configs (and torch.bmm) takes turns, in place of a search.
 
 Exits with 0 when all is done or the time is spent, 2 without a GPU or on wrong arguments, 130 after Ctrl-C, otherwise
 with 1."""
@@ -67,10 +68,11 @@ class Task:
     K: int
     dtype: str
     transposed: bool
+    op: str = "grouped_gemm"  # for "uniform" and "varied" M is the rows of each group or product
 
     def __str__(self) -> str:
         layout = "[G, N, K] transposed" if self.transposed else "[G, K, N]"
-        return f"G={self.G} M={self.M} N={self.N} K={self.K} {self.dtype}, B {layout}"
+        return f"{self.op} G={self.G} M={self.M} N={self.N} K={self.K} {self.dtype}, B {layout}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", choices=MODELS, help="both GEMMs of this model's experts, for several token counts")
     what.add_argument(
         "--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="groups, rows in all, columns, contraction"
+    )
+    parser.add_argument(
+        "--op",
+        choices=("grouped_gemm", "uniform", "varied"),
+        default="grouped_gemm",
+        help="what --shapes are of; for the last two G products of one size, and M is the rows of each",
     )
     parser.add_argument(
         "--tokens", nargs="+", type=positive, default=list(TOKENS), help="of --model (default: 16 512 8192)"
@@ -100,6 +108,9 @@ def main(options: argparse.Namespace) -> int:
     if (reason := _no_gpu()) is not None:
         print(f"tune needs a CUDA GPU: {reason}.", file=sys.stderr)
         return 2
+    if options.model and options.op != "grouped_gemm":
+        print(f"--model has shapes for grouped_gemm, not for {options.op}: give --shapes.", file=sys.stderr)
+        return 2
     from moe_kernels.configs import store
 
     warnings.filterwarnings("ignore", "moe_kernels: no config has been tuned")
@@ -117,7 +128,7 @@ def tasks(options: argparse.Namespace) -> list[Task]:
         sizes = [(N, K) for N, K in ((2 * width, H), (H, width))]
         shapes = [(E, tokens * top_k, N, K) for tokens in options.tokens for N, K in sizes]
     layouts = {"gkn": (False,), "gnk": (True,), "both": (False, True)}[options.layout]
-    return list(dict.fromkeys(Task(*shape, options.dtype, t) for shape in shapes for t in layouts))
+    return list(dict.fromkeys(Task(*shape, options.dtype, t, options.op) for shape in shapes for t in layouts))
 
 
 def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budget: float, force: bool = False) -> int:
@@ -166,9 +177,11 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
 
 def tune_one(task: Task, device: torch.device, share: float) -> Entry:
     """The best entry for `task` that is found in about `share` seconds."""
-    from moe_kernels import configs
+    from moe_kernels import configs, tune_forms
     from moe_kernels.configs import store
 
+    if task.op != "grouped_gemm":
+        return tune_forms.tune_one(task, device, share)
     until = time.monotonic() + share
     G, M = _fitting(task, device)
     if (G, M) != (task.G, task.M):
@@ -197,7 +210,7 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
         print("  too little time for Helion's autotuner: only neighbours of that config")
         finalists += near
     finalists = list(unique(finalists))
-    times = measure(finalists, inputs, rounds=_ROUNDS, until=math.inf if for_search >= _LEAST_SEARCH else until)
+    times = measure(finalists, inputs, rounds=ROUNDS, until=math.inf if for_search >= _LEAST_SEARCH else until)
     rule_us = times[0]
     winner, us = min(zip(finalists, times, strict=True), key=lambda pair: pair[1])
     if us * GAIN > rule_us:
@@ -215,7 +228,7 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
         M=M,
         versions=store.installed_versions(),
         date=datetime.date.today().isoformat(),
-        command=_command(task),
+        command=command(task),
     )
 
 
@@ -503,9 +516,11 @@ def _bucket(task: Task, G: int, M: int) -> Bucket:
 
 def _known(task: Task, file: Path, gpu: str, device: torch.device) -> Entry | None:
     """The entry for `task` that `file` has for the versions installed."""
+    from moe_kernels import tune_forms
     from moe_kernels.configs import store
 
-    bucket, minor = _bucket(task, *_fitting(task, device)), store.installed_versions().minor
+    bucket = _bucket(task, *_fitting(task, device)) if task.op == "grouped_gemm" else tune_forms.bucket(task)
+    minor = store.installed_versions().minor
     try:
         entries = store.read(file, gpu)
     except store.Skipped:
@@ -534,11 +549,12 @@ def _no_gpu() -> str | None:
     return None
 
 
-def _command(task: Task) -> str:
+def command(task: Task) -> str:
     """A command that tunes this problem alone."""
     shape = f"{task.G},{task.M},{task.N},{task.K}"
     layout = "gnk" if task.transposed else "gkn"
-    words = ["--shapes", shape, "--dtype", task.dtype, "--layout", layout]
+    op = [] if task.op == "grouped_gemm" else ["--op", task.op]
+    words = [*op, "--shapes", shape, "--dtype", task.dtype, "--layout", layout]
     return "python -m moe_kernels tune " + shlex.join(words)
 
 

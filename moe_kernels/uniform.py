@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ def uniform_grouped_gemm(
     """Multiply groups that are all of one size: `out[g] = A[g] @ B[g]`, in one launch.
 
     Products are accumulated in fp32. Nothing of one group reaches another's result. A call can be captured into a CUDA
-    graph. Gradients, also of gradients, are products of the same kind.
+    graph. Gradients, also of gradients, are products of the same kind. Where cuBLAS is faster the call is `torch.bmm`:
+    for more than 64 columns and in float32, unless it would have to copy an operand or does not know the dtypes.
 
     Args:
         A: `[G, M, K]`, or `[G * M, K]` with the groups one below the other; bfloat16, float16 or float32, any
@@ -37,17 +39,57 @@ def uniform_grouped_gemm(
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         ImportError: the kernels are needed and a package they need is missing or too old.
     """
+    if (out := _again(A, B, num_groups, out_dtype)) is not None:
+        return out
     dtype = checks.check_uniform(A, B, num_groups, out_dtype)
-    G = num_groups
     if not use_kernels(A):
         return reference.uniform_grouped_gemm(A, B, num_groups, out_dtype=out_dtype)
+    if not (torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)):
+        return _product(A, B, num_groups, dtype)
+    G = num_groups
     a = A if A.dim() == 3 else A.view(G, A.size(0) // max(G, 1), A.size(1))
     b = B if B.dim() == 3 else B.view(G, A.size(-1), B.size(1))
-    if torch.is_grad_enabled() and (A.requires_grad or B.requires_grad):
-        out = _differentiable(a, b, dtype)
-    else:
-        out = _product(a, b, dtype)
+    out = _differentiable(a, b, dtype)
     return out if A.dim() == 3 else out.flatten(0, 1)
+
+
+_plans: dict[tuple[Any, ...], Callable[[Tensor, Tensor], Tensor]] = {}
+_MOST_PLANS = 4096
+
+
+def _key(A: Tensor, B: Tensor, G: int, out_dtype: torch.dtype | None) -> tuple[Any, ...]:
+    """Everything that checks, choice and compiled code depend on."""
+    a_dtype, b_dtype = A.dtype, B.dtype
+    return (
+        G,
+        out_dtype or (a_dtype if a_dtype == b_dtype else torch.promote_types(a_dtype, b_dtype)),
+        a_dtype,
+        A.shape,
+        A.stride(),
+        A.data_ptr() % 16,
+        A.get_device(),
+        b_dtype,
+        B.shape,
+        B.stride(),
+        B.data_ptr() % 16,
+        B.get_device(),
+        (a_dtype == torch.float32 or b_dtype == torch.float32) and torch.backends.cuda.matmul.fp32_precision,
+    )
+
+
+def _again(A: Tensor, B: Tensor, num_groups: int, out_dtype: torch.dtype | None) -> Tensor | None:
+    """The result if there has been such a call before, from the current device, without gradients."""
+    try:
+        plan = _plans[_key(A, B, num_groups, out_dtype)]
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        return None  # what is wrong, if anything is, the checks find
+    if (
+        not A.is_cuda
+        or A.get_device() != torch.cuda.current_device()
+        or (torch.is_grad_enabled() and (A.requires_grad or B.requires_grad))
+    ):
+        return None
+    return plan(A, B)
 
 
 class _Product(torch.autograd.Function):
@@ -56,7 +98,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, A: Tensor, B: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(A, B)
-        return _product(A, B, dtype)
+        return _product(A, B, A.size(0), dtype)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -71,25 +113,28 @@ def _differentiable(A: Tensor, B: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _product(A: Tensor, B: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty((A.size(0), A.size(1), B.size(2)), dtype=dtype, device=A.device)
-    if out.numel() == 0:
-        return out
-    if A.size(2) == 0:
-        return out.zero_()
-
-    from moe_kernels.kernels.uniform_gemm import launch
-
+def _product(A: Tensor, B: Tensor, G: int, dtype: torch.dtype) -> Tensor:
+    """Of two tensors of 2 or 3 dimensions each; the result has as many as `A`."""
+    M = A.size(-2) if A.dim() == 3 else A.size(0) // max(G, 1)
+    K, N = A.size(-1), B.size(-1)
+    if G * M * N * K == 0:
+        return A.new_zeros((G, M, N) if A.dim() == 3 else (G * M, N), dtype=dtype)
     if A.is_cpu:
         # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
         A, B = (x.float() if x.dtype == torch.bfloat16 else x for x in (A, B))
-        result = torch.empty_like(out, dtype=torch.float32)
-        launch(A, B, result)
-        return out.copy_(result)
-    module = torch.cuda if A.is_cuda else torch.xpu
-    if A.device.index == module.current_device():
-        launch(A, B, out)
-    else:
-        with module.device(A.device):
-            launch(A, B, out)
+        return _planned(A, B, G, torch.float32).to(dtype)
+    with (torch.cuda if A.is_cuda else torch.xpu).device(A.device):
+        return _planned(A, B, G, dtype)
+
+
+def _planned(A: Tensor, B: Tensor, G: int, dtype: torch.dtype) -> Tensor:
+    key = _key(A, B, G, dtype)
+    if (plan := _plans.get(key)) is not None:
+        return plan(A, B)
+    from moe_kernels.kernels import uniform_gemm as kernels
+
+    plan, out = kernels.plan_and_call(A, B, G, dtype)
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
     return out

@@ -21,7 +21,7 @@ import torch
 from moe_kernels import __main__ as cli
 from moe_kernels.bench import command, peers, plots, report, run
 from moe_kernels.bench.providers import OPERATORS, Inputs, Operator, Provider, _sample
-from moe_kernels.bench.suites import MODELS, SUITES, Case, layer_cases, of_shapes
+from moe_kernels.bench.suites import MODELS, SUITES, Case, layer_cases, of_shapes, several
 from moe_kernels.testing import group_sizes_for
 from moe_kernels.timing import Call
 
@@ -107,8 +107,11 @@ def test_shapes_of_the_command_line() -> None:
     ]
 
 
+PACKED = ("grouped_gemm", "shared_gemm")
+
+
 @pytest.mark.parametrize("layout", ["gkn", "gnk"])
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", PACKED)
 def test_inputs(name: str, layout: str) -> None:
     case = replace(CASE, layout=layout, sizes="zipf", G=5)
     inputs = inputs_of(case, name)
@@ -125,10 +128,68 @@ def test_inputs(name: str, layout: str) -> None:
     assert bytes_ == 2 * (20 * 24 + filled * 24 * 16 + 20 * 16)
 
 
+FORMS = {
+    "uniform": Case("case", 3, 20, 16, 24, "uniform"),
+    "varied": several("case", [(5, 16, 24), (20, 8, 7), (5, 16, 24)], "random"),
+}
+
+
+@pytest.mark.parametrize("layout", ["gkn", "gnk"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_other_forms(name: str, layout: str) -> None:
+    """Every provider passes the check, which knows a swapped or missing group, and the work is that of all groups."""
+    operator = OPERATORS[name]
+    inputs = inputs_of(replace(FORMS[name], layout=layout), name)
+    for key in operator.providers.keys() - {"bmm-fp32"}:  # which PyTorch has no CPU kernel for
+        provider = operator.providers[key]
+        made = provider.result(inputs, provider.make(inputs)())
+        assert operator.check(made, inputs) < 3e-3
+    wrong = [list(made), list(made)] if name == "varied" else [made.clone(), made.clone()]
+    wrong[0][0], wrong[0][-1 if name == "varied" else 20] = made[-1 if name == "varied" else 20], made[0]
+    wrong[1][0] = torch.zeros_like(made[0])
+    for out in wrong:
+        with pytest.raises(AssertionError, match="wrong in group"):
+            operator.check(out, inputs)
+    products = [(20, 16, 24)] * 3 if name == "uniform" else [(5, 16, 24), (20, 8, 7), (5, 16, 24)]
+    assert operator.work(inputs) == (
+        sum(2 * M * N * K for M, N, K in products),
+        sum(2 * (M * K + K * N + M * N) for M, N, K in products),
+    )
+    assert operator.memory(FORMS[name]) == operator.work(inputs)[1]
+
+
+def test_the_shapes_that_were_published() -> None:
+    shapes = {(c.G, c.M, c.N, c.K) for c in SUITES["uniform"].cases() if c.warm}
+    assert {(8, 512, 64, 512), (8, 2048, 64, 2048), (8, 2048, 8, 2048)} <= shapes
+    cubes = [c.problems for c in SUITES["varied"].cases() if c.name.startswith("4 x ")]
+    assert cubes == [((N, N, N),) * 4 for N in (128, 256, 512, 1024)]
+    assert {c.dtype for c in SUITES["varied"].cases() if c.warm} == {"float16"}
+
+
+def test_warm_times_are_of_one_call_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def interleaved(calls: dict[str, Call], rounds: int, device: torch.device, *, cold: bool) -> dict[str, float]:
+        asked.append((sorted(calls), cold))
+        return dict.fromkeys(calls, 500.0)
+
+    monkeypatch.setattr(run, "captured", lambda call, times: call)
+    monkeypatch.setattr(run, "interleaved", interleaved)
+    operator, case = OPERATORS["varied"], replace(FORMS["varied"], warm=True)
+    inputs = inputs_of(case, "varied")
+    records = run.measure("varied", case, operator, ["loop", "ours", "call"], inputs, 3, ["eager", "graph"], CPU)
+    us = {(r["provider"], r["timing"]): r["us"] for r in records}
+    assert us["loop of torch.mm", "graph"] == 500.0 and us["loop of torch.mm", "warm"] == 5.0
+    assert asked == [(["call", "loop", "ours"], True), (["loop", "ours"], True), (["loop", "ours"], False)]
+    assert us["varied_grouped_gemm", "graph"] is None and not any(r["error"] for r in records)
+    text = report.markdown(run.Results(META, records))
+    assert "| loop of `torch.mm` warm us |" in text and "| 5.00 |" in text
+
+
 # Results are checked
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("kind", ["softmax", "empty", "one", "uniform"])
 def test_the_reference_passes_the_check(name: str, kind: Any) -> None:
     inputs = inputs_of(replace(CASE, sizes=kind, G=40, M=300), name)
@@ -196,7 +257,7 @@ def test_a_yardstick_of_another_product_is_not_checked(monkeypatch: pytest.Monke
 
 
 def test_a_failed_capture_leaves_the_eager_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def captured(call: Call) -> Call:
+    def captured(call: Call, times: int) -> Call:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(run, "captured", captured)
@@ -225,7 +286,7 @@ def test_a_record() -> None:
 
 
 def test_records_of_two_timings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "captured", lambda call: call)
+    monkeypatch.setattr(run, "captured", lambda call, times: call)
     records = run.measure("smoke", CASE, GROUPED, ["torch", "ours"], inputs_of(CASE), 3, ["eager", "graph"], CPU)
     assert [(r["timing"], r["host_us"] is None) for r in records] == [("eager", False)] * 2 + [("graph", True)] * 2
 
@@ -549,6 +610,16 @@ def test_plots(tmp_path: Path) -> None:
         assert len(pictures) == 2 and all(plots.is_of(picture, found) for picture in pictures)
         found.records[0]["us"] += 1
         assert not any(plots.is_of(picture, found) for picture in pictures)
+
+
+def test_a_plot_over_n(tmp_path: Path) -> None:
+    base, ours = report.roles("varied")
+    times = [(f"4 x {N}^3", p, us) for N in (128, 256) for p, us in ((base, 20.0), (ours, 10.0 + N))]
+    records = [record(case, p, us, suite="varied") for case, p, us in [*times, ("mix", base, 5.0), ("mix", ours, 4.0)]]
+    found = results_of(*records, record("4 x 128^3", ours, 3.0, "warm", suite="varied"))
+    assert plots._cubes(found) == {base: {128: 0.02, 256: 0.02}, ours: {128: 0.138, 256: 0.266}}
+    plots.draw(found, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"varied.png", "varied-roofline.png", "varied-cubes.png"}
 
 
 def test_the_readme_is_written_and_checked(tmp_path: Path) -> None:

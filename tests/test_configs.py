@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moe_kernels import configs
-from moe_kernels.configs import store
+from moe_kernels.configs import store, uniform, varied
 
 GPU = store.Gpu("NVIDIA Test 9000", (9, 0))
 FAMILY = "NVIDIA sm90"
@@ -87,6 +87,143 @@ def choose_quietly(problem: configs.Problem = PROBLEM, variant: str = "auto") ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return configs.choose(problem, variant)
+
+
+def uniform_problem(**changed: Any) -> uniform.Problem:
+    flags = dict.fromkeys(("tf32", "wide_A", "wide_B", "wide_out", "a_columns", "b_columns"), False)
+    flags |= dict.fromkeys(("bmm", "flat", "tma_A", "tma_B", "tma_out"), True)
+    made = uniform.Problem(8, 512, 64, 512, torch.bfloat16, torch.bfloat16, **flags, device=torch.device("cuda", 0))
+    return replace(made, **changed)
+
+
+def varied_problem(*shapes: tuple[int, int, int], **changed: Any) -> varied.Problem:
+    made = varied.Problem(shapes, torch.float16, True, False, 132, False, torch.device("cuda", 0))
+    return replace(made, **changed)
+
+
+def form_entry(kernel: str, bucket: store.Bucket | None, tma: list[str], **config: Any) -> store.Entry:
+    assert bucket is not None
+    return replace(entry(), kernel=kernel, bucket=bucket, tma=tma, config=config)
+
+
+def test_entries_of_uniform_products(tmp_path: Path) -> None:
+    options = {"block_sizes": [128, 64, 64], "num_warps": 4, "num_stages": 6}
+    file = put(
+        named(tmp_path), form_entry("folded", uniform.bucket_of(uniform_problem()), ["A", "B", "out"], **options)
+    )
+    choice = uniform.choose(uniform_problem())
+    assert (choice.source, choice.kernel) == (str(file), "folded")
+    assert choice.config.config["num_stages"] == 6 and choice.config.config["host_tensor_descriptors"]
+    assert uniform.choose(uniform_problem(M=768)).source == str(file)
+    for other in (
+        {"M": 520},  # no multiple of 128
+        {"flat": False},
+        {"tma_out": False},
+        {"N": 192},
+        {"b_columns": True},
+        {"a_columns": True},
+        {"out_dtype": torch.float32},
+        {"dtype": torch.float16, "out_dtype": torch.float16},
+    ):
+        assert uniform.choose(uniform_problem(**other)) == uniform.rule(uniform_problem(**other))
+    with pytest.warns(RuntimeWarning, match="uniform, bfloat16, 512 rows"):
+        assert configs.discard(choice, "does not fit")
+    assert uniform.choose(uniform_problem()) == uniform.rule(uniform_problem())
+    assert choose_quietly(DECODE).source == "rule"  # entries of one operator are no other's
+
+
+def test_a_uniform_entry_for_torch_bmm(tmp_path: Path) -> None:
+    file = put(named(tmp_path), form_entry("bmm", uniform.bucket_of(uniform_problem()), []))
+    assert uniform.choose(uniform_problem()) == replace(uniform.BMM, source=str(file))
+    assert uniform.choose(uniform_problem(bmm=False)).source == "rule"
+
+
+def test_entries_of_varied_products(tmp_path: Path) -> None:
+    problem = varied_problem(*[(512, 512, 512)] * 4)
+    tuned = varied.make(4, 128, 64, 64, 4, 5, 2)
+    file = put(named(tmp_path), form_entry("varied", varied.bucket_of(problem), [], **varied.stored(tuned)))
+    assert varied.choose(problem) == replace(tuned, source=str(file))
+    assert varied.choose(varied_problem(*[(512, 512, 512)] * 5)).config.config["block_sizes"] == [8, 64]
+    for other in (
+        varied_problem(*[(512, 512, 512)] * 3, (512, 512, 520)),
+        varied_problem(*[(512, 512, 512)] * 9),
+        replace(problem, aligned=False),
+        replace(problem, b_columns=True),
+        replace(problem, dtype=torch.float32),
+    ):
+        assert varied.choose(other) == varied.rule(other)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tma", "config"),
+    [
+        ("folded", ["A", "B", "out"], {"block_sizes": [96, 64, 64]}),
+        ("folded", ["A", "B", "out"], {"block_sizes": [64, 64]}),
+        ("folded", ["A", "B"], {"block_sizes": [64, 64, 64]}),
+        ("basic", ["A", "B", "out"], {"block_sizes": [64, 64, 64]}),
+        ("varied", [], {"block_sizes": [64, 64, 64], "num_warps": 4}),
+        ("varied", [], {"block_sizes": [8, 64, 64], "num_warps": 4, "num_stages": 3, "num_sm_multiplier": 1}),
+    ],
+)
+def test_illegal_entries_of_the_other_forms(
+    tmp_path: Path, kernel: str, tma: list[str], config: dict[str, Any]
+) -> None:
+    varied_one = varied_problem((64, 64, 64))
+    bucket = varied.bucket_of(varied_one) if kernel == "varied" else uniform.bucket_of(uniform_problem())
+    put(named(tmp_path), form_entry(kernel, bucket, tma, **config))
+    assert uniform.choose(uniform_problem()) == uniform.rule(uniform_problem())
+    assert varied.choose(varied_one) == varied.rule(varied_one)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"out_dtype": torch.float32}, ("folded", [64, 64, 128], 5)),
+        ({"M": 2048, "K": 2048, "out_dtype": torch.float32}, ("folded", [64, 64, 128], 3)),
+        ({"N": 8}, ("folded", [64, 16, 128], 5)),
+        ({"M": 1000, "N": 48, "K": 1000}, ("batched", [64, 64, 128], 5)),
+        ({"flat": False}, ("batched", [64, 64, 128], 5)),
+        ({"N": 4096, "bmm": False}, ("folded", [128, 256, 64], 3)),
+        ({"N": 65}, ("bmm", None, None)),
+        ({"tma_B": False}, ("bmm", None, None)),
+        ({"dtype": torch.float32, "out_dtype": torch.float32}, ("bmm", None, None)),
+        ({"tma_B": False, "bmm": False}, ("batched", [64, 64, 64], 3)),
+    ],
+    ids=str,
+)
+def test_the_rule_for_uniform_products(changed: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    choice = uniform.rule(uniform_problem(**changed))
+    values = choice.config.config
+    assert (choice.kernel, values.get("block_sizes"), values.get("num_stages")) == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([(128, 128, 128)] * 4, (32, 32)),
+        ([(256, 256, 256)] * 4, (64, 32)),
+        ([(512, 512, 512)] * 4, (64, 64)),
+        ([(1024, 1024, 1024)] * 4, (128, 256)),
+        ([(n, n, n) for n in (1024, 512, 256, 128)], (128, 128)),
+        ([(256, 1536, 2048)] * 16, (128, 256)),
+    ],
+    ids=str,
+)
+def test_the_rule_for_varied_products(shapes: list[tuple[int, int, int]], expected: tuple[int, int]) -> None:
+    choice = varied.rule(varied_problem(*shapes))
+    assert (choice.block_m, choice.block_n) == expected
+
+
+def test_the_steps_of_the_busiest_sm() -> None:
+    """Counted tile by tile."""
+    shapes = ((100, 70, 64), (300, 200, 8), (0, 5, 7), (64, 64, 900), (33, 640, 128))
+    for num_sms in (1, 3, 7, 132):
+        loads, t = [0] * num_sms, 0
+        for M, N, K in shapes:
+            for _ in range(-(-M // 64) * -(-N // 32)):
+                loads[t % num_sms] += K + varied._FIXED
+                t += 1
+        assert varied._most_steps(shapes, (64, 32), num_sms) == max(loads)
 
 
 def test_file_names(tmp_path: Path) -> None:
@@ -437,6 +574,8 @@ def test_bundled_files_are_read_and_legal() -> None:
         assert store.file_in(file.parent, gpu) == file
         for made in store.read(file, gpu):
             bucket = made.bucket
+            if bucket.op != "grouped_gemm":
+                continue  # compiled in tests/lowering/test_tune.py
             problem = replace(
                 PROBLEM,
                 **{name: getattr(bucket, name) for name in ("rows", "N", "K", "G", "transposed")},

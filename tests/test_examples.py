@@ -45,6 +45,11 @@ def test_readme_quickstart() -> None:
     assert run("-c", readme_block("quickstart")) == "[[300, 256], [0, 256], [17, 256], [1, 256]]\n"
 
 
+def test_readme_quickstart_of_forms() -> None:
+    printed = run("-c", readme_block("quickstart of forms"))
+    assert printed == "[8, 128, 64] [1024, 64] [[192, 320], [256, 448]]\n"
+
+
 def test_readme_python_compiles() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 2

@@ -24,7 +24,8 @@ Times suites of shapes beside PyTorch and the peers that are installed (quack-ke
 result is compared with float64 first; a provider that fails or is wrong gets no time. Then all providers of a case take
 turns, with a cold L2 cache, as eager calls and as CUDA-graph replays, and medians are printed: microseconds, times as
 fast as the baseline, TFLOP/s and GB/s of real rows only, and the host's microseconds for an eager call, with another
-number of rows at every call (host us), and repeated in inference mode (prepared).
+number of rows at every call (host us), and repeated in inference mode (prepared). Small cases of `uniform` and `varied`
+are timed warm, too: 100 calls in one graph, divided by 100, the L2 cache as they leave it.
 
 Needs a CUDA GPU that nothing else uses; the suite `smoke` alone runs on a CPU too. Files are written after every case,
 so Ctrl-C keeps what is done.
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", nargs="?", type=Path, const=Path(), metavar="FILE", help="default: benchmarks/results/<gpu>/"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="a bar chart and a roofline per suite, as PNG")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="bar charts and rooflines, as PNG")
     parser.add_argument("--list", action="store_true", help="only list suites and providers")
 
 

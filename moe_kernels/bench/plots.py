@@ -36,6 +36,7 @@ def pictures(results: Results, folder: Path) -> list[Path]:
         if results.of(suite).records:
             found.append(folder / f"{suite}.png")
             found += [folder / f"{suite}-roofline.png"] if results.meta.get("ceilings") else []
+            found += [folder / f"{suite}-cubes.png"] if _cubes(results.of(suite)) else []
     return found
 
 
@@ -43,10 +44,12 @@ def draw(results: Results, folder: Path) -> None:
     """Write all plots of `results` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for picture in pictures(results, folder):
-        suite = picture.stem.removesuffix("-roofline")
+        suite = picture.stem.removesuffix("-roofline").removesuffix("-cubes")
         part = results.of(suite)
-        if suite != picture.stem:
+        if picture.stem.endswith("-roofline"):
             figure = _roofline(part)
+        elif picture.stem.endswith("-cubes"):
+            figure = _lines(part)
         elif report.has_layers(part):
             figure = _matrix(part)
         else:
@@ -132,6 +135,34 @@ def _matrix(results: Results) -> Figure:
     axes.set_xlabel("tokens")
     base, ours = report.roles(results.records[0]["suite"])
     axes.set_title(f"{ours} x {base}\n{_title(results, timing)}", fontsize=10)
+    return figure
+
+
+def _cubes(results: Results) -> dict[str, dict[int, float]]:
+    """For each provider milliseconds over N, of the cases that are some products N x N x N."""
+    timing = report.timing_of(results.records)
+    found: dict[str, dict[int, float]] = {}
+    for record in results.records:
+        if (match := report.CUBES.fullmatch(record["case"])) and record["timing"] == timing and record["us"]:
+            found.setdefault(record["provider"], {})[int(match[2])] = record["us"] / 1e3
+    return found
+
+
+def _lines(results: Results) -> Figure:
+    """Time over N for lists of products N x N x N, as the tutorials on grouped GEMM show it."""
+    figure, axes = _axes(6.0, 4.0)
+    base, ours = report.roles(results.records[0]["suite"])
+    for i, (label, times) in enumerate(_cubes(results).items()):
+        color = {base: _COLORS[0], ours: _COLORS[1]}.get(label, _COLORS[2 + i])
+        axes.plot(list(times), list(times.values()), marker="o", color=color, label=label)
+    sizes = sorted({N for times in _cubes(results).values() for N in times})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(N) for N in sizes])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("N")
+    axes.set_ylabel("ms")
+    axes.set_title("group-gemm-performance\n" + _title(results, report.timing_of(results.records)), fontsize=10)
+    axes.legend(fontsize=8, frameon=False)
     return figure
 
 

@@ -32,6 +32,7 @@ class Provider:
     by_default: bool = True  # False: has to be named, because it is slow to prepare
     ours: bool = False
     same_result: bool = True  # False for a yardstick that computes something else
+    graphs: bool = True  # False if a call cannot be captured into a CUDA graph
     result: Callable[[Any, Any], Any] = lambda inputs, made: made  # the operator's result, from what the call returns
 
     @property
@@ -217,6 +218,110 @@ def _grouped(per_group: bool, layouts: dict[str, str], baseline: str, providers:
     )
 
 
+@dataclass(frozen=True)
+class Lists:
+    """Of a varied grouped GEMM."""
+
+    group_A: list[Tensor]  # P of [M_p, K_p]
+    group_B: list[Tensor]  # P of [K_p, N_p]
+
+
+def _list_weights(case: Case, device: torch.device) -> list[Tensor]:
+    dtype, transposed = getattr(torch, case.dtype), case.layout == "gnk"
+    return [
+        make_inputs([0], N, K, dtype=dtype, device=device, transposed=transposed, seed=p)[1][0]
+        for p, (_, N, K) in enumerate(case.problems)
+    ]
+
+
+def _list_inputs(case: Case, group_B: list[Tensor], device: torch.device) -> Lists:
+    dtype = getattr(torch, case.dtype)
+    made = [
+        make_inputs([M], 0, K, dtype=dtype, device=device, per_group=False, seed=len(group_B) + p)[0]
+        for p, (M, _, K) in enumerate(case.problems)
+    ]
+    return Lists(made, group_B)
+
+
+def _single(inputs: Lists) -> list[Inputs]:
+    """Each product as a grouped GEMM of one group."""
+    pairs = zip(inputs.group_A, inputs.group_B, strict=True)
+    return [Inputs(a, a, b[None], torch.tensor([0, len(a)], device=a.device), [len(a)]) for a, b in pairs]
+
+
+def _check_list(outs: list[Tensor], inputs: Lists) -> float:
+    if len(outs) != len(inputs.group_A):
+        raise AssertionError(f"{len(outs)} results, expected {len(inputs.group_A)}")
+    worst = 0.0
+    for p, (out, single) in enumerate(zip(outs, _single(inputs), strict=True)):
+        try:
+            worst = max(worst, _check(out, single))
+        except AssertionError as error:
+            raise AssertionError(f"product {p}: {error}") from error
+    return worst
+
+
+def _work_of_list(inputs: Lists) -> tuple[int, int]:
+    flops, bytes_ = zip(*map(_work, _single(inputs)), strict=True)
+    return sum(flops), sum(bytes_)
+
+
+def _mm_list(inputs: Lists) -> Call:
+    products = [(a, b, a.new_empty(len(a), b.size(1))) for a, b in zip(inputs.group_A, inputs.group_B, strict=True)]
+
+    def loop_of_mm() -> list[Tensor]:
+        for a, b, o in products:
+            torch.mm(a, b, out=o)
+        return [o for *_, o in products]
+
+    return loop_of_mm
+
+
+def _planned(inputs: Lists) -> Call:
+    import moe_kernels
+
+    return moe_kernels.plan_varied_grouped_gemm(inputs.group_A, inputs.group_B)
+
+
+def _varied(inputs: Lists) -> Call:
+    import moe_kernels
+
+    return lambda: moe_kernels.varied_grouped_gemm(inputs.group_A, inputs.group_B)
+
+
+def _batches(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """A [G, M, K] and B of groups that are all of one size."""
+    G = len(inputs.sizes)
+    return inputs.A.view(G, len(inputs.A) // G, -1), inputs.B
+
+
+def _bmm(out_dtype: torch.dtype | None) -> Callable[[Inputs], Call]:
+    def make(inputs: Inputs) -> Call:
+        A, B = _batches(inputs)
+        return lambda: torch.bmm(A, B) if out_dtype is None else torch.bmm(A, B, out_dtype=out_dtype)
+
+    return make
+
+
+def _uniform(out_dtype: torch.dtype | None) -> Callable[[Inputs], Call]:
+    def make(inputs: Inputs) -> Call:
+        import moe_kernels
+
+        A, B = _batches(inputs)
+        return lambda: moe_kernels.uniform_grouped_gemm(A, B, len(A), out_dtype=out_dtype)
+
+    return make
+
+
+def _packed(inputs: Inputs, made: Tensor) -> Tensor:
+    return made.flatten(0, 1)
+
+
+def _all_rows(case: Case) -> Case:
+    """A case of the suite `uniform` with the rows of all groups as M."""
+    return replace(case, M=case.G * case.M, sizes="uniform")
+
+
 _OURS = {
     "ours": Provider("grouped_gemm", _ours("grouped_gemm"), ours=True),
     "basic": Provider("basic", _ours("grouped_gemm_jagged"), ours=True),
@@ -251,5 +356,40 @@ OPERATORS = {
         {"gkn": "[K, N]", "gnk": "[N, K] transposed"},
         "mm",
         {"mm": Provider("torch.mm", _mm), **_OURS},
+    ),
+    "uniform": replace(
+        _grouped(
+            True,
+            {"gkn": "[G, K, N]", "gnk": "[G, N, K] transposed"},
+            "bmm",
+            {
+                "bmm": Provider("torch.bmm", _bmm(None), result=_packed),
+                "torch": Provider("torch._grouped_mm", _torch),
+                "ours": Provider("uniform_grouped_gemm", _uniform(None), ours=True, result=_packed),
+                "bmm-fp32": Provider("torch.bmm, float32 result", _bmm(torch.float32), result=_packed),
+                "ours-fp32": Provider(
+                    "uniform_grouped_gemm, float32 result", _uniform(torch.float32), ours=True, result=_packed
+                ),
+            },
+        ),
+        inputs=lambda case, B, device: _inputs(_all_rows(case), B, device),
+        other_rows=lambda inputs: [inputs],
+        memory=lambda case: _memory(_all_rows(case), per_group=True),
+    ),
+    "varied": Operator(
+        {
+            "loop": Provider("loop of torch.mm", _mm_list),
+            "ours": Provider("varied_grouped_gemm, planned", _planned, ours=True),
+            "call": Provider("varied_grouped_gemm", _varied, ours=True, graphs=False),
+        },
+        "loop",
+        "ours",
+        {"gkn": "[K, N] each", "gnk": "[N, K] each, transposed"},
+        weights=_list_weights,
+        inputs=_list_inputs,
+        other_rows=lambda inputs: [inputs],
+        check=_check_list,
+        work=_work_of_list,
+        memory=lambda case: sum(_memory(replace(case, G=1, M=M, N=N, K=K), True) for M, N, K in case.problems),
     ),
 }

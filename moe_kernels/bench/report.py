@@ -20,10 +20,11 @@ from pathlib import Path
 
 from moe_kernels.bench.providers import OPERATORS, Operator
 from moe_kernels.bench.run import FIELDS, Record, Results
-from moe_kernels.bench.suites import SUITES
+from moe_kernels.bench.suites import SUITES, WARM_CALLS
 
 SLOW = 0.98  # x the baseline below which a case is listed
 _BLOCK = re.compile(r"^<!-- table: (\S+) -->\n(.*?)^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
+CUBES = re.compile(r"(\d+) x (\d+)\^3")  # so many products N x N x N
 _LAYER = re.compile(r"(.+), (\d+) tokens?")
 
 
@@ -144,7 +145,8 @@ def markdown(results: Results) -> str:
         lines += [
             f"{meta['gpu']}, driver {meta['driver']}, torch {meta['torch']}, triton {meta['triton']}, helion "
             f"{meta['helion']}, {meta['date']}, {dtypes}, {how} with a cold L2 cache. x: so many times as fast as "
-            f"{_code(roles(suite)[0])} in the same run; below 1 is slower.",
+            f"{_code(roles(suite)[0])} in the same run; below 1 is slower."
+            + (f" warm: a graph of {WARM_CALLS} calls, divided by {WARM_CALLS}." * any(map(_is_warm, part.records))),
             "",
             *(_layer_table(part, timing) if has_layers(part) else _case_table(part, timing)),
             "",
@@ -194,6 +196,8 @@ def _case_table(results: Results, timing: str) -> list[str]:
     head = ["case (G, M, N, K)", "B", f"{_code(base)} us", *(f"{_code(other)} x" for other in others)]
     head += [f"{_code(ours)} TFLOP/s", "GB/s", *(f"{_code(p)} host us" for p in hosted)]
     head += [f"{_code(p)} host us, prepared" for p in hosted]
+    warmed = [p for p in dict.fromkeys(r["provider"] for r in results.records if _is_warm(r)) if p in (base, ours)]
+    head += [f"{_code(p)} warm us" for p in warmed]
     rows = []
     for case in by_case(results.records):
         first = next(iter(case.values()))
@@ -204,8 +208,13 @@ def _case_table(results: Results, timing: str) -> list[str]:
         row += [_number(mine.get("tflops"), 0), _number(mine.get("gbps"), 0)]
         for name in ("host_us", "host_prepared_us"):
             row += [_number(case.get((p, "eager"), {}).get(name), 0) for p in hosted]
+        row += [_number(case.get((p, "warm"), {}).get("us"), 2) for p in warmed]
         rows.append(row)
     return _markdown_rows(head, rows)
+
+
+def _is_warm(record: Record) -> bool:
+    return bool(record["timing"] == "warm")
 
 
 def _markdown_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -228,7 +237,7 @@ def _number(value: float | None, digits: int | None = None) -> str:
 
 def _code(label: str) -> str:
     """A label with the names of functions in it marked as code."""
-    return re.sub(r"\b(torch\.\w+|grouped_gemm)\b", r"`\1`", label)
+    return re.sub(r"\b(torch\.\w+|\w*grouped_gemm)\b", r"`\1`", label)
 
 
 def readme(path: Path, check: bool) -> bool:

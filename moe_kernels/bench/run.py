@@ -21,7 +21,7 @@ import torch
 
 from moe_kernels import requirements
 from moe_kernels.bench.providers import OPERATORS, Operator
-from moe_kernels.bench.suites import Case, Suite
+from moe_kernels.bench.suites import WARM_CALLS, Case, Suite
 from moe_kernels.timing import Call, captured, gpu_is_lost, host_microseconds, interleaved
 
 Record = dict[str, Any]
@@ -157,6 +157,8 @@ def measure(
     device: torch.device,
 ) -> list[Record]:
     """The records of one case. A provider that raises or is wrong has the reason in place of times."""
+    if case.warm and "graph" in timings:
+        timings = [*timings, "warm"]
     calls: dict[str, Call] = {}
     errors: dict[tuple[str, str], str] = {}
     relative: dict[str, float] = {}
@@ -180,15 +182,17 @@ def measure(
                     raise GpuLostError(f"{provider.label}: {_text(error)}") from error
         us: dict[tuple[str, str], float] = {}
         for timing in timings:
-            timed = calls
-            if timing == "graph":
-                timed = {}
+            timed, times = calls, 1
+            if timing != "eager":
+                timed, times = {}, WARM_CALLS if timing == "warm" else 1
                 for key, call in calls.items():
                     try:
-                        timed[key] = captured(call)
+                        if operator.providers[key].graphs:
+                            timed[key] = captured(call, times)
                     except Exception as error:
                         errors[key, timing] = _text(error)
-            us |= {(key, timing): value for key, value in interleaved(timed, rounds, device).items()}
+            medians = interleaved(timed, rounds, device, cold=timing != "warm")
+            us |= {(key, timing): value / times for key, value in medians.items()}
             del timed
     flops, bytes_ = operator.work(inputs)
     records = []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from moe_kernels.testing import SizeKind
+from moe_kernels.testing import SizeKind, group_sizes_for
 
 MODELS = {  # name: (H, I, E, top_k)
     "deepseek-v2-lite": (2048, 1408, 64, 6),
@@ -26,12 +27,18 @@ MODELS = {  # name: (H, I, E, top_k)
 }
 TOKENS = (1, 16, 64, 512, 2048, 8192, 32768)
 TIMINGS = ("eager", "graph")
+THIN = (8, 16, 32, 64)
+WARM_CALLS = 100  # that the timing "warm" has in one graph
 LAYOUTS = {"gkn": ("gkn",), "gnk": ("gnk",), "both": ("gkn", "gnk")}  # what --layout takes
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: M rows in G groups, each with a weight of [K, N]."""
+    """One problem: M rows in G groups, each with a weight of [K, N].
+
+    In the suite `uniform` M is the rows of each group. In `varied` the G problems have sizes of their own, and M, N and
+    K are the largest.
+    """
 
     name: str
     G: int
@@ -41,11 +48,13 @@ class Case:
     sizes: SizeKind = "softmax"
     layout: str = "gkn"  # how a weight lies in memory: "gkn" for [G, K, N], "gnk" for [G, N, K] viewed transposed
     dtype: str = "bfloat16"
+    problems: tuple[tuple[int, int, int], ...] = ()  # (M, N, K) of each, in `varied`
+    warm: bool = False  # timed as WARM_CALLS calls in one graph, too, which leave each other what is in the L2 cache
 
     @property
-    def weights(self) -> tuple[int | str, ...]:
+    def weights(self) -> tuple[Any, ...]:
         """What cases with the same weights have in common."""
-        return self.G, self.N, self.K, self.layout, self.dtype
+        return self.G, self.N, self.K, self.layout, self.dtype, self.problems
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,14 @@ def layer_cases(name: str, H: int, width: int, E: int, top_k: int, tokens: Seque
     ]
 
 
+def several(
+    name: str, problems: Sequence[tuple[int, int, int]], sizes: SizeKind, dtype: str = "float16", warm: bool = False
+) -> Case:
+    """A list of products (M, N, K)."""
+    M, N, K = (max(extents) for extents in zip(*problems, strict=True))
+    return Case(name, len(problems), M, N, K, sizes, dtype=dtype, problems=tuple(problems), warm=warm)
+
+
 def shape(text: str) -> tuple[int, int, int, int]:
     """The numbers in "G,M,N,K", for argparse."""
     numbers = [positive(number) for number in text.split(",")]
@@ -105,6 +122,36 @@ _TABLE = (
     Case("gptoss_up", 32, 16384, 5760, 2880),
     Case("decode_qwen3", 128, 512, 1536, 2048),
     Case("decode_dsv3", 32, 64, 4096, 7168),
+)
+_UNIFORM = (
+    *(Case(f"{M} x {N} x {K}", 8, M, N, K, "uniform", warm=True) for M, K in ((512, 512), (2048, 2048)) for N in THIN),
+    *(
+        Case(f"{M} x {N} x {K}", G, M, N, K, "uniform", warm=warm)
+        for G, M, N, K, warm in (
+            (8, 1000, 48, 1000, True),
+            (8, 500, 72, 520, True),
+            (8, 333, 97, 259, True),
+            (64, 128, 128, 128, True),
+            (32, 256, 256, 256, True),
+            (128, 8, 1536, 2048, False),
+            (128, 64, 1536, 2048, False),
+            (16, 128, 1536, 2048, False),
+            (8, 512, 4096, 2048, False),
+            (8, 2048, 2048, 2048, False),
+            (8, 4096, 4096, 4096, False),
+        )
+    ),
+)
+_CUBES = (128, 256, 512, 1024)
+_VARIED = (
+    *(several(f"4 x {n}^3", [(n, n, n)] * 4, "uniform", warm=True) for n in _CUBES),
+    several("cubes of 1024 to 128", [(n, n, n) for n in reversed(_CUBES)], "random", warm=True),
+    several("16 experts", [(M, 1536, 2048) for M in group_sizes_for("softmax", 16, 4096)], "softmax", "bfloat16"),
+    several(
+        "unlike layers",
+        [(512, 4096, 1024), (2048, 512, 4096), (96, 2880, 2880), (1, 768, 2048), (777, 1000, 992)],
+        "random",
+    ),
 )
 _LAYERS = {**MODELS, "deepseek-v3, 1 of 8 ranks": (7168, 2048, 32, 8)}
 _SHARED = ("dsv3_ep_up", "qwen3_up", "qwen3_down", "mixtral_down", "decode_qwen3")
@@ -137,6 +184,26 @@ SUITES = {
             tuple(case for case in _TABLE if case.name in _SHARED),
             ("mm", "ours", "persistent"),
             peers=False,
+        ),
+        Suite(
+            "uniform",
+            "groups of one size each, beside torch.bmm: thin outputs, the published shapes (8, 512, 64, 512) and "
+            "(8, 2048, 64, 2048) among them, sizes that no tile divides, large ones; M is rows of each group",
+            "uniform",
+            _UNIFORM,
+            ("bmm", "torch", "ours", "bmm-fp32", "ours-fp32"),
+            peers=False,
+            layouts=LAYOUTS["gkn"],
+        ),
+        Suite(
+            "varied",
+            "lists of products, each of its own size, beside a loop of torch.mm (cuBLAS): group-gemm-performance (4 "
+            "times N x N x N in float16) and mixes; M, N, K are the largest",
+            "varied",
+            _VARIED,
+            ("loop", "ours", "call"),
+            peers=False,
+            layouts=LAYOUTS["gkn"],
         ),
         Suite(
             "smoke",

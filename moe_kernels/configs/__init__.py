@@ -84,9 +84,14 @@ MAX_BLOCK_G = 1024  # offsets that a program looks at together
 def choose(problem: Problem, variant: str = "auto") -> Choice:
     """The kernel and config for `problem`; a `variant` that is given leaves only the config to choose."""
     choice = _pinned.get() or _tuned(problem, variant) or rule(problem, variant)
+    note(problem, choice)
+    return choice
+
+
+def note(problem: Any, choice: Any) -> None:
+    """Let `noted` know of a choice, of this operator or of another that has choices of its own."""
     if (made := _made.get()) is not None:
         made.append((problem, choice))
-    return choice
 
 
 def rule(problem: Problem, variant: str = "auto") -> Choice:
@@ -171,11 +176,7 @@ def _tuned(problem: Problem, variant: str) -> Choice | None:
         return None
     for found in store.near(store.gpu_of(device), bucket_of(problem)):
         choice = _adapted(found, problem)
-        if (
-            variant in ("auto", choice.variant)
-            and (choice.source, found.entry.key) not in _discarded
-            and why_illegal(choice, problem) is None
-        ):
+        if variant in ("auto", choice.variant) and not discarded(choice) and why_illegal(choice, problem) is None:
             return choice
     return None
 
@@ -239,7 +240,7 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
 
 _discarded: set[tuple[str, tuple[Any, ...]]] = set()
 _pinned: ContextVar[Choice | None] = ContextVar("pinned", default=None)
-_made: ContextVar[list[tuple[Problem, Choice]] | None] = ContextVar("made", default=None)
+_made: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("made", default=None)
 
 
 @contextmanager
@@ -253,9 +254,9 @@ def pinned(choice: Choice) -> Iterator[None]:
 
 
 @contextmanager
-def noted() -> Iterator[list[tuple[Problem, Choice]]]:
+def noted() -> Iterator[list[tuple[Any, Any]]]:
     """The choices made in here, and for which problems."""
-    made: list[tuple[Problem, Choice]] = []
+    made: list[tuple[Any, Any]] = []
     token = _made.set(made)
     try:
         yield made
@@ -263,13 +264,18 @@ def noted() -> Iterator[list[tuple[Problem, Choice]]]:
         _made.reset(token)
 
 
-def discard(choice: Choice, reason: str) -> bool:
+def discarded(choice: Any) -> bool:
+    """Whether `discard` has been called for the entry that `choice` is from."""
+    return choice.entry is not None and (choice.source, choice.entry.key) in _discarded
+
+
+def discard(choice: Any, reason: str) -> bool:
     """Never choose this tuned entry again in this process, and warn once of its file; False if it is the rule's."""
     if choice.entry is None:
         return False
     _discarded.add((choice.source, choice.entry.key))
     bucket = choice.entry.bucket
-    shape = f"{bucket.dtype}, {bucket.rows} rows per group, N {bucket.N}, K {bucket.K}, G {bucket.G}"
+    shape = f"{bucket.op}, {bucket.dtype}, {bucket.rows} rows per group, N {bucket.N}, K {bucket.K}, G {bucket.G}"
     store.warn_once(f"{choice.source} ({shape})", f"does not work here, another config is used: {reason}")
     return True
 

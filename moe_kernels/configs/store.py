@@ -49,10 +49,11 @@ class Bucket:
     N: int
     K: int
     G: int
+    op: str = "grouped_gemm"  # or "uniform" or "varied": rows are those of each group or problem then
 
     def distance(self, other: Bucket) -> float:
-        """How many factors of two lie between the two, over rows, N, K and G; inf for another dtype or layout."""
-        if (self.dtype, self.transposed) != (other.dtype, other.transposed):
+        """How many factors of two lie between the two, over rows, N, K and G; inf for another op, dtype or layout."""
+        if (self.op, self.dtype, self.transposed) != (other.op, other.dtype, other.transposed):
             return math.inf
         pairs = zip((self.rows, self.N, self.K, self.G), (other.rows, other.N, other.K, other.G), strict=True)
         return sum(abs(math.log2(max(a, 0.5)) - math.log2(max(b, 0.5))) for a, b in pairs)
@@ -77,7 +78,7 @@ class Versions:
 class Entry:
     """One tuned config, and how it was found."""
 
-    kernel: str  # "basic" or "persistent"
+    kernel: str  # "basic" or "persistent", "folded", "batched" or "bmm", "varied"
     bucket: Bucket
     block_m: int
     tma: list[str]  # which of "A", "B" and "out" were reached by TMA; the config is for problems where the same are
@@ -93,7 +94,7 @@ class Entry:
     def key(self) -> tuple[Any, ...]:
         """What a file has only one entry for."""
         b = self.bucket
-        return b.dtype, b.transposed, b.N, b.K, b.G, b.rows, self.versions.minor
+        return b.op, b.dtype, b.transposed, b.N, b.K, b.G, b.rows, self.versions.minor
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ def _to_json(entry: Entry) -> dict[str, Any]:
 
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("kernel", "dtype", "torch", "triton", "helion", "date", "command"), str),
+    **dict.fromkeys(("kernel", "op", "dtype", "torch", "triton", "helion", "date", "command"), str),
     "transposed": bool,
     **dict.fromkeys(("rows", "N", "K", "G", "block_m", "M"), int),
     **dict.fromkeys(("us", "rule_us"), (int, float)),
@@ -259,10 +260,11 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _from_json(value: dict[str, Any]) -> Entry:
+    value = {"op": "grouped_gemm", **value}
     for name, kind in _KINDS.items():
         if not isinstance(value[name], kind):
             raise TypeError(f"{name} is {value[name]!r}")
     fields = {name: value[name] for name in _KINDS}
-    bucket = Bucket(**{name: fields.pop(name) for name in ("dtype", "transposed", "rows", "N", "K", "G")})
+    bucket = Bucket(**{name: fields.pop(name) for name in ("dtype", "transposed", "rows", "N", "K", "G", "op")})
     versions = Versions(**{name: fields.pop(name) for name in ("torch", "triton", "helion")})
     return Entry(bucket=bucket, versions=versions, **fields)

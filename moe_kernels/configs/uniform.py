@@ -1,12 +1,20 @@
-"""The config that a uniform grouped GEMM gets, by rule. Written down from measurements on an H200."""
+"""How a uniform grouped GEMM is computed: a tuned entry's way for this GPU (see `store`), or else by rule.
+
+The rule was written down from measurements on an H200, where cuBLAS is ahead as soon as the output is wide.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import helion
 import torch
+
+from moe_kernels import configs
+from moe_kernels.configs import store
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,8 @@ class Problem:
     dtype: torch.dtype  # of the product: the operands' common type
     out_dtype: torch.dtype
     tf32: bool  # fp32 products may use tf32
+    bmm: bool  # torch.bmm gives this result, and copies no operand
+    flat: bool  # the groups of each tensor lie one below the other, as one matrix
     tma_A: bool  # A can be read by TMA
     tma_B: bool
     tma_out: bool  # out can be written by TMA
@@ -33,48 +43,77 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """How the kernel is compiled."""
+    """How a problem is computed."""
 
-    tma_A: bool
-    tma_B: bool
-    tma_out: bool
-    wide: bool  # addresses that pointers are used for do not fit into 32 bits
-    config: helion.Config
+    kernel: str  # "folded" or "batched"; or "bmm" for torch.bmm, to which the rest does not matter
+    tma_A: bool = False
+    tma_B: bool = False
+    tma_out: bool = False
+    wide: bool = False  # addresses that pointers are used for do not fit into 32 bits
+    config: helion.Config = field(default_factory=helion.Config)
+    source: str = "rule"  # or the file that the entry is from
+    entry: store.Entry | None = field(default=None, compare=False, repr=False)
+
+
+BMM = Choice("bmm")
+THIN = 64  # columns up to which the kernels here are faster than cuBLAS
+_SHARED = 227 << 10  # bytes of shared memory that the programs of an SM can have
+_SMS = 132
 
 
 def choose(problem: Problem) -> Choice:
-    """The config for `problem`."""
-    return rule(problem)
+    """How `problem` is computed."""
+    choice = _tuned(problem) or rule(problem)
+    configs.note(problem, choice)
+    return choice
 
 
 def rule(problem: Problem) -> Choice:
-    """The choice where nothing has been tuned: it compiles everywhere."""
+    """The choice where nothing has been tuned: it works everywhere."""
+    thin = problem.N <= THIN and problem.tma_A and problem.tma_B and problem.dtype != torch.float32
+    return BMM if problem.bmm and not thin else by_kernel(problem)
+
+
+def by_kernel(problem: Problem) -> Choice:
+    """The rule's choice between the kernels here alone."""
     block_m, block_n, block_k, num_warps, num_stages = _blocks(problem)
-    return make(problem, [block_m, block_n, block_k], tma_out=True, num_warps=num_warps, num_stages=num_stages)
+    order: dict[str, Any] = {"loop_orders": [[2, 1, 0]]} if problem.N <= THIN else {}
+    return make(problem, [block_m, block_n, block_k], num_warps=num_warps, num_stages=num_stages, **order)
 
 
-def make(problem: Problem, block_sizes: list[int], *, tma_out: bool, **options: Any) -> Choice:
-    """The choice with these blocks and options; memory is accessed as the tensors allow."""
-    tma_A, tma_B, tma_out = problem.tma_A, problem.tma_B, tma_out and problem.tma_out
+def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None, **options: Any) -> Choice:
+    """The choice with these blocks and options, folded if that is possible, unless `kernel` says otherwise.
+
+    Memory is accessed as the tensors allow.
+    """
+    tma_A, tma_B, tma_out = problem.tma_A, problem.tma_B, problem.tma_out
+    extents = (problem.M, problem.N, problem.K)
+    block_m, block_n, block_k = (fitting(block, size) for block, size in zip(block_sizes, extents, strict=True))
     if tma_A or tma_B or tma_out:
         options["host_tensor_descriptors"] = True
-    block_m, block_n, block_k = block_sizes
     return Choice(
+        kernel=kernel or ("folded" if foldable(problem, block_m, block_k) else "batched"),
         tma_A=tma_A,
         tma_B=tma_B,
         tma_out=tma_out,
         wide=(problem.wide_A and not tma_A) or (problem.wide_B and not tma_B) or (problem.wide_out and not tma_out),
         config=helion.Config(
-            block_sizes=[_within(block_m, problem.M), _within(block_n, problem.N), _within(block_k, problem.K)],
+            block_sizes=[block_m, block_n, block_k],
             indexing=["tensor_descriptor" if tma else "pointer" for tma in (tma_A, tma_B, tma_out)],
             **options,
         ),
     )
 
 
-def _within(block: int, extent: int) -> int:
-    """`block` or less: a power of two from 16 on that a descriptor of `extent` elements can have."""
-    return min(block, max(16, 1 << (extent.bit_length() - 1)))
+def foldable(problem: Problem, block_m: int, block_k: int) -> bool:
+    """Whether tiles of these extents never reach from one group into the next, if the groups are one matrix."""
+    whole = problem.M % block_m == 0 and problem.K % block_k == 0
+    return problem.flat and problem.tma_A and problem.tma_B and whole
+
+
+def fitting(block: int, extent: int) -> int:
+    """`block`, or less where a smaller power of two, from 16 on, covers `extent` at once."""
+    return min(block, max(16, 1 << (extent - 1).bit_length()))
 
 
 def _blocks(problem: Problem) -> tuple[int, int, int, int, int]:
@@ -83,6 +122,55 @@ def _blocks(problem: Problem) -> tuple[int, int, int, int, int]:
         return (64, 64, 32, 8, 3)
     if not (problem.tma_A and problem.tma_B):
         return (64, 64, 64, 4, 3)
-    if problem.M <= 64 or problem.N <= 64:
-        return (64, 64, 128, 4, 4)
-    return (128, 256, 64, 8, 4)
+    if problem.M > 64 and problem.N > THIN:
+        return (128, 256, 64, 8, 3)
+    # One program on each SM has all its loads under way at once; where there is work for more, two share an SM.
+    block_m, block_n, block_k = 64, fitting(64, problem.N), fitting(128, problem.K)
+    tiles = problem.G * -(-problem.M // block_m) * -(-problem.N // block_n)
+    shared = _SHARED // (1 if tiles <= _SMS else 2) - block_m * block_n * problem.out_dtype.itemsize
+    stage = (block_m + block_n) * block_k * problem.dtype.itemsize
+    return (block_m, block_n, block_k, 4, min(5, shared // stage))
+
+
+def bucket_of(problem: Problem) -> store.Bucket:
+    """What `problem` is looked up by."""
+    dtype = "tf32" if problem.tf32 else str(problem.dtype).removeprefix("torch.")
+    if problem.out_dtype != problem.dtype:
+        dtype += f" to {str(problem.out_dtype).removeprefix('torch.')}"
+    return store.Bucket(dtype, problem.b_columns, problem.M, problem.N, problem.K, problem.G, op="uniform")
+
+
+def _tuned(problem: Problem) -> Choice | None:
+    """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
+    if problem.a_columns or problem.device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    for found in store.near(store.gpu_of(problem.device), bucket_of(problem)):
+        choice = adapted(found.entry, problem, str(found.file))
+        if choice is not None and not configs.discarded(choice):
+            return choice
+    return None
+
+
+def adapted(entry: store.Entry, problem: Problem, source: str) -> Choice | None:
+    """The choice of an entry, if it can be used for `problem`."""
+    if entry.kernel == "bmm":
+        return Choice("bmm", source=source, entry=entry) if problem.bmm else None
+    options = dict(entry.config)
+    blocks = options.pop("block_sizes", None)
+    if not isinstance(blocks, list) or len(blocks) != 3 or entry.kernel not in ("folded", "batched"):
+        return None
+    if any(type(block) is not int or not 16 <= block <= 256 or block & (block - 1) for block in blocks):
+        return None
+    made = make(problem, blocks, entry.kernel, **options)
+    sizes: Any = made.config.config["block_sizes"]
+    if entry.kernel == "folded" and not foldable(problem, sizes[0], sizes[2]):
+        return None
+    if entry.tma != access(made):
+        return None
+    return Choice(**{**vars(made), "source": source, "entry": entry})
+
+
+def access(choice: Choice) -> list[str]:
+    """Which tensors `choice` reaches by TMA, as a tuned entry has it."""
+    tma = {"A": choice.tma_A, "B": choice.tma_B, "out": choice.tma_out}
+    return [name for name, reached in tma.items() if reached]

@@ -1,23 +1,35 @@
-"""The blocks and config that a varied grouped GEMM gets, by rule. Written down from measurements on an H200."""
+"""The blocks and config that a varied grouped GEMM gets: tuned ones for this GPU (see `store`), or else by rule.
+
+The rule was written down from measurements on an H200.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
 
 import helion
 import torch
 
+from moe_kernels import configs
+from moe_kernels.configs import store
 from moe_kernels.schedule import tile_counts
 
 BLOCK_K = {2: 64, 4: 32}  # by the bytes of an element: 128 of them are what shared memory is read in
-# (block_m, block_n): (block_k, num_warps, num_stages, workers per SM), for 16-bit types
+# (block_m, block_n): (block_k, num_warps, num_stages, workers per SM) for 16-bit types, and how long a step along K of
+# a tile takes an SM: on average, and when there is only one tile. In units of that of 128 x 256.
 _BLOCKS = {
-    (128, 256): (64, 8, 3, 1),
-    (128, 128): (64, 8, 4, 1),
-    (64, 128): (64, 4, 4, 1),
-    (64, 64): (64, 4, 4, 2),
+    (128, 256): ((64, 8, 3, 1), 1.0, 1.0),
+    (128, 128): ((64, 8, 4, 1), 0.7, 0.7),
+    (64, 64): ((64, 4, 5, 2), 0.27, 0.39),
+    (64, 32): ((64, 4, 5, 2), 0.2, 0.3),
+    (32, 32): ((128, 4, 4, 1), 0.24, 0.24),
 }
+_FIXED = 512  # steps along K that the beginning and the end of a tile take as long as
+Shapes = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -27,21 +39,39 @@ class Choice:
     block_m: int
     block_n: int
     config: helion.Config
+    source: str = "rule"  # or the file that the entry is from
+    entry: store.Entry | None = field(default=None, compare=False, repr=False)
 
 
-def choose(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, aligned: bool, num_sms: int) -> Choice:
-    """The blocks and config for the problems `(M, N, K)`; `aligned` if 16 bytes of A and B can be loaded together."""
-    return rule(shapes, dtype, aligned, num_sms)
+@dataclass(frozen=True)
+class Problem:
+    """What a choice may depend on."""
+
+    shapes: Shapes  # (M, N, K) of each product
+    dtype: torch.dtype
+    aligned: bool  # 16 bytes of A and of B can be loaded together
+    b_columns: bool  # each B lies in memory as [N, K]
+    num_sms: int
+    tf32: bool  # fp32 products may use tf32
+    device: torch.device
 
 
-def rule(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, aligned: bool, num_sms: int) -> Choice:
+def choose(problem: Problem) -> Choice:
+    """The blocks and config for `problem`."""
+    choice = _tuned(problem) or rule(problem)
+    configs.note(problem, choice)
+    return choice
+
+
+def rule(problem: Problem) -> Choice:
     """The choice where nothing has been tuned: it compiles everywhere."""
-    if not aligned:
-        return make(len(shapes), 64, 64, BLOCK_K[dtype.itemsize] // 2, 8, 3, 1)
-    if dtype == torch.float32:
-        return make(len(shapes), 64, 64, BLOCK_K[dtype.itemsize], 8, 3, 1)
-    blocks = min(_BLOCKS, key=lambda blocks: _cost(shapes, blocks, num_sms))
-    return make(len(shapes), *blocks, *_BLOCKS[blocks])
+    P, block_k = len(problem.shapes), BLOCK_K[problem.dtype.itemsize]
+    if not problem.aligned:
+        return make(P, 64, 64, block_k // 2, 8, 3, 1)
+    if problem.dtype == torch.float32:
+        return make(P, 64, 64, block_k, 8, 3, 1)
+    blocks = _fastest(problem.shapes, problem.num_sms)
+    return make(P, *blocks, *_BLOCKS[blocks][0])
 
 
 def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, per_sm: int) -> Choice:
@@ -56,9 +86,67 @@ def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_s
     return Choice(block_m, block_n, config)
 
 
-def _cost(shapes: Sequence[tuple[int, int, int]], blocks: tuple[int, int], num_sms: int) -> float:
-    block_m, block_n = blocks
-    counts = tile_counts(shapes, block_m, block_n)
-    tiles = sum(m * n for m, n in counts)
-    waves = -(-tiles // num_sms)
-    return waves * block_m * block_n
+@lru_cache(1024)
+def _fastest(shapes: Shapes, num_sms: int) -> tuple[int, int]:
+    """The blocks by which the SM with the most work is done first."""
+
+    def time(blocks: tuple[int, int]) -> float:
+        _, average, alone = _BLOCKS[blocks]
+        longest = max(K for *_, K in shapes) + _FIXED
+        return max(average * _most_steps(shapes, blocks, num_sms), alone * longest)
+
+    return min(_BLOCKS, key=time)
+
+
+def _most_steps(shapes: Shapes, blocks: tuple[int, int], num_sms: int) -> int:
+    """The steps along K of the SM that has most of them; tile t is SM t % num_sms's."""
+    every, changes, begin = 0, [0] * (2 * num_sms + 1), 0
+    for (m, n), (*_, K) in zip(tile_counts(shapes, *blocks), shapes, strict=True):
+        rounds, more = divmod(m * n, num_sms)
+        every += rounds * (K + _FIXED)
+        changes[begin] += K + _FIXED
+        changes[begin + more] -= K + _FIXED
+        begin = (begin + more) % num_sms
+    steps = list(accumulate(changes))
+    return every + max(steps[i] + steps[i + num_sms] for i in range(num_sms))
+
+
+def bucket_of(problem: Problem) -> store.Bucket | None:
+    """What `problem` is looked up by; None for products that are not all of one size."""
+    if len(set(problem.shapes)) > 1:
+        return None
+    M, N, K = problem.shapes[0]
+    dtype = "tf32" if problem.tf32 else str(problem.dtype).removeprefix("torch.")
+    return store.Bucket(dtype, problem.b_columns, M, N, K, len(problem.shapes), op="varied")
+
+
+def _tuned(problem: Problem) -> Choice | None:
+    """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
+    if problem.device.type != "cuda" or not problem.aligned or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    bucket = bucket_of(problem)
+    for found in store.near(store.gpu_of(problem.device), bucket) if bucket else ():
+        choice = adapted(found.entry, problem, str(found.file))
+        if choice is not None and not configs.discarded(choice):
+            return choice
+    return None
+
+
+def adapted(entry: store.Entry, problem: Problem, source: str) -> Choice | None:
+    """The choice of an entry, if it is one; see `stored` for what its config is."""
+    values: Any = [entry.config.get(name) for name in ("num_warps", "num_stages", "num_sm_multiplier")]
+    blocks = entry.config.get("block_sizes")
+    if not isinstance(blocks, list) or len(blocks) != 3:
+        return None
+    if any(type(value) is not int or value < 1 for value in (*blocks, *values)):
+        return None
+    if any(block < 16 or block > 256 or block & (block - 1) for block in blocks):
+        return None
+    return replace(make(len(problem.shapes), *blocks, *values), source=source, entry=entry)
+
+
+def stored(choice: Choice) -> dict[str, Any]:
+    """What an entry has for `choice`: the arguments of `make`, without P, under the names of `helion.Config`."""
+    values: Any = choice.config.config
+    kept = {name: values[name] for name in ("num_warps", "num_stages", "num_sm_multiplier")}
+    return {"block_sizes": [choice.block_m, choice.block_n, values["block_sizes"][1]], **kept}

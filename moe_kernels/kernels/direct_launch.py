@@ -25,25 +25,30 @@ class Unavailable(Exception):
     """This kernel cannot be launched directly with this version of Triton."""
 
 
-def direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int]) -> Callable[..., None]:
+def direct(
+    run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int], fixed: bool = False
+) -> Callable[..., None]:
     """A function that launches what `run`, Helion's generated function, would launch; nothing is launched here.
 
     It is for calls that differ from `args` in tensors and plain integers alone, from the current device. Of the
     tensors, the dtype, strides, alignment to 16 bytes and all but the first extent stay; the integers keep their class
     (Triton's: 1, multiple of 16, other). It may be given another tensor than `run`, of the same memory, where `run`
     has a view. `clipped` has the indices of the tensors that have to be read or written by TMA alone, and how many
-    rows before the tensor its descriptor begins.
+    rows before the tensor its descriptor begins. With `fixed` the first extents stay, too, and nothing of a tensor that
+    is given matters but where it begins.
 
     Raises:
         Unavailable: a launch does not look as expected.
     """
     try:
-        return _direct(run, args, clipped)
+        return _direct(run, args, clipped, fixed)
     except (AttributeError, ImportError, KeyError, StopIteration, TypeError) as error:
         raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 
-def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int]) -> Callable[..., None]:
+def _direct(
+    run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int], fixed: bool
+) -> Callable[..., None]:
     made: list[Any] = []
 
     def compile_only(kernel: Any, *launch_args: Any, **options: Any) -> None:
@@ -69,7 +74,10 @@ def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, 
             name = f"descriptor{len(names)}"
             names[name] = descriptor = _Descriptor(a, next(descriptions))
             pointer, extent = f"a{index}.data_ptr()", f"extent{index}"
-            described.append(index)
+            if fixed:
+                extent = str(a.shape[descriptor.changing])
+            else:
+                described.append(index)
             if before := clipped.get(index, 0):
                 pointer += f" - {before * a.base.stride(0) * a.base.element_size()}"
                 extent += f" + {before}"

@@ -62,6 +62,7 @@ def compile_kernel(
     tf32: bool = False,
     prepare: Callable[..., Sequence[Any]] = lambda *args: args,
     clipped: Mapping[int, int] = _NOTHING,
+    fixed: bool = False,
 ) -> Callable[..., Any]:
     """Compile `kernel` under `config` for every call whose arguments are like `args`.
 
@@ -72,20 +73,27 @@ def compile_kernel(
     the same memory, where a view is needed. All calls have to come from the same device.
 
     `clipped` has the indices of tensors outside of which the kernel reads or writes, relying on TMA not to go there,
-    and how many rows before the tensor its descriptor begins.
+    and how many rows before the tensor its descriptor begins. With `fixed` the first extents stay as well, and a call
+    may be given tensors of other shapes that `prepare` views as what the kernel takes.
     """
     if interpreted():
         interpret = _compile_interpreted(kernel, args, config, wide)
         return lambda *args: interpret(*prepare(*args))
     run = _variant(kernel, wide, tf32).bind(tuple(args)).compile_config(config)
-    return _Launcher(run, prepare, clipped)
+    return _Launcher(run, prepare, clipped, fixed)
 
 
 class _Launcher:
     """Calls Helion's generated function directly, where that is possible."""
 
-    def __init__(self, run: Callable[..., Any], prepare: Callable[..., Sequence[Any]], clipped: Mapping[int, int]):
-        self.run, self.prepare, self.clipped = run, prepare, clipped
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        prepare: Callable[..., Sequence[Any]],
+        clipped: Mapping[int, int],
+        fixed: bool,
+    ):
+        self.run, self.prepare, self.clipped, self.fixed = run, prepare, clipped, fixed
         self.launch: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> None:
@@ -95,7 +103,7 @@ class _Launcher:
 
     def _launch(self, args: Sequence[Any]) -> Callable[..., Any]:
         try:
-            return direct_launch.direct(self.run, self.prepare(*args), self.clipped)
+            return direct_launch.direct(self.run, self.prepare(*args), self.clipped, self.fixed)
         except direct_launch.Unavailable:
             if self.clipped:
                 raise

@@ -17,7 +17,7 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from moe_kernels.configs import varied as configs
+from moe_kernels.configs import varied as rules
 from moe_kernels.kernels.launch import compile_kernel, kernel, tf32_allowed
 from moe_kernels.schedule import tile_counts
 
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
 def _preset(*args: Any) -> helion.Config:
     A, odd_P, block_m, block_n = args[3], args[6], args[-2], args[-1]
-    return configs.make(odd_P // 2, block_m, block_n, configs.BLOCK_K[A.element_size()], 4, 3, 1).config
+    return rules.make(odd_P // 2, block_m, block_n, rules.BLOCK_K[A.element_size()], 4, 3, 1).config
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
@@ -136,12 +136,17 @@ class Launch:
     """A table on the device, and the kernel that walks it; calling this launches it.
 
     `group_A`, `group_B`, `outs`: `[M_p, K_p]`, `[K_p, N_p]`, `[M_p, N_p]`, of one dtype and device, nothing checked;
-    M_p and N_p may not be 0. All of them are read and written where they lie.
+    M_p and N_p may not be 0. All of them are read and written where they lie. Without `choice` one is made.
     """
 
-    def __init__(self, group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor]):
-        shapes = [(*a.shape, b.size(1)) for a, b in zip(group_A, group_B, strict=True)]
-        shapes = [(M, N, K) for M, K, N in shapes]
+    def __init__(
+        self,
+        group_A: Sequence[Tensor],
+        group_B: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        choice: rules.Choice | None = None,
+    ):
+        shapes = tuple((a.size(0), b.size(1), a.size(1)) for a, b in zip(group_A, group_B, strict=True))
         self.kept = group_A, group_B, outs  # the table has their addresses
         first = outs[0]
         bases = [next((tensor for tensor in tensors if tensor.numel()), first) for tensors in (group_A, group_B, outs)]
@@ -153,7 +158,17 @@ class Launch:
             *(math.gcd(most, *extents) for extents in zip(*shapes, strict=True)),  # M, N, K
         )
         aligned = layout.contiguous_a < 2 and layout.contiguous_b < 2 and set(layout[3:5]) == {most}
-        choice = configs.choose(shapes, first.dtype, aligned, worker_count(first.device))
+        if choice is None:
+            problem = rules.Problem(
+                shapes,
+                first.dtype,
+                aligned,
+                b_columns=layout.contiguous_b == 0,
+                num_sms=worker_count(first.device),
+                tf32=tf32_allowed(first.dtype),
+                device=first.device,
+            )
+            choice = rules.choose(problem)
         blocks = choice.block_m, choice.block_n
         counts = tile_counts(shapes, *blocks)
         ends = list(itertools.accumulate(m * n for m, n in counts))
@@ -209,7 +224,7 @@ _kernels: dict[tuple[Any, ...], Callable[..., None]] = {}
 _MOST_KERNELS = 1024
 
 
-def _compiled(tensors: tuple[Tensor, ...], layout: Layout, choice: configs.Choice) -> Callable[..., None]:
+def _compiled(tensors: tuple[Tensor, ...], layout: Layout, choice: rules.Choice) -> Callable[..., None]:
     ends, total, table, A, B, out = tensors
     tf32 = tf32_allowed(A.dtype)
     key = (layout, choice, out.device, out.dtype, tf32, *(tensor.data_ptr() % 16 for tensor in (A, B, out)))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_kernels import configs, reference, tune
-from moe_kernels.configs import store
+from moe_kernels import configs, reference, tune, tune_forms
+from moe_kernels.configs import store, uniform, varied
 
 TASK = tune.Task(3, 160, 32, 48, "float32", False)
 
@@ -46,6 +46,40 @@ def test_pinned_plans_are_right(device: str) -> None:
         for A, B, offsets, bias, out in inputs.tensors():
             plan(A, B, offsets, bias, out)
             tune.check_close(out, reference.grouped_gemm(A, B, offsets))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("op", ["uniform", "varied"])
+def test_an_entry_for_the_other_forms(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, op: str, transposed: bool
+) -> None:
+    """Without time the rule's config and two more take turns, here by a clock for which the third is the fastest."""
+    task = tune.Task(3, 32, 32, 48, "float32", transposed, op)
+    where = torch.device(device)
+    clock = {0: 3.0, 1: 2.0, 2: 1.0}
+    monkeypatch.setattr(tune_forms, "interleaved", lambda calls, *_: {i: clock.get(i, 9.0) for i in calls})
+    file = store.file_in(tmp_path, "NVIDIA Test 9000")
+    assert tune.tune([task], file, "NVIDIA Test 9000", where, 0.5) == 0
+    [made] = store.read(file, "NVIDIA Test 9000")
+    assert (made.us, made.rule_us, made.bucket) == (1.0, 3.0, tune_forms.bucket(task))
+    assert f"tune --op {op} --shapes 3,32,32,48 --dtype float32" in made.command
+    problem, make = (tune_forms._uniform if op == "uniform" else tune_forms._varied)(task, where)
+    rules = uniform if op == "uniform" else varied
+    assert rules.bucket_of(problem) == made.bucket
+    choice = rules.adapted(made, problem, "file")
+    assert choice.source == "file" and replace(choice, source="rule") != rules.rule(problem)
+    expected = make(rules.rule(problem))()
+    tune.check_close(make(choice)(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["uniform", "varied"])
+def test_a_grid(tmp_path: Path, op: str) -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    file = store.file_in(tmp_path, store.gpu_of(gpu).name)
+    assert tune.tune([tune.Task(4, 256, 64, 256, "bfloat16", False, op)], file, store.gpu_of(gpu).name, gpu, 15.0) == 0
+    [made] = store.read(file, store.gpu_of(gpu).name)
+    assert 0 < made.us <= made.rule_us
 
 
 @pytest.mark.gpu

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import uniform_grouped_gemm
+from moe_kernels import configs, uniform, uniform_grouped_gemm
+from moe_kernels.configs import uniform as rules
 from moe_kernels.kernels import uniform_gemm as kernels
 from moe_kernels.testing import assert_grouped_gemm_close
 
@@ -40,6 +41,13 @@ def assert_close(out: Tensor, A: Tensor, B: Tensor) -> None:
     offsets = torch.arange(G + 1, device=A.device) * M
     assert out.shape == (G, M, B.size(2))
     assert_grouped_gemm_close(out.reshape(G * M, -1), A.reshape(G * M, K), B, offsets)
+
+
+@pytest.fixture
+def no_bmm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels here also where the rule prefers torch.bmm."""
+    monkeypatch.setattr(rules, "choose", rules.by_kernel)
+    monkeypatch.setattr(uniform, "_plans", {})
 
 
 @pytest.mark.parametrize(
@@ -144,7 +152,7 @@ def test_expanded(device: str) -> None:
 
 def test_the_same_tensor_twice_and_then_two(device: str) -> None:
     A, B = make(2, 32, 32, 32, device)
-    kernels._plans.clear()
+    uniform._plans.clear()
     for a, b in ((A, A), (A, A.transpose(1, 2)), (A, B), (B, A.transpose(1, 2))):
         assert_close(uniform_grouped_gemm(a, b, 2), a, b)
 
@@ -192,11 +200,11 @@ def test_gradients(flat: bool, device: str) -> None:
 def test_only_the_gradients_that_are_needed(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     A, B = make(2, 24, 16, 40, device, torch.float32)
     out = uniform_grouped_gemm(A.requires_grad_(), B, 2)
-    launched: list[torch.Size] = []
-    launch: Callable[..., None] = kernels.launch
-    monkeypatch.setattr(kernels, "launch", lambda a, b, out: (launched.append(out.shape), launch(a, b, out)))
+    computed: list[torch.Size] = []
+    product: Callable[..., Tensor] = uniform._product
+    monkeypatch.setattr(uniform, "_product", lambda a, *rest: computed.append(a.shape) or product(a, *rest))
     out.backward(torch.ones_like(out).expand_as(out))
-    assert launched == [A.shape]
+    assert computed == [out.shape]  # dA = d_out @ B^T alone
     assert B.grad is None
 
 
@@ -225,6 +233,24 @@ def test_the_kernel_object_takes_the_rule(device: str) -> None:
     assert_close(out, A, B)
 
 
+@pytest.mark.parametrize("columns", [(False, False), (True, True)], ids=str)
+def test_groups_folded_into_rows(columns: tuple[bool, bool], device: str) -> None:
+    """The kernel object by itself: on a CPU no choice leads to it, because there is no TMA."""
+    G, M, N, K = 3, 64, 40, 128
+    A, B = make(G, M, N, K, device, columns=columns)
+    out = torch.empty(G * M, N, dtype=A.dtype, device=device)
+    flat = [(x.mT if transposed else x).flatten(0, 1) for x, transposed in zip((A, B), columns, strict=True)]
+    clean = None
+    for poisoned in (False, True):
+        if poisoned:
+            flat[1].view(G, -1, flat[1].size(1))[1] = NAN
+        kernels.uniform_folded(*flat, out, G, M, N, K, *columns)
+        if clean is None:
+            clean = out.clone()
+            assert_close(out.view(G, M, N), A, B)
+    assert torch.equal(out.view(G, M, N)[::2], clean.view(G, M, N)[::2])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [(False, False), (True, False), (False, True), (True, True)], ids=str)
 @pytest.mark.parametrize(
@@ -236,12 +262,53 @@ def test_the_kernel_object_takes_the_rule(device: str) -> None:
         (16, 300, 1536, 520),
         (2, 2048, 2048, 1024),
         (4, 600, 8, 96),
+        (8, 512, 8, 512),
+        (8, 333, 97, 259),
     ],
 )
-def test_large_ones(G: int, M: int, N: int, K: int, columns: tuple[bool, bool], device: str) -> None:
+@pytest.mark.parametrize("bmm", [True, False], ids=["any way", "by a kernel"])
+def test_large_ones(
+    G: int, M: int, N: int, K: int, columns: tuple[bool, bool], bmm: bool, request: pytest.FixtureRequest, device: str
+) -> None:
+    if not bmm:
+        request.getfixturevalue("no_bmm")
     for out_dtype in (None, torch.float32):
         A, B = make(G, M, N, K, device, torch.bfloat16, columns)
-        assert_close(uniform_grouped_gemm(A, B, G, out_dtype=out_dtype), A, B)
+        for _ in range(2):  # the second time by the plan alone
+            assert_close(uniform_grouped_gemm(A, B, G, out_dtype=out_dtype), A, B)
+        flat = [x.reshape(-1, x.size(2)) for x in (A, B)]
+        assert_close(uniform_grouped_gemm(*flat, G, out_dtype=out_dtype).view(G, M, N), A, B)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [(False, False), (True, True)], ids=str)
+@pytest.mark.parametrize(("M", "N", "K"), [(512, 64, 512), (128, 8, 128), (100, 40, 200), (8, 8, 8)])
+def test_nan_stays_where_descriptors_are_used(
+    M: int, N: int, K: int, columns: tuple[bool, bool], no_bmm: None, device: str
+) -> None:
+    A, B = make(3, M, N, K, device, torch.bfloat16, columns)
+    clean = uniform_grouped_gemm(A, B, 3)
+    for poisoned in (A, B):
+        kept = poisoned[1].clone()
+        poisoned[1] = NAN
+        out = uniform_grouped_gemm(A, B, 3)
+        assert torch.equal(out[::2], clean[::2])
+        assert not out[1].isfinite().any()
+        poisoned[1] = kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("N", "expected"), [(64, "folded"), (65, "bmm"), (128, "bmm")])
+def test_wide_outputs_are_cublas(N: int, expected: str, device: str) -> None:
+    A, B = make(2, 256, N, 512, device, torch.bfloat16)
+    with configs.noted() as made:
+        kernels.plan(A, B, 2, torch.bfloat16)
+    assert [choice.kernel for _, choice in made] == [expected]
+    overlapping = A.as_strided((2, 256, 512), (512, 1, 2))  # what torch.bmm would copy
+    with configs.noted() as made:
+        out = kernels.plan(overlapping, B, 2, torch.bfloat16)(overlapping, B)
+    assert [choice.kernel for _, choice in made] == ["batched"]
+    assert_close(out, overlapping, B)
 
 
 @pytest.mark.gpu
@@ -277,7 +344,7 @@ def test_graph_capture(warm: bool, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tf32", [True, False])
-def test_fp32_follows_pytorchs_tf32_setting(tf32: bool, device: str) -> None:
+def test_fp32_follows_pytorchs_tf32_setting(tf32: bool, no_bmm: None, device: str) -> None:
     A, B = make(3, 200, 256, 2048, device, torch.float32)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -302,7 +369,9 @@ def test_fp32_follows_pytorchs_tf32_setting(tf32: bool, device: str) -> None:
         (5, 131_072, 4095, 64, False),
     ],
 )
-def test_more_than_2_to_the_31_elements(G: int, M: int, N: int, K: int, misaligned: bool, device: str) -> None:
+def test_more_than_2_to_the_31_elements(
+    G: int, M: int, N: int, K: int, misaligned: bool, no_bmm: None, device: str
+) -> None:
     torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
     A = torch.empty(G * M * K + 1, device=device, dtype=torch.bfloat16).normal_()
     A = (A[1:] if misaligned else A[:-1]).view(G, M, K)

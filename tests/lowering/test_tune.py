@@ -19,9 +19,11 @@ from helion.autotuner import benchmark_provider
 sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import stand_ins
 from test_grouped_gemm import SHARED_MEMORY, compiled
+from test_uniform_gemm import compiled as compiled_uniform
+from test_varied_gemm import compiled as compiled_varied
 
 from moe_kernels import configs, tune
-from moe_kernels.configs import store
+from moe_kernels.configs import store, uniform, varied
 from moe_kernels.kernels import launch
 
 BUNDLED = [
@@ -125,6 +127,9 @@ def test_every_alternative_compiles(monkeypatch: pytest.MonkeyPatch, rows: int) 
 def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: store.Entry) -> None:
     """Each compiles within an H200's shared memory, with the TMA loads that it names."""
     bucket = entry.bucket
+    if bucket.op != "grouped_gemm":
+        check_form(monkeypatch, file, entry)
+        return
     dtype = torch.float32 if bucket.dtype == "tf32" else getattr(torch, bucket.dtype)
     problem = configs.Problem(
         bucket.rows,
@@ -151,3 +156,51 @@ def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: sto
     report = reports["jagged" if choice.variant == "basic" else "jagged_persistent"]
     assert report["shared"] <= SHARED_MEMORY
     assert report["code"].count("_desc.load(") == choice.access.tma_A + choice.access.tma_B
+
+
+def check_form(monkeypatch: pytest.MonkeyPatch, file: Path, entry: store.Entry) -> None:
+    """A config for uniform or varied products is used for what it was tuned for, and compiles."""
+    bucket = entry.bucket
+    name, _, out_name = bucket.dtype.partition(" to ")
+    dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+    if entry.kernel == "bmm":
+        return
+    rules: Any = uniform if bucket.op == "uniform" else varied
+    used = []
+
+    def choose(problem: Any) -> Any:
+        used.append(rules.adapted(entry, problem, str(file)))
+        return used[0]
+
+    monkeypatch.setattr(rules, "choose", choose)
+    columns = (False, bucket.transposed)
+    if bucket.op == "uniform":
+        shape = (bucket.G, bucket.rows, bucket.N, bucket.K)
+        out_dtype = getattr(torch, out_name) if out_name else dtype
+        report = compiled_uniform(monkeypatch, shape, dtype=dtype, columns=columns, out_dtype=out_dtype, rule=False)
+        assert report["code"].count("_desc.load(") == sum(name in entry.tma for name in ("A", "B"))
+    else:
+        compiled_varied(monkeypatch, [(bucket.rows, bucket.N, bucket.K)] * bucket.G, dtype=dtype, columns=columns)
+    assert used[0].entry is entry
+
+
+def test_bundled_entries_of_the_other_forms_would_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one of each, whether or not there are any in the files."""
+    values = dict(us=1.0, rule_us=1.0, versions=store.installed_versions(), date="", command="")
+    made = store.Entry(
+        "folded",
+        store.Bucket("bfloat16 to float32", False, 512, 64, 512, 8, "uniform"),
+        64,
+        ["A", "B", "out"],
+        {"block_sizes": [64, 64, 128], "num_warps": 4, "num_stages": 4},
+        M=4096,
+        **values,
+    )
+    check_form(monkeypatch, Path("file"), made)
+    monkeypatch.undo()
+    with pytest.raises(AssertionError):
+        check_form(monkeypatch, Path("file"), replace(made, config={**made.config, "num_stages": 8}))
+    monkeypatch.undo()
+    config = varied.stored(varied.make(4, 128, 64, 64, 4, 4, 1))
+    bucket = store.Bucket("float16", True, 256, 256, 256, 4, "varied")
+    check_form(monkeypatch, Path("file"), store.Entry("varied", bucket, 128, [], config, M=1024, **values))

@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import compile_for_sm90, stand_ins
 
+from moe_kernels.configs import uniform as rules
 from moe_kernels.kernels import launch
 from moe_kernels.kernels import uniform_gemm as kernels
 
@@ -25,13 +26,18 @@ def compiled(
     dtype: torch.dtype = torch.bfloat16,
     columns: tuple[bool, bool] = (False, False),
     misaligned: bool = False,
+    out_dtype: torch.dtype | None = None,
+    rule: bool = True,
 ) -> dict[str, Any]:
+    """What is compiled; with `rule` by the rule for the kernels, also where torch.bmm is preferred."""
     asked_for = []
 
     def note(kernel: Any, args: Any, config: Any, *, wide: bool, tf32: bool, **_: Any) -> None:
         asked_for.append((launch._variant(kernel, wide, tf32), args, config))
 
     monkeypatch.setattr(kernels, "compile_kernel", note)
+    if rule:
+        monkeypatch.setattr(rules, "choose", rules.by_kernel)
     G, M, N, K = shape
     with stand_ins():
 
@@ -40,13 +46,12 @@ def compiled(
                 return torch.empty(G, cols, rows + misaligned, dtype=dtype, device="cuda").narrow(2, 0, rows).mT
             return torch.empty(G, rows, cols + misaligned, dtype=dtype, device="cuda").narrow(2, 0, cols)
 
-        out = torch.empty(G, M, N, dtype=dtype, device="cuda")
-        kernels._plan(operand(M, K, columns[0]), operand(K, N, columns[1]), out)
+        kernels.plan(operand(M, K, columns[0]), operand(K, N, columns[1]), G, out_dtype or dtype)
     ((kernel, args, config),) = asked_for
     report = compile_for_sm90(kernel, args, config)
     assert report["shared"] <= SHARED_MEMORY
     assert report["stack"] == 0
-    return report
+    return {**report, "kernel": kernel.name}
 
 
 @pytest.mark.parametrize(
@@ -70,12 +75,31 @@ def test_everything_by_tma(
     assert report["wgmma"] > 0
     assert "gdc_launch_dependents" in report["code"]
     assert report["code"].index("gdc_wait") < report["code"].index("_desc.load(")
+    assert report["kernel"] == "uniform_folded"
 
 
-def test_an_output_as_narrow_as_8(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = compiled(monkeypatch, (8, 512, 8, 512))
-    assert report["code"].count("A_desc.load(") == 1
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [
+        ((8, 512, 8, 512), "uniform_folded"),
+        ((8, 1000, 48, 1000), "uniform"),
+        ((8, 500, 72, 520), "uniform"),
+    ],
+    ids=str,
+)
+def test_blocks_that_are_larger_than_a_tensor(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int], kernel: str
+) -> None:
+    report = compiled(monkeypatch, shape)
+    assert report["code"].count("_desc.load(") == 2
     assert report["wgmma"] > 0
+    assert report["kernel"] == kernel
+
+
+def test_two_programs_share_an_sm_where_there_are_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program is charged 1 KiB more than it asks for."""
+    shared = [compiled(monkeypatch, (8, M, 64, 2048), out_dtype=torch.float32)["shared"] + 1024 for M in (512, 2048)]
+    assert 2 * shared[0] > 228 << 10 >= 2 * shared[1]
 
 
 @pytest.mark.parametrize(

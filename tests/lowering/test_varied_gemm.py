@@ -67,7 +67,7 @@ def compiled(
 )
 def test_squares(monkeypatch: pytest.MonkeyPatch, size: int, columns: tuple[bool, bool]) -> None:
     report = compiled(monkeypatch, [(size, size, size)] * 4, columns=columns)
-    assert report["wgmma"] > 0
+    assert (report["wgmma"] > 0) == (size > 128)  # tiles of 32 x 32 are too small for it
     # Both operands, once per stage in flight and once in the loop.
     assert report["cp_async"] >= 6
 
