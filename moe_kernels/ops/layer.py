@@ -225,8 +225,11 @@ def _fused(
 
 
 def _fusible(A: Tensor, w_in: Tensor, form: Form) -> bool:
-    """Whether one kernel does the whole first half: not if gate and up take turns where rows of a weight are loaded."""
-    return dispatch.use_kernels(A) and form.gated and not (form.interleaved and w_in.stride(2) == 1)
+    """Whether one kernel does the whole first half: not if gate and up take turns where rows of a weight are loaded.
+
+    In the interpreter alone, until the kernel has been run and measured on a GPU.
+    """
+    return A.is_cpu and dispatch.use_kernels(A) and form.gated and not (form.interleaved and w_in.stride(2) == 1)
 
 
 def _swiglu_ffn_fake(
