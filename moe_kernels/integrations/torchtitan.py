@@ -1,0 +1,54 @@
+"""torchtitan: its grouped experts through these kernels, chosen in a run's configuration.
+
+torchtitan_train ... --override.imports moe_kernels.integrations.torchtitan.grouped_experts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import util
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moe_kernels.dispatch import grouped_gemm
+from moe_kernels.moe import swiglu_ffn
+from moe_kernels.packing import group_offsets_from_sizes
+
+if util.find_spec("torchtitan") is not None:
+    from torchtitan.config import derive, override
+    from torchtitan.models.common.moe import GroupedExperts
+
+    class MoEKernelsExperts(GroupedExperts):
+        """torchtitan's `GroupedExperts`, with its parameters, by `swiglu_ffn` and `grouped_gemm`."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(GroupedExperts.Config):
+            """That of `GroupedExperts`."""
+
+        def forward(
+            self,
+            x_RD: Tensor,  # [R, D], sorted by expert
+            num_tokens_per_expert_E: Tensor,  # [E]
+        ) -> Tensor:  # [R, D]
+            """The experts' rows, computed in bfloat16 as torchtitan does; rows past the last expert's are zeros."""
+            w1, w2, w3 = (
+                (w.to_local() if isinstance(w, DTensor) else w).bfloat16()
+                for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+            )
+            group_offsets = group_offsets_from_sizes(num_tokens_per_expert_E)
+            act = swiglu_ffn(x_RD.bfloat16(), w1, group_offsets, w_up=w3)
+            return grouped_gemm(act, w2.mT, group_offsets).type_as(x_RD)
+
+    # Not for subclasses, which compute something else.
+    @override(target=GroupedExperts.Config, exact=True, description="Grouped GEMMs of moe_kernels")
+    def grouped_experts(config: Any) -> Any:
+        """The configuration of `MoEKernelsExperts` for that of a `GroupedExperts`."""
+        return derive(config, MoEKernelsExperts.Config)
+
+else:
+
+    def grouped_experts(config: Any) -> Any:
+        """Say what is missing."""
+        raise ImportError("moe_kernels.integrations.torchtitan needs torchtitan 0.3: pip install 'torchtitan>=0.3'")
