@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ def test_expert_parallel_example() -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     text = run(*launch, str(ROOT / "examples" / "expert_parallel.py"))
     assert text.count("output and gradient agree") == 2
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs pip install 'moe-kernels[transformers]'")
+def test_transformers_example() -> None:
+    assert "logits agree" in run(str(ROOT / "examples" / "transformers_qwen3_moe.py"))
 
 
 def test_readme_quickstart() -> None:
