@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import checks, reference
-from moe_kernels.dispatch import use_kernels
+from moe_kernels.dispatch import autocast, unobserved, use_kernels
 
 
 def uniform_grouped_gemm(
@@ -41,16 +41,15 @@ def uniform_grouped_gemm(
     """
     if (out := _again(A, B, num_groups, out_dtype)) is not None:
         return out
+    A, B = autocast(A, B)
     dtype = checks.check_uniform(A, B, num_groups, out_dtype)
-    if not use_kernels(A):
-        return reference.uniform_grouped_gemm(A, B, num_groups, out_dtype=out_dtype)
-    if not (torch.is_grad_enabled() and (A.requires_grad or B.requires_grad)):
-        return _product(A, B, num_groups, dtype)
+    if unobserved(A, B):
+        return multiply(A, B, num_groups, dtype)
     G = num_groups
     a = A if A.dim() == 3 else A.view(G, A.size(0) // max(G, 1), A.size(1))
     b = B if B.dim() == 3 else B.view(G, A.size(-1), B.size(1))
-    out = _differentiable(a, b, dtype)
-    return out if A.dim() == 3 else out.flatten(0, 1)
+    recorded: Tensor = torch.ops.moe_kernels.uniform_grouped_gemm(a, b, dtype)
+    return recorded if A.dim() == 3 else recorded.flatten(0, 1)
 
 
 _plans: dict[tuple[Any, ...], Callable[[Tensor, Tensor], Tensor]] = {}
@@ -78,43 +77,22 @@ def _key(A: Tensor, B: Tensor, G: int, out_dtype: torch.dtype | None) -> tuple[A
 
 
 def _again(A: Tensor, B: Tensor, num_groups: int, out_dtype: torch.dtype | None) -> Tensor | None:
-    """The result if there has been such a call before, from the current device, without gradients."""
+    """The result if there has been such a call before, from the current device, and nobody records this one."""
+    if not unobserved(A, B) or torch._C._is_any_autocast_enabled():
+        return None
     try:
         plan = _plans[_key(A, B, num_groups, out_dtype)]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         return None  # what is wrong, if anything is, the checks find
-    if (
-        not A.is_cuda
-        or A.get_device() != torch.cuda.current_device()
-        or (torch.is_grad_enabled() and (A.requires_grad or B.requires_grad))
-    ):
+    if not A.is_cuda or A.get_device() != torch.cuda.current_device():
         return None
     return plan(A, B)
 
 
-class _Product(torch.autograd.Function):
-    """`A [G, M, K] @ B [G, K, N]`, and its gradients by itself, so that these have gradients too."""
-
-    @staticmethod
-    def forward(ctx: Any, A: Tensor, B: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(A, B)
-        return _product(A, B, A.size(0), dtype)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        A, B = ctx.saved_tensors
-        dA = _differentiable(d_out, B.transpose(1, 2), A.dtype) if ctx.needs_input_grad[0] else None
-        dB = _differentiable(A.transpose(1, 2), d_out, B.dtype) if ctx.needs_input_grad[1] else None
-        return dA, dB, None
-
-
-def _differentiable(A: Tensor, B: Tensor, dtype: torch.dtype) -> Tensor:
-    out: Tensor = _Product.apply(A, B, dtype)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _product(A: Tensor, B: Tensor, G: int, dtype: torch.dtype) -> Tensor:
-    """Of two tensors of 2 or 3 dimensions each; the result has as many as `A`."""
+def multiply(A: Tensor, B: Tensor, G: int, dtype: torch.dtype) -> Tensor:
+    """The products of checked tensors that nobody records, of 2 or 3 dimensions each; the result has as many as `A`."""
+    if not use_kernels(A):
+        return reference.uniform_grouped_gemm(A, B, G, out_dtype=dtype)
     M = A.size(-2) if A.dim() == 3 else A.size(0) // max(G, 1)
     K, N = A.size(-1), B.size(-1)
     if G * M * N * K == 0:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_kernels import checks, reference
-from moe_kernels.dispatch import use_kernels
+from moe_kernels.dispatch import autocast, unobserved, use_kernels
 
 
 def varied_grouped_gemm(
@@ -38,17 +37,23 @@ def varied_grouped_gemm(
         ImportError: the kernels are needed and a package they need is missing or too old.
         RuntimeError: the call is being captured into a CUDA graph.
     """
+    if out is None and isinstance(group_A, (list, tuple)) and isinstance(group_B, (list, tuple)):
+        cast = autocast(*group_A, *group_B)
+        group_A, group_B = cast[: len(group_A)], cast[len(group_A) :]
     checks.check_varied(group_A, group_B, out)
     if not group_A:
         return []
-    if not use_kernels(group_A[0]):
-        return reference.varied_grouped_gemm(group_A, group_B, out=out)
     if out is not None:
-        _write(group_A, group_B, out)
+        with torch.no_grad():
+            if use_kernels(group_A[0]):
+                _write(group_A, group_B, out)
+            else:
+                reference.varied_grouped_gemm(group_A, group_B, out=out)
         return list(out)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*group_A, *group_B)):
-        return list(_differentiable(group_A, group_B))
-    return _products(group_A, group_B)
+    if unobserved(*group_A, *group_B):
+        return multiply(group_A, group_B)
+    recorded: list[Tensor] = torch.ops.moe_kernels.varied_grouped_gemm(list(group_A), list(group_B))
+    return recorded
 
 
 def plan_varied_grouped_gemm(
@@ -100,37 +105,10 @@ class _Plan:
         return self._parts(buffer)
 
 
-class _Products(torch.autograd.Function):
-    """`A[p] @ B[p]` of P pairs, and its gradients by itself, so that these have gradients too."""
-
-    @staticmethod
-    def forward(ctx: Any, P: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        return tuple(_products(tensors[:P], tensors[P:]))
-
-    @staticmethod
-    def backward(ctx: Any, *d_outs: Tensor | None) -> tuple[Tensor | None, ...]:
-        P = len(d_outs)
-        A, B = ctx.saved_tensors[:P], ctx.saved_tensors[P:]
-        grads: list[Tensor | None] = [None] * (1 + 2 * P)
-        reached = [(p, d_out) for p, d_out in enumerate(d_outs) if d_out is not None]
-        dA = [(1 + p, d_out, B[p].t()) for p, d_out in reached if ctx.needs_input_grad[1 + p]]
-        dB = [(1 + P + p, A[p].t(), d_out) for p, d_out in reached if ctx.needs_input_grad[1 + P + p]]
-        for products in (dA, dB):
-            if products:
-                places, left, right = zip(*products, strict=True)
-                for place, grad in zip(places, _differentiable(left, right), strict=True):
-                    grads[place] = grad
-        return tuple(grads)
-
-
-def _differentiable(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    outs: tuple[Tensor, ...] = _Products.apply(len(group_A), *group_A, *group_B)  # type: ignore[no-untyped-call]
-    return outs
-
-
-def _products(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> list[Tensor]:
+def multiply(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> list[Tensor]:
+    """The products of checked lists that nobody records."""
+    if not use_kernels(group_A[0]):
+        return reference.varied_grouped_gemm(group_A, group_B)
     outs = [
         torch.empty((a.size(0), b.size(1)), dtype=a.dtype, device=a.device)
         for a, b in zip(group_A, group_B, strict=True)

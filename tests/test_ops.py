@@ -14,7 +14,18 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_kernels import dispatch, grouped_gemm, grouped_gemm_wgrad, grouped_mm, permute, reference, route, unpermute
+from moe_kernels import (
+    dispatch,
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    grouped_mm,
+    permute,
+    reference,
+    route,
+    uniform_grouped_gemm,
+    unpermute,
+    varied_grouped_gemm,
+)
 
 OPERATORS = torch.ops.moe_kernels
 OFFSETS = torch.tensor([1, 3, 3, 6], dtype=torch.int32)  # of 7 rows: the first and the last belong to no group
@@ -49,6 +60,12 @@ def products() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
         "wgrad": (lambda A, D: grouped_gemm_wgrad(A, D, OFFSETS), (random(7, 3), random(7, 2))),
         "2-D x 2-D": (lambda A, B: grouped_mm(A, B, offs=OFFSETS[1:]), (random(2, 7), random(7, 3))),
         "3-D x 2-D": (lambda A, B: grouped_mm(A, B, offs=OFFSETS[1:]), (random(3, 2, 4), random(4, 7))),
+        "uniform": (lambda A, B: uniform_grouped_gemm(A, B, 3), (random(3, 2, 4), random(3, 4, 2))),
+        "uniform, flat": (lambda A, B: uniform_grouped_gemm(A, B, 3), (random(6, 4), random(12, 2))),
+        "varied": (
+            lambda *tensors: varied_grouped_gemm(tensors[:2], tensors[2:])[1],
+            (random(2, 3), random(1, 2), random(3, 2), random(2, 4)),
+        ),
         "3-D x 3-D": (grouped_mm, (random(3, 2, 4), random(3, 4, 2))),
     }
 
@@ -99,6 +116,9 @@ def operator_samples() -> list[tuple[Any, tuple[Any, ...]]]:
         (OPERATORS.grouped_gemm_wgrad, (A, D, OFFSETS, False, False, f64)),
         (OPERATORS.grouped_gemm_wgrad, (A, D, OFFSETS, False, True, f64)),
         (OPERATORS.grouped_gemm_wgrad, (A, D, OFFSETS, True, True, torch.float32)),
+        (OPERATORS.uniform_grouped_gemm, (random(3, 2, 4), random(3, 4, 5), f64)),
+        (OPERATORS.uniform_grouped_gemm, (random(3, 4, 2).mT, random(3, 5, 4).mT, torch.float32)),
+        (OPERATORS.varied_grouped_gemm, ([random(2, 3), random(4, 2).t()], [random(3, 5), random(4, 1)])),
         (OPERATORS.route, (ids, 4)),
         (OPERATORS.route, (ids.int()[:0], 4)),
         (OPERATORS.scatter_rows, (x, None, to, offsets, 2, f64)),
@@ -208,6 +228,29 @@ def test_compiled_without_graph_breaks_for_any_number_of_tokens() -> None:
         for x, y in zip(inputs, eager, strict=True):
             torch.testing.assert_close(x.grad, y.grad)
     assert counter.frame_count <= 3  # for many tokens, one token, and none
+
+
+@pytest.mark.parametrize("name", ["uniform", "uniform, flat", "varied"])
+def test_the_other_forms_compile_without_graph_breaks(name: str) -> None:
+    torch._dynamo.reset()
+    function, inputs = products()[name]
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        out = call(*inputs)
+        results.append((out, *torch.autograd.grad(out, inputs, torch.randn_like(out), allow_unused=True)))
+    for eager, compiled in zip(*results, strict=True):
+        assert (eager is None) == (compiled is None)
+        assert eager is None or torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("name", ["uniform", "varied"])
+def test_the_other_forms_under_autocast(name: str) -> None:
+    function, inputs = products()[name]
+    inputs = tuple(x.detach().float() for x in inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert function(*inputs).dtype == torch.bfloat16
+    assert function(*inputs).dtype == torch.float32
 
 
 def test_compiled_by_inductor() -> None:

@@ -4,6 +4,8 @@ Every operator is functional, and every gradient is made of the same operators, 
 
     grouped_gemm(A, B)   out[g] = A[g] @ B[g]                 dA = grouped_gemm(dOut, B^T), dB = wgrad(A, dOut)
     wgrad(A, D)          out[g] = A[g]^T @ D[g]               dA = grouped_gemm(D, dB^T),   dD = grouped_gemm(A, dB)
+    uniform(A, B)        out[g] = A[g] @ B[g]                 dA = uniform(dOut, B^T),      dB = uniform(A^T, dOut)
+    varied(A, B)         out[p] = A[p] @ B[p]                 dA = varied(dOut, B^T),       dB = varied(A^T, dOut)
     scatter_rows(x, w)   rows[to[s]] = w[s] * x[s // top_k]   dx = combine_rows(d, w),      dw = dot_rows(x, d)
     combine_rows(y, w)   out[t] = sum w[s] * y[to[s]]         dy = scatter_rows(d, w),      dw = dot_rows(d, y)
     dot_rows(x, y)       w[s] = <x[s // top_k], y[to[s]]>     dx = combine_rows(y, d),      dy = scatter_rows(x, d)
@@ -17,6 +19,7 @@ package calls. In eager mode, where nothing records, they go past torch.library,
 kernels take.
 """
 
+from moe_kernels.ops.forms import uniform_grouped_gemm, varied_grouped_gemm
 from moe_kernels.ops.layer import activate, activate_backward, moe_mlp, swiglu_ffn
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
@@ -32,4 +35,6 @@ __all__ = [
     "route",
     "scatter_rows",
     "swiglu_ffn",
+    "uniform_grouped_gemm",
+    "varied_grouped_gemm",
 ]

@@ -32,7 +32,8 @@ def define(
     operator = getattr(torch.ops.moe_kernels, name).default
 
     def call(*args: Any) -> Any:
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        every = (one for arg in args for one in (arg if isinstance(arg, list) else (arg,)))
+        tensors = [one for one in every if isinstance(one, Tensor)]
         return run(*args) if dispatch.unobserved(*tensors) else operator(*args)
 
     call.__name__ = name

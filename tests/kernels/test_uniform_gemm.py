@@ -54,9 +54,7 @@ def no_bmm(monkeypatch: pytest.MonkeyPatch) -> None:
     ("G", "M", "N", "K"),
     [
         (2, 70, 40, 64),
-        (3, 64, 16, 128),
         (1, 1, 1, 1),
-        (2, 1, 16, 16),
         (4, 7, 3, 9),
         (2, 97, 97, 97),
         (2, 130, 8, 17),
@@ -168,10 +166,15 @@ def test_zero_extents(G: int, M: int, N: int, K: int, device: str) -> None:
     assert torch.equal(dB, torch.zeros_like(B))
 
 
-@pytest.mark.parametrize("poison", [NAN, float("inf")])
-@pytest.mark.parametrize("columns", [(False, False), (True, True)], ids=str)
 @pytest.mark.parametrize("where", ["A", "B"])
-@pytest.mark.parametrize(("M", "N", "K"), [(24, 40, 72), (5, 9, 17)])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "columns", "poison"),
+    [
+        (24, 40, 72, (False, False), float("inf")),
+        (24, 40, 72, (True, True), NAN),
+        (5, 9, 17, (False, False), NAN),
+    ],
+)
 def test_one_groups_nan_stays_in_its_group(
     where: str, columns: tuple[bool, bool], poison: float, M: int, N: int, K: int, device: str
 ) -> None:
@@ -201,8 +204,8 @@ def test_only_the_gradients_that_are_needed(monkeypatch: pytest.MonkeyPatch, dev
     A, B = make(2, 24, 16, 40, device, torch.float32)
     out = uniform_grouped_gemm(A.requires_grad_(), B, 2)
     computed: list[torch.Size] = []
-    product: Callable[..., Tensor] = uniform._product
-    monkeypatch.setattr(uniform, "_product", lambda a, *rest: computed.append(a.shape) or product(a, *rest))
+    product: Callable[..., Tensor] = uniform.multiply
+    monkeypatch.setattr(uniform, "multiply", lambda a, *rest: computed.append(a.shape) or product(a, *rest))
     out.backward(torch.ones_like(out).expand_as(out))
     assert computed == [out.shape]  # dA = d_out @ B^T alone
     assert B.grad is None
