@@ -74,7 +74,7 @@ def rule(problem: Problem) -> Choice:
         options["host_tensor_descriptors"] = True
     if persistent:
         options |= {"pid_type": "persistent_interleaved", "l2_groupings": [16]}
-        if tma_A and tma_B:
+        if tma_A and tma_B and not fp32:
             options["range_flattens"] = [True, None]
         if tma_out:
             options["epilogue_subtile"] = 2
