@@ -55,7 +55,7 @@ class Choice:
 # block_m: (block_i, block_k, num_warps, num_stages); with TMA and for 16-bit types, the last one persistent
 _TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
 _POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (64, 32, 4, 3), 128: (64, 32, 8, 3)}
-_FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 32, 4, 3), 128: (32, 32, 8, 3)}
+_FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 32, 4, 3), 128: (32, 16, 8, 3)}
 
 
 def rule(problem: Problem) -> Choice:
@@ -74,7 +74,7 @@ def rule(problem: Problem) -> Choice:
         options["host_tensor_descriptors"] = True
     if persistent:
         options |= {"pid_type": "persistent_interleaved", "l2_groupings": [16]}
-        if tma_A and tma_B:
+        if tma_A and tma_B and not fp32:
             options["range_flattens"] = [True, None]
         if tma_out:
             options["epilogue_subtile"] = 2

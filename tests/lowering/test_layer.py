@@ -12,7 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import compile_for_sm90, stand_ins
 
-from moe_kernels.kernels import activation, grouped_wgrad, launch, permute, route
+from moe_kernels.form import Form
+from moe_kernels.kernels import activation, grouped_gemm, grouped_wgrad, launch, permute, route, swiglu_ffn
 
 SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
 
@@ -26,7 +27,8 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked_for.append((launch._variant(kernel, wide, tf32), args, config))
         return lambda *_: None
 
-    for module in (activation, grouped_wgrad, permute, route):
+    monkeypatch.setattr(grouped_gemm, "compile_kernel", note)
+    for module in (activation, grouped_wgrad, permute, route, swiglu_ffn):
         monkeypatch.setattr(module, "compile_kernel", note)
         monkeypatch.setattr(module, "_plans", {})
     return asked_for
@@ -121,3 +123,59 @@ def test_activation(asked_for: list[Any], R: int, width: int, name: str) -> None
         activation.launch(activation.weighted_backward, tensors, *form)
     for report in lean_reports(asked_for):
         assert report["regs"] <= 128
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["", "keep"])
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_swiglu_of_many_rows(asked_for: list[Any], keep: bool, columns: bool, bias: bool) -> None:
+    report = swiglu_report(asked_for, 65536, 2048, 768, 128, keep=keep, columns=columns, bias=bias)
+    assert report["code"].count("_desc.load(") == 3
+    assert report["wgmma"] > 0
+    assert report["tma_store"] > 0
+    assert "flatten=True" in report["code"]
+
+
+@pytest.mark.parametrize("R", [8, 128, 512, 4096, 8192])
+def test_swiglu_of_few_tokens(asked_for: list[Any], R: int) -> None:
+    report = swiglu_report(asked_for, R, 2048, 768, 128, top_k=8)
+    assert report["code"].count("_desc.load(") == 2
+    assert report["cp_async"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("M", "H", "I"), [(65536, 97, 259), (4096, 2048, 768), (100, 64, 64)])  # fmt: skip
+def test_swiglu_of_other_shapes(asked_for: list[Any], M: int, H: int, I: int, dtype: torch.dtype) -> None:  # noqa: E741
+    swiglu_report(asked_for, M, H, I, 16, keep=True, dtype=dtype)
+
+
+def swiglu_report(
+    asked_for: list[Any],
+    M: int,
+    H: int,
+    I: int,  # noqa: E741
+    E: int,
+    *,
+    keep: bool = False,
+    columns: bool = False,
+    bias: bool = False,
+    top_k: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
+    form = Form("silu", True, False, 1.0, 1.0)
+    with stand_ins():
+        weight = empty(E, H, 2 * I, dtype=dtype) if columns else empty(E, 2 * I, H, dtype=dtype).transpose(1, 2)
+        biases = form.halves(empty(E, 2 * I, dtype=dtype), None) if bias else (None, None)
+        kept = form.halves(empty(M, 2 * I, dtype=dtype), None) if keep else (None, None)
+        swiglu_ffn._plan(
+            empty(M // max(top_k, 1), H, dtype=dtype),
+            *form.halves(weight, None),
+            empty(E + 1, dtype=torch.int32),
+            empty(M, dtype=torch.int32) if top_k else None,
+            *biases,
+            empty(M, I, dtype=dtype),
+            *kept,
+            top_k=top_k,
+            form=form,
+        )
+    return lean_reports(asked_for)[-1]
