@@ -72,6 +72,7 @@ def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device:
         False,
         False,
         True,
+        False,
     )
     monkeypatch.setattr(launch, "default_autotuner_fn", lambda *_, **__: Search())
     kernels.jagged.autotune(args, force=True)
