@@ -169,7 +169,7 @@ def _plan(
     # nor has `out`, whose groups are told apart in 64 bits.
     like = partial(torch.narrow, dim=0, start=0, length=block_m) if tma else without_ones
     o = without_ones(out if choice.wide else out.narrow(0, 0, min(2, G)))
-    args = (view(like(X)), view(like(Y)), group_offsets, o, 3, width, block_m, tma)
+    args = (without_ones(view(like(X))), without_ones(view(like(Y))), group_offsets, o, 3, width, block_m, tma)
     run = compile_kernel(
         wgrad,
         args,

@@ -97,6 +97,14 @@ def test_strides(device: str) -> None:
     assert torch.equal(grouped_gemm_wgrad(A, D, offsets), expected)
 
 
+@pytest.mark.parametrize("N", [40, 128])
+def test_one_tensor_for_both_and_then_two(N: int, device: str) -> None:
+    A, D, group_offsets = make([0, 90, 160], 164, N, N, device)
+    D = D * 0.1
+    assert_wgrad_close(grouped_gemm_wgrad(D, D, group_offsets), D, D, group_offsets)
+    assert_wgrad_close(grouped_gemm_wgrad(A, D, group_offsets), A, D, group_offsets)
+
+
 @pytest.mark.parametrize(
     ("a_dtype", "d_dtype", "out_dtype"),
     [(torch.float16, torch.float32, None), (torch.float16, torch.float16, torch.float32)],
