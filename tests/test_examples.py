@@ -36,6 +36,12 @@ def test_grouped_gemm_example() -> None:
         assert text.count(kernel) == 4
 
 
+def test_moe_layer_example() -> None:
+    losses = re.findall(r"loss (\S+)", run(str(ROOT / "examples" / "moe_layer.py")))
+    assert len(losses) == 10
+    assert float(losses[-1]) < float(losses[0])
+
+
 def test_expert_parallel_example() -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     text = run(*launch, str(ROOT / "examples" / "expert_parallel.py"))
