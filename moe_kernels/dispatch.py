@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 
 from moe_kernels import checks, packing, reference
+from moe_kernels.plans import Plans
 
 
 def grouped_gemm(
@@ -217,8 +218,7 @@ def use_kernels(A: Tensor) -> bool:
     return A.is_cpu and os.environ.get("TRITON_INTERPRET") == "1" and A.dtype != torch.float64
 
 
-_plans: dict[tuple[Any, ...], tuple[Callable[..., None], int, torch.dtype]] = {}  # and N and dtype of the result
-_MOST_PLANS = 4096
+_plans: Plans[tuple[Callable[..., None], int, torch.dtype]] = Plans()  # and N and dtype of the result
 
 
 def _key(
@@ -316,6 +316,4 @@ def _call(
         return
     from moe_kernels.kernels import grouped_gemm as kernels
 
-    if len(_plans) >= _MOST_PLANS:
-        _plans.clear()
     _plans[key] = kernels.plan(variant, A, B, offsets, bias, out), B.size(2), out.dtype

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_kernels import checks, reference
 from moe_kernels.dispatch import autocast, unobserved, use_kernels
+from moe_kernels.plans import Plans
 
 
 def uniform_grouped_gemm(
@@ -52,8 +53,7 @@ def uniform_grouped_gemm(
     return recorded if A.dim() == 3 else recorded.flatten(0, 1)
 
 
-_plans: dict[tuple[Any, ...], Callable[[Tensor, Tensor], Tensor]] = {}
-_MOST_PLANS = 4096
+_plans: Plans[Callable[[Tensor, Tensor], Tensor]] = Plans()
 
 
 def _key(A: Tensor, B: Tensor, G: int, out_dtype: torch.dtype | None) -> tuple[Any, ...]:
@@ -112,7 +112,5 @@ def _planned(A: Tensor, B: Tensor, G: int, dtype: torch.dtype) -> Tensor:
     from moe_kernels.kernels import uniform_gemm as kernels
 
     plan, out = kernels.plan_and_call(A, B, G, dtype)
-    if len(_plans) >= _MOST_PLANS:
-        _plans.clear()
     _plans[key] = plan
     return out

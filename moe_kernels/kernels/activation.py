@@ -15,6 +15,7 @@ import torch
 
 from moe_kernels.kernels.inline import halve
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
+from moe_kernels.plans import Plans
 
 _BLOCK = 1024  # elements of a row that a program looks at together
 
@@ -195,8 +196,7 @@ def _gated_backward(
     return d * up * _slope(gate, name, alpha), d * nonlinear(gate, name, alpha)
 
 
-_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
-_MOST_PLANS = 4096
+_plans: Plans[Callable[..., None]] = Plans()
 
 
 def launch(
@@ -224,8 +224,6 @@ def launch(
     )
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         like = [None if t is None else without_ones(t) for t in tensors]
         # R may double before there is a new plan.
         wide = max(2 * span(t) for t in tensors if t is not None) > INT32_MAX

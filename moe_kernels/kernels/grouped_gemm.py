@@ -21,9 +21,7 @@ import torch
 
 from moe_kernels import configs
 from moe_kernels.kernels import direct_launch
-from moe_kernels.kernels.inline import divide as _divide
-from moe_kernels.kernels.inline import halve as _halve
-from moe_kernels.kernels.inline import unmasked as _unmasked
+from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multiple, running_max, unmasked
 from moe_kernels.kernels.launch import (
     INT32_MAX,
     compile_kernel,
@@ -58,24 +56,6 @@ def _preset_persistent(
     return configs.rule(_problem(A_packed, B, B.size(0), bias, out), "persistent").config
 
 
-def _clamped(group_offsets: torch.Tensor, index: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
-    offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index >= 0), min=0)
-    return torch.minimum(offsets.to(torch.int64), M.to(torch.int64)).to(torch.int32)
-
-
-def _running_max(offsets: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(hl.associative_scan(torch.maximum, offsets, dim=0), previous)
-
-
-def _multiple(a: torch.Tensor, b: int) -> torch.Tensor:
-    """Whether a >= 0 is a multiple of b > 0."""
-    return hl.inline_triton("{0} % {1} == 0", args=(a, b), output_like=a == 0)
-
-
-def _first_row(slot: torch.Tensor, region: torch.Tensor, region_start: torch.Tensor, block_m: int) -> torch.Tensor:
-    return region_start + (slot - _divide(region_start, block_m) - region) * block_m
-
-
 @kernel(_preset_basic)
 def jagged(
     A_packed: torch.Tensor,  # [M, K]
@@ -98,26 +78,26 @@ def jagged(
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
     for tile_s, tile_n in hl.tile([slots, N], block_size=[1, None]):
         region = hl.zeros([], dtype=torch.int32)
-        M = _halve(odd_M, region)
+        M = halve(odd_M, region)
         slot = tile_s.id + region
         start = hl.zeros([], dtype=torch.int32)
         end = M
         previous = hl.zeros([], dtype=torch.int32)
         for tile_g in hl.tile(G + 1):
-            ends = _running_max(_clamped(group_offsets, tile_g.index, M), previous)
+            ends = running_max(clamped(group_offsets, tile_g.index, M), previous)
             if slot_per_row:
                 before = (ends <= slot) & (tile_g.index <= G)
             else:
-                before = (_divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= G)
+                before = (divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= G)
             region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
             start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
             end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
             previous = torch.amax(ends)
         if slot_per_row:
             into_group = slot - start
-            row0 = torch.where(_multiple(into_group, block_m), slot, end)
+            row0 = torch.where(multiple(into_group, block_m), slot, end)
         else:
-            row0 = _first_row(slot, region, start, block_m)
+            row0 = first_row(slot, region, start, block_m)
         if row0 < end:
             acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
             load0 = row0
@@ -131,7 +111,7 @@ def jagged(
                     if mask_rows:
                         a = hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end)[:, None])
                     else:
-                        a = _unmasked(hl.load(A_packed, [load0 + hl.arange(block_m), tile_k]))
+                        a = unmasked(hl.load(A_packed, [load0 + hl.arange(block_m), tile_k]))
                     if transposed:
                         b = B[weight, tile_n, tile_k].T
                     else:
@@ -161,7 +141,7 @@ def tile_table(
     G = group_offsets.size(0) - 1
     for tile_s in hl.tile(slots, block_size=1):
         region = hl.zeros([], dtype=torch.int32)
-        M = _halve(odd_M, region)
+        M = halve(odd_M, region)
         slot = tile_s.id + region
         start = hl.zeros([], dtype=torch.int32)
         end = M
@@ -169,22 +149,22 @@ def tile_table(
         index = hl.zeros([], dtype=torch.int32)
         total = hl.zeros([], dtype=torch.int32)
         for tile_g in hl.tile(G + 1):
-            starts = _running_max(_clamped(group_offsets, tile_g.index - 1, M), previous)
-            ends = torch.maximum(starts, _clamped(group_offsets, tile_g.index, M))
+            starts = running_max(clamped(group_offsets, tile_g.index - 1, M), previous)
+            ends = torch.maximum(starts, clamped(group_offsets, tile_g.index, M))
             count = torch.where(
-                (tile_g.index >= 1) & (tile_g.index <= G), _divide(ends - starts + (block_m - 1), block_m), 0
+                (tile_g.index >= 1) & (tile_g.index <= G), divide(ends - starts + (block_m - 1), block_m), 0
             )
-            before = (_divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= G)
+            before = (divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= G)
             region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
             start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
             end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
             index = index + torch.sum(torch.where(before, count, 0), dtype=torch.int32)
             total = total + torch.sum(count, dtype=torch.int32)
             previous = torch.amax(ends)
-        row0 = _first_row(slot, region, start, block_m)
+        row0 = first_row(slot, region, start, block_m)
         if row0 < end:
             if (region >= 1) & (region <= G):
-                index = index + _divide(row0 - start, block_m) + 1
+                index = index + divide(row0 - start, block_m) + 1
                 tiles[index, 0] = region - 1
                 tiles[index, 1] = row0
                 tiles[index, 2] = torch.minimum(row0 + block_m, end)
@@ -226,7 +206,7 @@ def jagged_persistent(
         acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
         for tile_k in hl.tile(K):
             if tma_A:
-                a = _unmasked(hl.load(A_packed, [row0 + hl.arange(block_m), tile_k]))
+                a = unmasked(hl.load(A_packed, [row0 + hl.arange(block_m), tile_k]))
             else:
                 rows = row0.to(torch.int64) + hl.arange(block_m)
                 a = hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end)[:, None])

@@ -20,6 +20,7 @@ from moe_kernels.configs import wgrad as configs
 from moe_kernels.kernels import direct_launch
 from moe_kernels.kernels.inline import divide, halve, unmasked
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, tf32_allowed, tma_readable, without_ones
+from moe_kernels.plans import Plans
 
 
 def _preset(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: torch.Tensor, *_: Any) -> helion.Config:
@@ -98,8 +99,7 @@ def _problem(X: torch.Tensor, Y: torch.Tensor, out: torch.Tensor, clips: bool) -
     )
 
 
-_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
-_MOST_PLANS = 4096
+_plans: Plans[Callable[..., None]] = Plans()
 
 
 def launch(
@@ -133,8 +133,6 @@ def launch(
     )
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         _plans[key] = _make_and_call(X, Y, group_offsets, out)
         return
     plan(X, Y, group_offsets, out)

@@ -1,4 +1,4 @@
-"""What kernel bodies call where Helion has no word for it."""
+"""What kernel bodies share, and what they call where Helion has no word for it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,24 @@ def divide(a: torch.Tensor, b: int) -> torch.Tensor:
     return hl.inline_triton("{0} // {1}", args=(a, b), output_like=a)
 
 
+def multiple(a: torch.Tensor, b: int) -> torch.Tensor:
+    """Whether a >= 0 is a multiple of b > 0."""
+    return hl.inline_triton("{0} % {1} == 0", args=(a, b), output_like=a == 0)
+
+
 def unmasked(tile: torch.Tensor) -> torch.Tensor:
     """`tile` itself, hidden from Helion's mask propagation: a masked load would not be made by TMA."""
     return hl.inline_triton("{0}", args=(tile,), output_like=tile)
+
+
+def clamped(group_offsets: torch.Tensor, index: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
+    offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index >= 0), min=0)
+    return torch.minimum(offsets.to(torch.int64), M.to(torch.int64)).to(torch.int32)
+
+
+def running_max(offsets: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(hl.associative_scan(torch.maximum, offsets, dim=0), previous)
+
+
+def first_row(slot: torch.Tensor, region: torch.Tensor, region_start: torch.Tensor, block_m: int) -> torch.Tensor:
+    return region_start + (slot - divide(region_start, block_m) - region) * block_m

@@ -20,6 +20,7 @@ import torch
 
 from moe_kernels.kernels.inline import halve
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
+from moe_kernels.plans import Plans
 
 _BLOCK = 1024  # elements of a row that a program moves at once
 
@@ -116,8 +117,7 @@ def dot_rows(
     return dots
 
 
-_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
-_MOST_PLANS = 4096
+_plans: Plans[Callable[..., None]] = Plans()
 
 
 def launch(
@@ -143,8 +143,6 @@ def launch(
     )
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         like = [None if t is None else without_ones(t) for t in tensors]
         H = max(t.size(1) for t in tensors if t is not None)
         # R may double before there is a new plan.

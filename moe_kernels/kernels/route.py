@@ -12,7 +12,6 @@ launch counts the experts of each run of slots, and a second one adds up the run
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import helion
 import helion.language as hl
@@ -20,6 +19,7 @@ import torch
 
 from moe_kernels.kernels.inline import halve
 from moe_kernels.kernels.launch import compile_kernel, kernel
+from moe_kernels.plans import Plans
 
 RANK_UP_TO = 4096
 _RANK_BLOCK = 32
@@ -145,8 +145,7 @@ def place_slots(
     return slot_to_row
 
 
-_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
-_MOST_PLANS = 4096
+_plans: Plans[Callable[..., None]] = Plans()
 
 
 def launch(
@@ -160,8 +159,6 @@ def launch(
     key = ((R - 1).bit_length() if R > RANK_UP_TO else 0, E, topk_ids.dtype, topk_ids.data_ptr() % 16, topk_ids.device)
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         make = _ranking if R <= RANK_UP_TO else _counting
         plan = _plans[key] = make(topk_ids, group_offsets, row_to_slot, slot_to_row)
     plan(topk_ids, group_offsets, row_to_slot, slot_to_row)

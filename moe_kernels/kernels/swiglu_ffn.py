@@ -19,17 +19,14 @@ from moe_kernels.form import Form
 from moe_kernels.kernels import direct_launch
 from moe_kernels.kernels.activation import activated
 from moe_kernels.kernels.grouped_gemm import (
-    _clamped,
     _compile_table,
     _empty_table,
-    _first_row,
-    _multiple,
-    _running_max,
     _slots,
     _windows,
 )
-from moe_kernels.kernels.inline import divide, halve, unmasked
+from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multiple, running_max, unmasked
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, tf32_allowed, tma_readable, without_ones
+from moe_kernels.plans import Plans
 
 
 def _preset_basic(
@@ -80,7 +77,7 @@ def swiglu(
         end = M
         previous = hl.zeros([], dtype=torch.int32)
         for tile_g in hl.tile(E + 1):
-            ends = _running_max(_clamped(group_offsets, tile_g.index, M), previous)
+            ends = running_max(clamped(group_offsets, tile_g.index, M), previous)
             if slot_per_row:
                 before = (ends <= slot) & (tile_g.index <= E)
             else:
@@ -91,9 +88,9 @@ def swiglu(
             previous = torch.amax(ends)
         if slot_per_row:
             into_group = slot - start
-            row0 = torch.where(_multiple(into_group, block_m), slot, end)
+            row0 = torch.where(multiple(into_group, block_m), slot, end)
         else:
-            row0 = _first_row(slot, region, start, block_m)
+            row0 = first_row(slot, region, start, block_m)
         if row0 < end:
             acc_gate = hl.zeros([block_m, tile_i], dtype=torch.float32)
             acc_up = hl.zeros([block_m, tile_i], dtype=torch.float32)
@@ -244,8 +241,7 @@ def _problem(
     )
 
 
-_plans: dict[tuple[Any, ...], Callable[..., None]] = {}
-_MOST_PLANS = 4096
+_plans: Plans[Callable[..., None]] = Plans()
 
 
 def launch(
@@ -282,8 +278,6 @@ def launch(
     )
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         _plans[key] = _make_and_call(tensors, top_k, form)
         return
     plan(*tensors)
