@@ -181,6 +181,10 @@ def unobserved(*tensors: Tensor | None) -> bool:
     return True
 
 
+# Those that the kernels or the references run on. Not all versions of Dynamo can trace `is_autocast_available`.
+_AUTOCAST_DEVICES = frozenset({"cpu", "cuda", "xpu"})
+
+
 def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
     """The operands of a product as torch.autocast would have them; float64 and what is no float stay."""
     if not (torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled()):
@@ -189,7 +193,7 @@ def autocast(*operands: Tensor) -> tuple[Tensor, ...]:
     for operand in operands:
         if isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64:
             device_type = operand.device.type
-            if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
                 operand = operand.to(torch.get_autocast_dtype(device_type))
         cast.append(operand)
     return tuple(cast)

@@ -82,16 +82,20 @@ def with_gradients(
     return {"out": out.detach(), **dict(zip(tensors, grads, strict=True))}
 
 
+def in_float64(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """On the CPU, where the references take it."""
+    return {key: value.cpu().double() for key, value in tensors.items()}
+
+
 def assert_layer_close(tensors: dict[str, torch.Tensor], ids: torch.Tensor, options: dict[str, Any]) -> None:
     upstream = torch.randn_like(tensors["hidden"])
     ours = with_gradients(moe_mlp, tensors, ids, options, upstream)
     plain = with_gradients(reference.moe_mlp, tensors, ids, options, upstream)
-    exact_tensors = {key: value.double() for key, value in tensors.items()}
-    exact = with_gradients(reference.moe_mlp, exact_tensors, ids, options, upstream.double())
+    exact = with_gradients(reference.moe_mlp, in_float64(tensors), ids.cpu(), options, upstream.cpu().double())
     for name, value in ours.items():
         # In fp32 the sums are long, and those of absolute values some ten times as large as the result.
         scale = 16 * exact[name].abs().max().item()
-        assert_within_budget(value, plain[name], exact[name], scale=scale, name=name)
+        assert_within_budget(value, plain[name], exact[name].to(value.device), scale=scale, name=name)
         assert value.stride() == plain[name].stride() or name == "out" or value.is_contiguous()
 
 
@@ -106,7 +110,7 @@ def test_results_of_other_layers_and_dtypes(name: str, dtype: torch.dtype, devic
     if (name, dtype) == ("without a gate", torch.float32) and device == "cpu":
         pytest.skip("enough in the interpreter")
     tensors, ids, options = make(LAYERS[name], 20, 24, 40, 5, 2, device, dtype)
-    exact = run(reference.moe_mlp, {key: value.double() for key, value in tensors.items()}, ids, options)
+    exact = run(reference.moe_mlp, in_float64(tensors), ids.cpu(), options).to(device)
     plain = run(reference.moe_mlp, tensors, ids, options)
     out = run(moe_mlp, tensors, ids, options)
     assert_within_budget(out, plain, exact, scale=16 * exact.abs().max().item())
