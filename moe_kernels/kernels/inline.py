@@ -26,6 +26,16 @@ def unmasked(tile: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("{0}", args=(tile,), output_like=tile)
 
 
+def histogram(values: torch.Tensor, width: int, counted: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """How often each of 0..width - 1 is among the `values` that are `counted`; shaped as `like` [width] int32."""
+    return hl.inline_triton("tl.histogram({0}, {1}, mask={2})", args=(values, width, counted), output_like=like)
+
+
+def lookup(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """table[index], of a table in registers."""
+    return hl.inline_triton("tl.gather({0}, {1}, 0)", args=(table, index), output_like=index)
+
+
 def clamped(group_offsets: torch.Tensor, index: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
     offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index >= 0), min=0)
     return torch.minimum(offsets.to(torch.int64), M.to(torch.int64)).to(torch.int32)

@@ -6,7 +6,7 @@ An id outside 0..E-1 counts as expert E, so dropped slots come last, in their or
 the order in which programs run.
 
 Up to RANK_UP_TO slots, one launch counts for each slot how many come before it, R comparisons each. Beyond, a first
-launch counts the experts of each run of slots, and a second one adds up the runs before its own.
+launch counts the experts of each run of slots and ranks the slots in it, and a second one adds up the runs before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import helion
 import helion.language as hl
 import torch
 
-from moe_kernels.kernels.inline import halve
+from moe_kernels.kernels.inline import halve, histogram, lookup
 from moe_kernels.kernels.launch import compile_kernel, kernel
 from moe_kernels.plans import Plans
 
@@ -25,9 +25,10 @@ RANK_UP_TO = 4096
 _RANK_BLOCK = 32
 MOST_EXPERTS = 1024  # with more slots than that
 _MOST_RUNS = 512
-_TABLE = 8192  # elements of slots x experts, and of runs x experts, that a program looks at together
+_CHUNK = 128  # slots that are compared with one another
+_TABLE = 8192  # elements of runs x experts that a program looks at together
 _RANK_CONFIG = helion.Config(block_sizes=[256], num_warps=4)
-_COUNT_CONFIG = helion.Config(block_sizes=[], num_warps=4)
+_COUNT_CONFIG = helion.Config(block_sizes=[], num_warps=4)  # a slot of a chunk to a thread: see _CHUNK
 
 
 def _place_config(width: int) -> helion.Config:
@@ -76,6 +77,7 @@ def rank_slots(
 def count_experts(
     topk_ids: torch.Tensor,  # [R]
     counts: torch.Tensor,  # [runs, width] int32
+    ranks: torch.Tensor,  # [R] int32
     odd_R: int,  # 2 * R + 1
     E: hl.constexpr,
     runs: hl.constexpr,
@@ -83,15 +85,23 @@ def count_experts(
     run: hl.constexpr,  # slots in a run
     chunk: hl.constexpr,
 ) -> torch.Tensor:
-    """counts[b, e] = slots of expert e among `b * run .. (b + 1) * run - 1`."""
+    """counts[b, e] = slots of expert e among `b * run .. (b + 1) * run - 1`; ranks[s] = those of its own before s."""
     for tile_b in hl.tile(runs, block_size=1):
         R = halve(odd_R, hl.zeros([], dtype=torch.int32))
         count = hl.zeros([width], dtype=torch.int32)
+        dropped = hl.zeros([], dtype=torch.int32)
         for tile_s in hl.tile(run, block_size=chunk):
-            expert = _expert(topk_ids, tile_b.id * run + tile_s.index, R, E)
-            is_expert = expert[:, None] == hl.arange(width)[None, :]
-            count = count + torch.sum(is_expert.to(torch.int32), dim=0, dtype=torch.int32)
-        counts[tile_b.id, hl.arange(width)] = torch.where(hl.arange(width) < E, count, 0)
+            slot = tile_b.id * run + tile_s.index
+            expert = _expert(topk_ids, slot, R, E)
+            kept = expert < E
+            same = expert[:, None] == expert[None, :]
+            earlier = same & (hl.arange(chunk)[:, None] > hl.arange(chunk)[None, :])
+            rank = torch.sum(earlier.to(torch.int32), dim=1, dtype=torch.int32)
+            rank = rank + torch.where(kept, lookup(count, torch.where(kept, expert, 0)), dropped)
+            hl.store(ranks, [slot], rank, extra_mask=slot < R)
+            count = count + histogram(expert, width, kept, count)
+            dropped = dropped + torch.sum((expert == E).to(torch.int32), dtype=torch.int32)
+        counts[tile_b.id, hl.arange(width)] = count
     return counts
 
 
@@ -101,7 +111,7 @@ def place_slots(
     counts: torch.Tensor,  # [runs, width] int32, of count_experts
     group_offsets: torch.Tensor,  # [E + 1] int32
     row_to_slot: torch.Tensor,  # [R] int32
-    slot_to_row: torch.Tensor,  # [R] int32
+    slot_to_row: torch.Tensor,  # [R] int32: the ranks of count_experts
     odd_R: int,  # 2 * R + 1
     E: hl.constexpr,
     runs: hl.constexpr,
@@ -122,26 +132,20 @@ def place_slots(
             earlier = torch.where(tile_i.index[:, None] < tile_b.id, count, 0)
             before = before + torch.sum(earlier, dim=0, dtype=torch.int32)
         ends = hl.cumsum(total, dim=0)
-        kept = torch.sum(total, dtype=torch.int32)
         first = torch.minimum(tile_b.id * run + hl.zeros([], dtype=torch.int32), R)
         next_row = ends - total + before
-        next_dropped = kept + first - torch.sum(before, dtype=torch.int32)
+        next_dropped = torch.sum(total, dtype=torch.int32) + first - torch.sum(before, dtype=torch.int32)
         if tile_b.id == 0:
             hl.store(group_offsets, [column + 1], ends, extra_mask=column < E)
             group_offsets[0] = 0
         for tile_s in hl.tile(run, block_size=chunk):
             slot = tile_b.id * run + tile_s.index
             expert = _expert(topk_ids, slot, R, E)
-            is_expert = expert[:, None] == column[None, :]
-            start = torch.sum(torch.where(is_expert, next_row[None, :], 0), dim=1, dtype=torch.int32)
-            same = expert[:, None] == expert[None, :]
-            earlier = same & (hl.arange(chunk)[:, None] > hl.arange(chunk)[None, :])
-            rank = torch.sum(earlier.to(torch.int32), dim=1, dtype=torch.int32)
-            row = torch.where(expert < E, start, next_dropped) + rank
+            kept = expert < E
+            start = torch.where(kept, lookup(next_row, torch.where(kept, expert, 0)), next_dropped)
+            row = start + hl.load(slot_to_row, [slot], extra_mask=slot < R)
             hl.store(slot_to_row, [slot], row, extra_mask=slot < R)
             hl.store(row_to_slot, [row], slot, extra_mask=slot < R)
-            next_row = next_row + torch.sum(is_expert.to(torch.int32), dim=0, dtype=torch.int32)
-            next_dropped = next_dropped + torch.sum((expert == E).to(torch.int32), dtype=torch.int32)
     return slot_to_row
 
 
@@ -179,24 +183,23 @@ def _counting(*tensors: torch.Tensor) -> Callable[..., None]:
     R, E = tensors[0].size(0), tensors[1].size(0) - 1
     slots = 1 << (R - 1).bit_length()
     width = max(16, 1 << (E - 1).bit_length())
-    chunk = min(max(16, _TABLE // width), 64)
     # Every program of the second launch reads all runs' counts, so there may not be too many of them.
-    run = max(chunk, min(256, slots // 128), slots // _MOST_RUNS)
+    run = max(_CHUNK, min(512, slots // 128), slots // _MOST_RUNS)
     runs = max(1, slots // run)
-    shape = (E, runs, width, run, chunk)
+    shape = (E, runs, width, run, _CHUNK)
 
     def empty_counts(like: torch.Tensor) -> torch.Tensor:
         return torch.empty((runs, width), dtype=torch.int32, device=like.device)
 
     topk_ids, *outs = _like(*tensors)
     counts = empty_counts(topk_ids)
-    count = compile_kernel(count_experts, (topk_ids, counts, 3, *shape), _COUNT_CONFIG)
+    count = compile_kernel(count_experts, (topk_ids, counts, outs[2], 3, *shape), _COUNT_CONFIG)
     place = compile_kernel(place_slots, (topk_ids, counts, *outs, 3, *shape), _place_config(width))
 
     def plan(topk_ids: torch.Tensor, *outs: torch.Tensor) -> None:
         counts = empty_counts(topk_ids)
         odd_R = 2 * topk_ids.size(0) + 1
-        count(topk_ids, counts, odd_R, *shape)
+        count(topk_ids, counts, outs[2], odd_R, *shape)
         place(topk_ids, counts, *outs, odd_R, *shape)
 
     return plan
