@@ -83,6 +83,19 @@ def compile_kernel(
     return _Launcher(run, prepare, clipped, fixed)
 
 
+def plan_and_launch(make: Callable[..., Callable[..., None]], *tensors: Any) -> Callable[..., None]:
+    """The plan that `make` gives for `tensors`, called on them once; made with `clips=False`, not to rely on TMA to
+    leave out what is outside of a tensor, where that cannot be launched directly.
+    """
+    try:
+        plan = make(*tensors)
+        plan(*tensors)
+    except direct_launch.Unavailable:
+        plan = make(*tensors, clips=False)
+        plan(*tensors)
+    return plan
+
+
 class _Launcher:
     """Calls Helion's generated function directly, where that is possible."""
 
