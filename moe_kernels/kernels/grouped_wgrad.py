@@ -129,7 +129,6 @@ def launch(
         Y.dtype,
         Y.stride(),
         Y.data_ptr() % 16,
-        X.data_ptr() == Y.data_ptr(),  # a launch knows its arguments by where they are
         group_offsets.dtype,
         group_offsets.stride(),
         group_offsets.data_ptr() % 16,

@@ -76,6 +76,7 @@ def compile_kernel(
     and how many rows before the tensor its descriptor begins. With `fixed` the first extents stay as well, and a call
     may be given tensors of other shapes that `prepare` views as what the kernel takes.
     """
+    args = _apart(args)
     if interpreted():
         interpret = _compile_interpreted(kernel, args, config, wide)
         return lambda *args: interpret(*prepare(*args))
@@ -94,6 +95,16 @@ def plan_and_launch(make: Callable[..., Callable[..., None]], *tensors: Any) -> 
         plan = make(*tensors, clips=False)
         plan(*tensors)
     return plan
+
+
+def _apart(args: Sequence[Any]) -> list[Any]:
+    """`args`, with a view for a tensor that has been given before: Helion and a direct launch take one object for one
+    argument, and in the next call it may be two.
+    """
+    return [
+        arg.detach() if isinstance(arg, torch.Tensor) and any(arg is other for other in args[:i]) else arg
+        for i, arg in enumerate(args)
+    ]
 
 
 class _Launcher:
@@ -116,7 +127,7 @@ class _Launcher:
 
     def _launch(self, args: Sequence[Any]) -> Callable[..., Any]:
         try:
-            return direct_launch.direct(self.run, self.prepare(*args), self.clipped, self.fixed)
+            return direct_launch.direct(self.run, _apart(self.prepare(*args)), self.clipped, self.fixed)
         except direct_launch.Unavailable:
             if self.clipped:
                 raise
