@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import warnings
@@ -184,6 +185,7 @@ def test_illegal_entries_of_the_other_forms(
         ({"M": 1000, "N": 48, "K": 1000}, ("batched", [64, 64, 128], 5)),
         ({"flat": False}, ("batched", [64, 64, 128], 5)),
         ({"N": 4096, "bmm": False}, ("folded", [128, 256, 64], 3)),
+        ({"N": 4096, "bmm": False, "out_dtype": torch.float32}, ("folded", [128, 128, 64], 3)),
         ({"N": 65}, ("bmm", None, None)),
         ({"tma_B": False}, ("bmm", None, None)),
         ({"dtype": torch.float32, "out_dtype": torch.float32}, ("bmm", None, None)),
@@ -195,6 +197,19 @@ def test_the_rule_for_uniform_products(changed: dict[str, Any], expected: tuple[
     choice = uniform.rule(uniform_problem(**changed))
     values = choice.config.config
     assert (choice.kernel, values.get("block_sizes"), values.get("num_stages")) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_stages_and_result_of_uniform_products_fit_into_shared_memory(
+    dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    for G, M, N, K, tma in itertools.product((2, 64), *[(1, 64, 65, 4096)] * 3, (False, True)):
+        made = uniform_problem(G=G, M=M, N=N, K=K, dtype=dtype, out_dtype=out_dtype, tma_A=tma, tma_B=tma)
+        values = uniform.by_kernel(made).config.config
+        block_m, block_n, block_k = values["block_sizes"]
+        stages = values["num_stages"] * (block_m + block_n) * block_k * dtype.itemsize
+        assert stages + block_m * block_n * out_dtype.itemsize <= 227 << 10, made
 
 
 @pytest.mark.parametrize(
