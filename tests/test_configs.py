@@ -304,6 +304,7 @@ def test_the_nearest_bucket_wins_whatever_the_file(tmp_path: Path) -> None:
         ({"transposed": True}, False),
         ({"dtype": torch.float16}, False),
         ({"dtype": torch.float32, "tf32": True}, False),
+        ({"out_dtype": torch.float32}, False),
     ],
     ids=str,
 )
@@ -568,6 +569,7 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 64, "M": 8192}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 4, "M": 512}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
         ({"rows": 0, "M": 8, "tma_A": False}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
+        ({"out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),
         ({"tma_B": False}, ("persistent", 128, [128, 32], 8, 3)),
         ({"dtype": torch.float32}, ("persistent", 128, [64, 32], 8, 3)),
         ({"N": 97, "K": 3, "tma_A": False, "tma_B": False}, ("persistent", 128, [64, 16], 8, 3)),

@@ -266,6 +266,7 @@ def _problem(
         wide_out=2 * span(out) > INT32_MAX,
         has_bias=bias is not None,
         transposed=transposed,
+        out_dtype=None if out.dtype == dtype else out.dtype,
         device=A_packed.device,
     )
 
