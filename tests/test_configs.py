@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import warnings
@@ -184,6 +185,7 @@ def test_illegal_entries_of_the_other_forms(
         ({"M": 1000, "N": 48, "K": 1000}, ("batched", [64, 64, 128], 5)),
         ({"flat": False}, ("batched", [64, 64, 128], 5)),
         ({"N": 4096, "bmm": False}, ("folded", [128, 256, 64], 3)),
+        ({"N": 4096, "bmm": False, "out_dtype": torch.float32}, ("folded", [128, 128, 64], 3)),
         ({"N": 65}, ("bmm", None, None)),
         ({"tma_B": False}, ("bmm", None, None)),
         ({"dtype": torch.float32, "out_dtype": torch.float32}, ("bmm", None, None)),
@@ -195,6 +197,19 @@ def test_the_rule_for_uniform_products(changed: dict[str, Any], expected: tuple[
     choice = uniform.rule(uniform_problem(**changed))
     values = choice.config.config
     assert (choice.kernel, values.get("block_sizes"), values.get("num_stages")) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_stages_and_result_of_uniform_products_fit_into_shared_memory(
+    dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    for G, M, N, K, tma in itertools.product((2, 64), *[(1, 64, 65, 4096)] * 3, (False, True)):
+        made = uniform_problem(G=G, M=M, N=N, K=K, dtype=dtype, out_dtype=out_dtype, tma_A=tma, tma_B=tma)
+        values = uniform.by_kernel(made).config.config
+        block_m, block_n, block_k = values["block_sizes"]
+        stages = values["num_stages"] * (block_m + block_n) * block_k * dtype.itemsize
+        assert stages + block_m * block_n * out_dtype.itemsize <= 227 << 10, made
 
 
 @pytest.mark.parametrize(
@@ -289,6 +304,7 @@ def test_the_nearest_bucket_wins_whatever_the_file(tmp_path: Path) -> None:
         ({"transposed": True}, False),
         ({"dtype": torch.float16}, False),
         ({"dtype": torch.float32, "tf32": True}, False),
+        ({"out_dtype": torch.float32}, False),
     ],
     ids=str,
 )
@@ -553,6 +569,7 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 64, "M": 8192}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 4, "M": 512}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
         ({"rows": 0, "M": 8, "tma_A": False}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
+        ({"out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),
         ({"tma_B": False}, ("persistent", 128, [128, 32], 8, 3)),
         ({"dtype": torch.float32}, ("persistent", 128, [64, 32], 8, 3)),
         ({"N": 97, "K": 3, "tma_A": False, "tma_B": False}, ("persistent", 128, [64, 16], 8, 3)),

@@ -39,6 +39,7 @@ class Problem:
     wide_out: bool
     has_bias: bool
     transposed: bool = False  # B lies in memory as [G, N, K]
+    out_dtype: torch.dtype | None = None  # of the result, where it is not `dtype`
     device: torch.device | None = None  # None leaves the choice to the rule
 
 
@@ -110,6 +111,8 @@ def rule(problem: Problem, variant: str = "auto") -> Choice:
     elif not access.tma_B:
         presets = _POINTERS
     block_n, block_k, num_warps, num_stages, l2_grouping = presets[block_m]
+    if variant == "persistent" and problem.out_dtype == torch.float32:
+        block_n = min(block_n, 128)  # the tile of the result shares the memory with the next one's loads
     block_n, block_k = block_for(problem.N, block_n), block_for(problem.K, block_k)
 
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [l2_grouping]}
@@ -166,6 +169,8 @@ def tile_table(G: int, N: int) -> helion.Config:
 def bucket_of(problem: Problem) -> store.Bucket:
     """What `problem` is looked up by."""
     dtype = "tf32" if problem.tf32 else str(problem.dtype).removeprefix("torch.")
+    if problem.out_dtype is not None:
+        dtype += f" to {str(problem.out_dtype).removeprefix('torch.')}"
     return store.Bucket(dtype, problem.transposed, problem.rows, problem.N, problem.K, problem.G)
 
 

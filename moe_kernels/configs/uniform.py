@@ -123,7 +123,7 @@ def _blocks(problem: Problem) -> tuple[int, int, int, int, int]:
     if not (problem.tma_A and problem.tma_B):
         return (64, 64, 64, 4, 3)
     if problem.M > 64 and problem.N > THIN:
-        return (128, 256, 64, 8, 3)
+        return (128, 512 // problem.out_dtype.itemsize, 64, 8, 3)
     # One program on each SM has all its loads under way at once; where there is work for more, two share an SM.
     block_m, block_n, block_k = 64, fitting(64, problem.N), fitting(128, problem.K)
     tiles = problem.G * -(-problem.M // block_m) * -(-problem.N // block_n)

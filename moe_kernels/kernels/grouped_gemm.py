@@ -20,12 +20,12 @@ import helion.language as hl
 import torch
 
 from moe_kernels import configs
-from moe_kernels.kernels import direct_launch
 from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multiple, running_max, unmasked
 from moe_kernels.kernels.launch import (
     INT32_MAX,
     compile_kernel,
     kernel,
+    plan_and_launch,
     span,
     tf32_allowed,
     tma_readable,
@@ -185,7 +185,7 @@ def jagged_persistent(
     tiles: torch.Tensor,  # [1 + slots, 3] int32, of tile_table
     num_tiles: torch.Tensor,  # [] int32: tiles[0, 0]
     bias: torch.Tensor | None,  # [G, N]
-    out: torch.Tensor,  # [M, N], or `_windows` of it if `tma_out`
+    out: torch.Tensor,  # [M, N], or `windows` of it if `tma_out`
     shared: hl.constexpr,  # B is
     transposed: hl.constexpr,
     block_m: hl.constexpr,  # that of `tiles`
@@ -225,7 +225,7 @@ def jagged_persistent(
     return out
 
 
-def _windows(out: torch.Tensor, block_m: int) -> torch.Tensor:
+def windows(out: torch.Tensor, block_m: int) -> torch.Tensor:
     """`[M, N]` as `[block_m, N, M]`, where `[:, n, m]` is the window of `block_m` rows that ends before row m.
 
     TMA clips each coordinate by itself: a tile of fewer rows, written from further down in the window that ends where
@@ -266,6 +266,7 @@ def _problem(
         wide_out=2 * span(out) > INT32_MAX,
         has_bias=bias is not None,
         transposed=transposed,
+        out_dtype=None if out.dtype == dtype else out.dtype,
         device=A_packed.device,
     )
 
@@ -278,45 +279,33 @@ def plan(
     bias: torch.Tensor | None,  # [G, N]
     out: torch.Tensor,  # [M, N]
 ) -> Callable[..., None]:
-    """Choose and compile kernels, write the jagged product to `out`, and return what does it again: `plan_key` says for
-    which tensors, given in the same order. Nothing is checked; M, N and G may not be 0.
+    """Choose and compile kernels, write the jagged product to `out`, and return what does it again, for tensors that
+    `dispatch` has one key for, given in the same order. Nothing is checked; M, N and G may not be 0.
     """
     one_dtype = A_packed.dtype == B.dtype == out.dtype
     dense = variant == "auto" and B.size(0) == 1 and bias is None and one_dtype and out.device.type != "cpu"
+    make = _dense_plan if dense else partial(_plan, variant)
     # A tuned config that does not work here gives way to the rule's.
-    return configs.settle(
-        partial(_make_and_call, _dense_plan if dense else _plan, variant, A_packed, B, group_offsets, bias, out)
-    )
+    return configs.settle(partial(plan_and_launch, make, A_packed, B, group_offsets, bias, out))
 
 
-def _make_and_call(make: Callable[..., Callable[..., None]], variant: str, *tensors: Any) -> Callable[..., None]:
-    try:
-        plan = make(variant, *tensors)
-        plan(*tensors)
-    except direct_launch.Unavailable:
-        plan = _plan(variant, *tensors, clips=False)
-        plan(*tensors)
-    return plan
-
-
-def _slots(M: int, G: int, block_m: int) -> int:
+def num_slots(M: int, G: int, block_m: int) -> int:
     return (M // block_m + G + 2) | 1
 
 
-def _empty_table(like: torch.Tensor, M: int, G: int, block_m: int) -> torch.Tensor:
-    return like.new_empty((1 + _slots(M, G, block_m), 3), dtype=torch.int32)
+def empty_table(like: torch.Tensor, M: int, G: int, block_m: int) -> torch.Tensor:
+    return like.new_empty((1 + num_slots(M, G, block_m), 3), dtype=torch.int32)
 
 
-def _compile_table(group_offsets: torch.Tensor, out: torch.Tensor, block_m: int) -> Callable[..., None]:
+def compile_table(group_offsets: torch.Tensor, out: torch.Tensor, block_m: int) -> Callable[..., None]:
     G = group_offsets.size(0) - 1
-    tiles = _empty_table(out, block_m, G, block_m)
+    tiles = empty_table(out, block_m, G, block_m)
     args = (group_offsets, without_ones(out), tiles, 3, 3, block_m)
     wide = 2 * span(out) > INT32_MAX
     return compile_kernel(tile_table, args, configs.tile_table(G, out.size(1)), wide=wide)
 
 
 def _dense_plan(
-    variant: str,
     A_packed: torch.Tensor,
     B: torch.Tensor,
     group_offsets: torch.Tensor,
@@ -325,7 +314,7 @@ def _dense_plan(
 ) -> Callable[..., None]:
     """One weight for all groups: one dense product of all rows, then zeros over the rows in no group."""
     G = group_offsets.size(0) - 1
-    zero_outside = _compile_table(group_offsets, out, 128)
+    zero_outside = compile_table(group_offsets, out, 128)
 
     def dense(
         A_packed: torch.Tensor,
@@ -336,8 +325,8 @@ def _dense_plan(
     ) -> None:
         M = A_packed.size(0)
         torch.mm(A_packed, B[0], out=out)
-        tiles = _empty_table(out, M, G, 128)
-        zero_outside(group_offsets, out, tiles, _slots(M, G, 128), 2 * M + 1, 128)
+        tiles = empty_table(out, M, G, 128)
+        zero_outside(group_offsets, out, tiles, num_slots(M, G, 128), 2 * M + 1, 128)
 
     return dense
 
@@ -382,7 +371,7 @@ def _plan(
             out: torch.Tensor,
         ) -> None:
             M = A_packed.size(0)
-            slots = M | 1 if slot_per_row else _slots(M, G, block_m)
+            slots = M | 1 if slot_per_row else num_slots(M, G, block_m)
             run(A_packed, B, group_offsets, bias, out, slots, 2 * M + 1, shared, transposed, not tma_A, slot_per_row)
 
         return basic
@@ -397,12 +386,12 @@ def _plan(
         *rest: Any,
     ) -> tuple[Any, ...]:
         if tma_out:
-            out = _windows(out, block_m)
+            out = windows(out, block_m)
         return A_packed, lies_as(B), tiles, tiles.select(0, 0).select(0, 0), bias, out, *rest
 
-    tiles = _empty_table(out, block_m, G, block_m)
-    list_tiles = _compile_table(group_offsets, out, block_m)
-    o = without_ones(_windows(out.narrow(0, 0, block_m), block_m) if tma_out else out)
+    tiles = empty_table(out, block_m, G, block_m)
+    list_tiles = compile_table(group_offsets, out, block_m)
+    o = without_ones(windows(out.narrow(0, 0, block_m), block_m) if tma_out else out)
     number = tiles.select(0, 0).select(0, 0)
     run = compiled(
         jagged_persistent,
@@ -419,8 +408,8 @@ def _plan(
         out: torch.Tensor,
     ) -> None:
         M = A_packed.size(0)
-        tiles = _empty_table(out, M, G, block_m)
-        list_tiles(group_offsets, out, tiles, _slots(M, G, block_m), 2 * M + 1, block_m)
+        tiles = empty_table(out, M, G, block_m)
+        list_tiles(group_offsets, out, tiles, num_slots(M, G, block_m), 2 * M + 1, block_m)
         run(A_packed, B, tiles, tiles, bias, out, shared, transposed, block_m, tma_A, tma_out)
 
     return persistent

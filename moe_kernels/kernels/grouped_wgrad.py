@@ -17,9 +17,17 @@ import torch
 
 from moe_kernels import checks
 from moe_kernels.configs import wgrad as configs
-from moe_kernels.kernels import direct_launch
 from moe_kernels.kernels.inline import divide, halve, unmasked
-from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, tf32_allowed, tma_readable, without_ones
+from moe_kernels.kernels.launch import (
+    INT32_MAX,
+    compile_kernel,
+    kernel,
+    plan_and_launch,
+    span,
+    tf32_allowed,
+    tma_readable,
+    without_ones,
+)
 from moe_kernels.plans import Plans
 
 
@@ -121,7 +129,6 @@ def launch(
         Y.dtype,
         Y.stride(),
         Y.data_ptr() % 16,
-        X.data_ptr() == Y.data_ptr(),  # a launch knows its arguments by where they are
         group_offsets.dtype,
         group_offsets.stride(),
         group_offsets.data_ptr() % 16,
@@ -133,19 +140,9 @@ def launch(
     )
     plan = _plans.get(key)
     if plan is None:
-        _plans[key] = _make_and_call(X, Y, group_offsets, out)
+        _plans[key] = plan_and_launch(_plan, X, Y, group_offsets, out)
         return
     plan(X, Y, group_offsets, out)
-
-
-def _make_and_call(*tensors: torch.Tensor) -> Callable[..., None]:
-    try:
-        plan = _plan(*tensors)
-        plan(*tensors)
-    except direct_launch.Unavailable:
-        plan = _plan(*tensors, clips=False)
-        plan(*tensors)
-    return plan
 
 
 def _plan(

@@ -76,11 +76,35 @@ def compile_kernel(
     and how many rows before the tensor its descriptor begins. With `fixed` the first extents stay as well, and a call
     may be given tensors of other shapes that `prepare` views as what the kernel takes.
     """
+    args = _apart(args)
     if interpreted():
         interpret = _compile_interpreted(kernel, args, config, wide)
         return lambda *args: interpret(*prepare(*args))
     run = _variant(kernel, wide, tf32).bind(tuple(args)).compile_config(config)
     return _Launcher(run, prepare, clipped, fixed)
+
+
+def plan_and_launch(make: Callable[..., Callable[..., None]], *tensors: Any) -> Callable[..., None]:
+    """The plan that `make` gives for `tensors`, called on them once; made with `clips=False`, not to rely on TMA to
+    leave out what is outside of a tensor, where that cannot be launched directly.
+    """
+    try:
+        plan = make(*tensors)
+        plan(*tensors)
+    except direct_launch.Unavailable:
+        plan = make(*tensors, clips=False)
+        plan(*tensors)
+    return plan
+
+
+def _apart(args: Sequence[Any]) -> list[Any]:
+    """`args`, with a view for a tensor that has been given before: Helion and a direct launch take one object for one
+    argument, and in the next call it may be two.
+    """
+    return [
+        arg.detach() if isinstance(arg, torch.Tensor) and any(arg is other for other in args[:i]) else arg
+        for i, arg in enumerate(args)
+    ]
 
 
 class _Launcher:
@@ -103,7 +127,7 @@ class _Launcher:
 
     def _launch(self, args: Sequence[Any]) -> Callable[..., Any]:
         try:
-            return direct_launch.direct(self.run, self.prepare(*args), self.clipped, self.fixed)
+            return direct_launch.direct(self.run, _apart(self.prepare(*args)), self.clipped, self.fixed)
         except direct_launch.Unavailable:
             if self.clipped:
                 raise

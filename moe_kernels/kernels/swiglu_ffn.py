@@ -16,16 +16,19 @@ import torch
 
 from moe_kernels.configs import swiglu as configs
 from moe_kernels.form import Form
-from moe_kernels.kernels import direct_launch
 from moe_kernels.kernels.activation import activated
-from moe_kernels.kernels.grouped_gemm import (
-    _compile_table,
-    _empty_table,
-    _slots,
-    _windows,
-)
+from moe_kernels.kernels.grouped_gemm import compile_table, empty_table, num_slots, windows
 from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multiple, running_max, unmasked
-from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, tf32_allowed, tma_readable, without_ones
+from moe_kernels.kernels.launch import (
+    INT32_MAX,
+    compile_kernel,
+    kernel,
+    plan_and_launch,
+    span,
+    tf32_allowed,
+    tma_readable,
+    without_ones,
+)
 from moe_kernels.plans import Plans
 
 
@@ -139,7 +142,7 @@ def swiglu_persistent(
     row_to_slot: torch.Tensor | None,  # [M] int32
     gate_bias: torch.Tensor | None,  # [E, I]
     up_bias: torch.Tensor | None,  # [E, I]
-    act: torch.Tensor,  # [M, I], or `_windows` of it if `tma_out`, as the next two
+    act: torch.Tensor,  # [M, I], or `windows` of it if `tma_out`, as the next two
     h_gate: torch.Tensor | None,
     h_up: torch.Tensor | None,
     top_k: hl.constexpr,
@@ -278,19 +281,9 @@ def launch(
     )
     plan = _plans.get(key)
     if plan is None:
-        _plans[key] = _make_and_call(tensors, top_k, form)
+        _plans[key] = plan_and_launch(partial(_plan, top_k=top_k, form=form), *tensors)
         return
     plan(*tensors)
-
-
-def _make_and_call(tensors: Sequence[Any], top_k: int, form: Form) -> Callable[..., None]:
-    try:
-        plan = _plan(*tensors, top_k=top_k, form=form)
-        plan(*tensors)
-    except direct_launch.Unavailable:
-        plan = _plan(*tensors, top_k=top_k, form=form, clips=False)
-        plan(*tensors)
-    return plan
 
 
 def _plan(
@@ -333,12 +326,12 @@ def _plan(
 
         def basic(*tensors: Any) -> None:
             M = tensors[7].size(0)
-            run(*tensors, M | 1 if slot_per_row else _slots(M, E, block_m), 2 * M + 1, *settled)
+            run(*tensors, M | 1 if slot_per_row else num_slots(M, E, block_m), 2 * M + 1, *settled)
 
         return basic
 
     def view(out: _Optional) -> _Optional:
-        return out if out is None or not tma_out else _windows(out, block_m)
+        return out if out is None or not tma_out else windows(out, block_m)
 
     def prepare(A: Any, gate: Any, up: Any, tiles: Any, _: Any, *rest: Any) -> tuple[Any, ...]:
         number = tiles.select(0, 0).select(0, 0)
@@ -346,8 +339,8 @@ def _plan(
 
     settled = (top_k, transposed, block_m, tma_A, tma_out, *options)
     act = outs[0]
-    tiles = _empty_table(act, block_m, E, block_m)
-    list_tiles = _compile_table(group_offsets, act, block_m)
+    tiles = empty_table(act, block_m, E, block_m)
+    list_tiles = compile_table(group_offsets, act, block_m)
     like = [None if out is None else without_ones(view(out.narrow(0, 0, block_m)) if tma_out else out) for out in outs]
     run = compiled(
         swiglu_persistent,
@@ -360,8 +353,8 @@ def _plan(
     def persistent(A: Any, gate: Any, up: Any, group_offsets: Any, *rest: Any) -> None:
         act = rest[3]
         M = act.size(0)
-        tiles = _empty_table(act, M, E, block_m)
-        list_tiles(group_offsets, act, tiles, _slots(M, E, block_m), 2 * M + 1, block_m)
+        tiles = empty_table(act, M, E, block_m)
+        list_tiles(group_offsets, act, tiles, num_slots(M, E, block_m), 2 * M + 1, block_m)
         run(A, gate, up, tiles, tiles, *rest, *settled)
 
     return persistent

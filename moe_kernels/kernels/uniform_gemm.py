@@ -217,13 +217,10 @@ def _bmm(G: int, out_dtype: torch.dtype | None) -> Callable[[torch.Tensor, torch
 
 
 def _view(like: torch.Tensor, G: int, columns: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From an operand as it is given to `[G, _, _]`, the last two swapped if `columns`.
-
-    The result is a view, and so two objects even where A is B: in the next call it may not be.
-    """
+    """From an operand as it is given to `[G, _, _]`, the last two swapped if `columns`."""
 
     def view(x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().view(like.shape) if x.dim() == 2 else x.detach()
+        x = x.view(like.shape) if x.dim() == 2 else x
         return x.transpose(1, 2) if columns else x
 
     return view

@@ -9,6 +9,8 @@ import torch
 
 from moe_kernels import group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
 from moe_kernels.form import ACTIVATIONS, Form
+from moe_kernels.kernels import activation
+from moe_kernels.kernels import swiglu_ffn as swiglu_kernels
 from moe_kernels.ops import activate, activate_backward
 from moe_kernels.testing import assert_within_budget
 
@@ -173,6 +175,22 @@ def test_activations(activation: str, dtype: torch.dtype, device: str) -> None:
                     assert x.numel() == 0
                 else:
                     torch.testing.assert_close(x, y, **tolerance)
+
+
+def test_one_tensor_for_two_arguments_and_then_two(device: str) -> None:
+    activation._plans.clear()
+    swiglu_kernels._plans.clear()
+    form = Form("silu", True, False, 1.0, 1.0)
+    h, h_up, d = torch.randn(3, 6, 40, device=device)
+    for tensors in ((h, h, d), (h, h_up, h), (h, h_up, h_up), (h, h_up, d)):
+        expected = reference.activate_backward(*tensors, None, None, None, form)[:2]
+        torch.testing.assert_close(activate_backward(*tensors, None, None, None, *form)[:2], expected)
+    w_gate, w_up = torch.randn(2, 3, 24, 40, device=device) * 24**-0.5  # as the kernel takes them
+    rows = torch.randn(30, 24, device=device)
+    offsets = group_offsets_from_sizes(torch.tensor([10, 0, 20], device=device))
+    for up in (w_gate, w_up):
+        expected = reference.swiglu_ffn(rows, w_gate, offsets, w_up=up, transposed=True)
+        torch.testing.assert_close(swiglu_ffn(rows, w_gate, offsets, w_up=up, transposed=True), expected)
 
 
 def test_rows_in_no_group(device: str) -> None:

@@ -28,6 +28,7 @@ def compiled(
     transposed: bool = False,
     bias: bool = False,
     misaligned: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The report of every kernel that a call with these tensors compiles, by the kernel's name."""
     asked_for = []
@@ -47,7 +48,7 @@ def compiled(
             B.transpose(1, 2) if transposed else B,
             torch.empty(G + 1, dtype=torch.int32, device="cuda"),
             torch.empty(G, N, dtype=dtype, device="cuda") if bias else None,
-            torch.empty(M, N, dtype=dtype, device="cuda"),
+            torch.empty(M, N, dtype=out_dtype or dtype, device="cuda"),
         )
     return {kernel.name: compile_for_sm90(kernel, args, config) for kernel, args, config in asked_for}
 
@@ -88,6 +89,17 @@ def test_basic(monkeypatch: pytest.MonkeyPatch, transposed: bool, rows: int) -> 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_other_dtypes(monkeypatch: pytest.MonkeyPatch, variant: str, dtype: torch.dtype) -> None:
     for report in compiled(monkeypatch, variant, (8, 4096, 768, 512), dtype=dtype).values():
+        assert_lean(report)
+
+
+@pytest.mark.parametrize("variant", ["basic", "persistent"])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_results_of_another_dtype(
+    monkeypatch: pytest.MonkeyPatch, variant: str, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    for report in compiled(monkeypatch, variant, (8, 8192, 1536, 2048), dtype=dtype, out_dtype=out_dtype).values():
         assert_lean(report)
 
 

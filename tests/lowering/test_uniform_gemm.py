@@ -96,6 +96,14 @@ def test_blocks_that_are_larger_than_a_tensor(
     assert report["kernel"] == kernel
 
 
+@pytest.mark.parametrize("M", [2048, 2000])
+def test_wide_outputs_of_four_bytes(monkeypatch: pytest.MonkeyPatch, M: int) -> None:
+    report = compiled(monkeypatch, (2, M, 2048, 1024), out_dtype=torch.float32)
+    assert report["wgmma"] > 0
+    assert report["tma_store"] > 0
+    assert report["kernel"] == ("uniform_folded" if M == 2048 else "uniform")
+
+
 def test_two_programs_share_an_sm_where_there_are_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program is charged 1 KiB more than it asks for."""
     shared = [compiled(monkeypatch, (8, M, 64, 2048), out_dtype=torch.float32)["shared"] + 1024 for M in (512, 2048)]
