@@ -10,7 +10,7 @@ import torch
 
 from moe_kernels.configs import PERSISTENT_FROM_ROWS, block_for, floor_power_of_2, offsets_block
 
-__all__ = ["Access", "Choice", "Problem", "floor_power_of_2", "rule"]
+__all__ = ["PERSISTENT_FROM_ROWS", "Access", "Choice", "Problem", "basic", "floor_power_of_2", "persistent", "rule"]
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,12 @@ class Problem:
     gathered: bool  # rows are read through an index
     keeps: bool  # what act is made of is written too
     biases: int
+    paired: bool  # the persistent kernel takes the weights
     tma_A: bool  # rows can be read by TMA
     tma_B: bool  # so can both weights
     tma_out: bool  # everything that is written can be, and TMA clips it
-    wide: bool  # what TMA cannot reach does not fit into 32 bits
+    wide: bool  # operands that TMA cannot reach do not fit into 32 bits
+    wide_out: bool  # nor does what is written
 
 
 class Access(NamedTuple):
@@ -43,47 +45,75 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """`persistent` or basic; the kernels' argument `block_m`."""
+    """`persistent` or basic; the kernels' arguments `block_m` and `block_i`."""
 
     persistent: bool
     block_m: int
+    block_i: int
     access: Access
     wide: bool
     config: helion.Config
 
 
-# block_m: (block_i, block_k, num_warps, num_stages); with TMA and for 16-bit types, the last one persistent
-_TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
-_POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (64, 32, 4, 3), 128: (64, 32, 8, 3)}
-_FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 32, 4, 3), 128: (32, 16, 8, 3)}
+# block_m: (block_i, block_k, num_warps, num_stages); with TMA and for 16-bit types
+_TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4)}
+_POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (32, 32, 4, 3)}
+_FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 16, 8, 3)}
 
 
 def rule(problem: Problem) -> Choice:
     """Total: it compiles everywhere."""
-    persistent = problem.rows >= PERSISTENT_FROM_ROWS
-    block_m = next(block for rows, block in ((128, 128), (32, 64), (16, 32), (0, 16)) if problem.rows >= rows)
-    tma_A = problem.tma_A and not problem.gathered and block_m <= problem.M and not problem.wide
-    tma_B = problem.tma_B and not problem.wide
-    fp32 = problem.dtype == torch.float32
-    tma_out = persistent and tma_A and tma_B and problem.tma_out and not fp32
-    presets = _FP32 if fp32 else _TMA if tma_B else _POINTERS
+    return persistent(problem) if problem.paired and problem.rows >= PERSISTENT_FROM_ROWS else basic(problem)
+
+
+def basic(problem: Problem) -> Choice:
+    """The rule's config of `swiglu`."""
+    block_m = next(block for rows, block in ((32, 64), (16, 32), (0, 16)) if problem.rows >= rows)
+    wide = problem.wide or problem.wide_out
+    tma_A = problem.tma_A and block_m <= problem.M and not wide
+    tma_B = problem.tma_B and not wide
+    presets = _FP32 if problem.dtype == torch.float32 else _TMA if tma_B else _POINTERS
     block_i, block_k, num_warps, num_stages = presets[block_m]
     block_i, block_k = block_for(problem.I, block_i), block_for(problem.H, block_k)
+    blocks = [block_m, block_i, offsets_block(problem.E), block_k]
+    indexing = [*_pointers(1 + problem.gathered), _by(tma_A), *[_by(tma_B)] * 2, *_pointers(_written(problem))]
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [4]}
     if tma_A or tma_B:
         options["host_tensor_descriptors"] = True
-    if persistent:
-        options |= {"pid_type": "persistent_interleaved", "l2_groupings": [16]}
-        if tma_A and tma_B and not fp32:
-            options["range_flattens"] = [True, None]
-        if tma_out:
-            options["epilogue_subtile"] = 2
-        blocks, tables = [block_i, block_k], 3
-    else:
-        blocks, tables = [block_m, block_i, offsets_block(problem.E), block_k], 1
-    a, b, out = ("tensor_descriptor" if tma else "pointer" for tma in (tma_A, tma_B, tma_out))
-    before = tables + problem.gathered
-    outs = 3 if problem.keeps else 1
-    indexing = [*["pointer"] * before, a, b, b, *["pointer"] * problem.biases, *[out] * outs]
     config = helion.Config(block_sizes=blocks, indexing=indexing, **options)
-    return Choice(persistent, block_m, Access(tma_A, tma_B, tma_out), problem.wide, config)
+    return Choice(False, block_m, block_i, Access(tma_A, tma_B, False), wide, config)
+
+
+def persistent(problem: Problem) -> Choice:
+    """The rule's config of `swiglu_persistent`."""
+    block_m, block_i, block_k = 128, block_for(problem.I, 128), block_for(problem.H, 64)
+    wide = problem.wide or (problem.wide_out and not problem.tma_out)
+    tma_A = problem.tma_A and block_m <= problem.M and not wide
+    tma_B = problem.tma_B and not wide
+    tma_out = problem.tma_out and tma_B
+    stores = [_by(tma_out)] * (3 if problem.keeps else 1)
+    tables, biases = _pointers(3 + problem.gathered), _pointers(problem.biases)
+    options: dict[str, Any] = {"host_tensor_descriptors": True, "range_flattens": [True, None]} if tma_B else {}
+    config = helion.Config(
+        block_sizes=[block_k],
+        indexing=[*tables, _by(tma_A), _by(tma_B), *biases, *stores],
+        pid_type="persistent_interleaved",
+        l2_groupings=[8],
+        num_warps=8,
+        num_stages=4,
+        **options,
+    )
+    return Choice(True, block_m, block_i, Access(tma_A, tma_B, tma_out), wide, config)
+
+
+def _written(problem: Problem) -> int:
+    """Biases that are read and results that are written."""
+    return problem.biases + (3 if problem.keeps else 1)
+
+
+def _by(tma: bool) -> str:
+    return "tensor_descriptor" if tma else "pointer"
+
+
+def _pointers(number: int) -> list[str]:
+    return ["pointer"] * number

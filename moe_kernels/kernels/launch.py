@@ -35,10 +35,15 @@ class _Preset:
         return self.rule(*(getattr(arg, "value", arg) for arg in self.args))  # a constexpr has a value
 
 
-def kernel(rule: Callable[..., helion.Config], **settings: Any) -> Callable[[Callable[..., Any]], helion.Kernel[Any]]:
-    """`@helion.kernel` for shapes that change at every call, with `rule(*args)` in place of an automatic search."""
+def kernel(
+    rule: Callable[..., helion.Config], *, static_shapes: bool = False, **settings: Any
+) -> Callable[[Callable[..., Any]], helion.Kernel[Any]]:
+    """`@helion.kernel` for shapes that change at every call, with `rule(*args)` in place of an automatic search.
+
+    With `static_shapes` a kernel may be compiled for other first extents than it is called with, if it uses none.
+    """
     return helion.kernel(
-        static_shapes=False,
+        static_shapes=static_shapes,
         autotuner_fn=lambda bound, args, **options: _Preset(rule, bound, args, options),
         # HELION_AUTOTUNE_EFFORT=none would mean blocks of 16 x 16 x 16 instead of the rule.
         autotune_effort="quick" if os.environ.get("HELION_AUTOTUNE_EFFORT") == "quick" else "full",
@@ -50,7 +55,8 @@ def kernel(rule: Callable[..., helion.Config], **settings: Any) -> Callable[[Cal
 def _variant(kernel: helion.Kernel[Any], wide: bool, tf32: bool) -> helion.Kernel[Any]:
     index_dtype = torch.int64 if wide else torch.int32
     precision = "tf32" if tf32 else "ieee"
-    return helion.kernel(kernel.fn, static_shapes=False, index_dtype=index_dtype, dot_precision=precision)
+    static = kernel.settings.static_shapes
+    return helion.kernel(kernel.fn, static_shapes=static, index_dtype=index_dtype, dot_precision=precision)
 
 
 def compile_kernel(

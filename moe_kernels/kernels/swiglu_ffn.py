@@ -22,6 +22,7 @@ from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multip
 from moe_kernels.kernels.launch import (
     INT32_MAX,
     compile_kernel,
+    interpreted,
     kernel,
     plan_and_launch,
     span,
@@ -35,13 +36,14 @@ from moe_kernels.plans import Plans
 def _preset_basic(
     A: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, group_offsets: torch.Tensor, *rest: Any
 ) -> helion.Config:
-    return configs.rule(_problem(A, gate, up, group_offsets.size(0) - 1, rest[:6], clips=False)).config
+    return configs.basic(_problem(A, gate, up, group_offsets.size(0) - 1, rest[:6], clips=False)).config
 
 
 def _preset_persistent(
-    A: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, tiles: torch.Tensor, number: torch.Tensor, *rest: Any
+    A: torch.Tensor, pairs: torch.Tensor, tiles: torch.Tensor, num_tiles: torch.Tensor, *rest: Any
 ) -> helion.Config:
-    return configs.rule(_problem(A, gate, up, gate.size(0), rest[:6], clips=False)).config
+    gate, up = pairs.unflatten(0, (-1, 2)).unbind(1)
+    return configs.persistent(_problem(A, gate, up, gate.size(0), rest[:6], clips=False)).config
 
 
 @kernel(_preset_basic)
@@ -132,11 +134,11 @@ def swiglu(
     return act
 
 
-@kernel(_preset_persistent)
+# With static shapes, because Helion makes a descriptor of several rows of `pairs` at once only if strides are static.
+@kernel(_preset_persistent, static_shapes=True)
 def swiglu_persistent(
     A: torch.Tensor,  # [M, H], or [T, H] if `top_k`
-    gate: torch.Tensor,  # [E, H, I]; the last two swapped if `transposed`
-    up: torch.Tensor,  # like gate
+    pairs: torch.Tensor,  # [2 * E, I, H]: gate and up of each expert
     tiles: torch.Tensor,  # [1 + slots, 3] int32, of tile_table
     num_tiles: torch.Tensor,  # [] int32: tiles[0, 0]
     row_to_slot: torch.Tensor | None,  # [M] int32
@@ -146,63 +148,87 @@ def swiglu_persistent(
     h_gate: torch.Tensor | None,
     h_up: torch.Tensor | None,
     top_k: hl.constexpr,
-    transposed: hl.constexpr,
     block_m: hl.constexpr,  # that of `tiles`
+    block_i: hl.constexpr,
     tma_A: hl.constexpr,  # A is read by TMA, which takes rows outside of it for zeros
+    tma_B: hl.constexpr,  # so are the weights
     tma_out: hl.constexpr,  # results are written by TMA, which leaves out what is past the end of a window
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
 ) -> torch.Tensor:
-    """One program per SM walks the listed tiles, as `jagged_persistent`."""
+    """One program per SM walks the listed tiles, as `jagged_persistent`.
+
+    Both weights' columns are one operand of one product. The compiler would keep two products in a flattened loop from
+    overlapping.
+    """
     H = A.size(1)
     I = act.size(1)  # noqa: E741
-    dtype = torch.promote_types(A.dtype, gate.dtype)
+    dtype = torch.promote_types(A.dtype, pairs.dtype)
     hl.pdl_wait()  # launched while tile_table still runs
-    for tile_t, tile_i in hl.tile([num_tiles, I], block_size=[1, None]):
+    for tile_t, tile_i in hl.tile([num_tiles, I], block_size=[1, block_i]):
         t = tile_t.id + 1
-        group = tiles[t, 0].to(torch.int64)
+        expert = tiles[t, 0]
         row0 = tiles[t, 1]
         end = tiles[t, 2]
         rows = row0.to(torch.int64) + hl.arange(block_m)
         source = rows
         if row_to_slot is not None:
             source = divide(hl.load(row_to_slot, [rows], extra_mask=rows < end), top_k)
-        acc_gate = hl.zeros([block_m, tile_i], dtype=torch.float32)
-        acc_up = hl.zeros([block_m, tile_i], dtype=torch.float32)
+        acc = hl.zeros([block_m, 2 * block_i], dtype=torch.float32)
         for tile_h in hl.tile(H):
             if tma_A:
                 a = unmasked(hl.load(A, [row0 + hl.arange(block_m), tile_h]))
             else:
                 a = hl.load(A, [source, tile_h], extra_mask=(rows < end)[:, None])
-            if transposed:
-                w_gate = gate[group, tile_i, tile_h].T
-                w_up = up[group, tile_i, tile_h].T
-            else:
-                w_gate = gate[group, tile_h, tile_i]
-                w_up = up[group, tile_h, tile_i]
-            acc_gate = hl.dot(a.to(dtype), w_gate.to(dtype), acc=acc_gate)
-            acc_up = hl.dot(a.to(dtype), w_up.to(dtype), acc=acc_up)
+            pair = hl.load(pairs, [2 * expert + hl.arange(2), tile_i, tile_h])
+            if tma_B:
+                pair = unmasked(pair)
+            w = pair.reshape(2 * block_i, tile_h.block_size)
+            acc = hl.dot(a.to(dtype), w.to(dtype).T, acc=acc)
+        gate, up = hl.split(acc.reshape(block_m, 2, block_i).permute(0, 2, 1))
         if gate_bias is not None:
-            acc_gate = acc_gate + gate_bias[group, tile_i].to(torch.float32)[None, :]
+            gate = gate + gate_bias[expert, tile_i].to(torch.float32)[None, :]
         if up_bias is not None:
-            acc_up = acc_up + up_bias[group, tile_i].to(torch.float32)[None, :]
-        result = activated(acc_gate, acc_up, name, alpha, limit)
+            up = up + up_bias[expert, tile_i].to(torch.float32)[None, :]
+        result = activated(gate, up, name, alpha, limit)
         if tma_out:
             window = row0 + block_m - end + hl.arange(block_m)
             hl.store(act, [window, tile_i, end], result.to(act.dtype))
             if h_gate is not None:
-                hl.store(h_gate, [window, tile_i, end], acc_gate.to(act.dtype))
-                hl.store(h_up, [window, tile_i, end], acc_up.to(act.dtype))
+                hl.store(h_gate, [window, tile_i, end], gate.to(act.dtype))
+                hl.store(h_up, [window, tile_i, end], up.to(act.dtype))
         else:
             hl.store(act, [rows, tile_i], result.to(act.dtype), extra_mask=(rows < end)[:, None])
             if h_gate is not None:
-                hl.store(h_gate, [rows, tile_i], acc_gate.to(act.dtype), extra_mask=(rows < end)[:, None])
-                hl.store(h_up, [rows, tile_i], acc_up.to(act.dtype), extra_mask=(rows < end)[:, None])
+                hl.store(h_gate, [rows, tile_i], gate.to(act.dtype), extra_mask=(rows < end)[:, None])
+                hl.store(h_up, [rows, tile_i], up.to(act.dtype), extra_mask=(rows < end)[:, None])
     return act
 
 
 _Optional = torch.Tensor | None
+
+
+def _pairs(A: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> _Optional:
+    """Both weights, [E, H, I] each, as one [2 * E, I, H], if they can be, and `swiglu_persistent` is good at it."""
+    E, H, I = gate.shape  # noqa: E741
+    row = gate.stride(2)
+    if not gate.stride() == up.stride() == (2 * I * row, 1, row):
+        return None
+    if up.data_ptr() - gate.data_ptr() != I * row * gate.element_size():
+        return None
+    pairs = gate.as_strided((2 * E, I, H), (I * row, row, 1))
+    if interpreted():
+        return pairs
+    lean = torch.promote_types(A.dtype, gate.dtype).itemsize == 2 and 2 * span(A) <= INT32_MAX
+    return pairs if lean and min(H, I) >= 16 and tma_readable(pairs) else None
+
+
+def fuses(A: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, M: int) -> bool:
+    """Whether the kernels here are faster than `grouped_gemm` and `activate`: for `M` rows of `A`, or made of it."""
+    if M // gate.size(0) < configs.PERSISTENT_FROM_ROWS:
+        return 1 in gate.stride()[1:]
+    return _pairs(A, gate, up) is not None
 
 
 def _problem(
@@ -212,6 +238,7 @@ def _problem(
     E: int,
     rest: Sequence[_Optional],  # row_to_slot, gate_bias, up_bias, act, h_gate, h_up
     clips: bool,
+    paired: bool = False,
 ) -> configs.Problem:
     row_to_slot, gate_bias, up_bias, act, h_gate, h_up = rest
     assert act is not None
@@ -221,11 +248,9 @@ def _problem(
     outs = [out for out in (act, h_gate, h_up) if out is not None]
     tma_A = H >= 16 and row_to_slot is None and tma_readable(A)
     tma_B = min(H, I) >= 16 and tma_readable(gate) and tma_readable(up)
-    tma_out = clips and I >= 16 and all(tma_readable(out) for out in outs)
     # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
     wide = 2 * span(A) > INT32_MAX and not tma_A
     wide |= max(span(gate), span(up)) > INT32_MAX and not tma_B
-    wide |= max(2 * span(out) for out in outs) > INT32_MAX
     return configs.Problem(
         rows=configs.floor_power_of_2(M // E),
         M=configs.floor_power_of_2(M),
@@ -237,10 +262,12 @@ def _problem(
         gathered=row_to_slot is not None,
         keeps=h_gate is not None,
         biases=(gate_bias is not None) + (up_bias is not None),
+        paired=paired,
         tma_A=tma_A,
         tma_B=tma_B,
-        tma_out=tma_out,
+        tma_out=clips and I >= 16 and all(tma_readable(out) for out in outs),
         wide=wide,
+        wide_out=max(2 * span(out) for out in outs) > INT32_MAX,
     )
 
 
@@ -277,6 +304,7 @@ def launch(
         top_k,
         form,
         A.dtype == torch.float32 and tf32_allowed(torch.float32),
+        _pairs(A, gate, up) is not None,
         *(None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors),
     )
     plan = _plans.get(key)
@@ -298,10 +326,10 @@ def _plan(
     clips: bool = True,  # TMA may be relied upon to leave out what is outside of a tensor
 ) -> Callable[..., None]:
     E = gate.size(0)
+    pairs = _pairs(A, gate, up)
     transposed = gate.stride(1) == 1 != gate.stride(2)
     lies_as = (lambda w: w.transpose(1, 2)) if transposed else (lambda w: w)
-    gate, up = lies_as(gate), lies_as(up)
-    problem = _problem(A, gate, up, E, (row_to_slot, *others), clips)
+    problem = _problem(A, lies_as(gate), lies_as(up), E, (row_to_slot, *others), clips, pairs is not None)
     choice = configs.rule(problem)
     block_m = choice.block_m
     tma_A, tma_B, tma_out = choice.access
@@ -309,7 +337,10 @@ def _plan(
     outs = others[2:]
     # What the kernels are compiled for. TMA has no use for Helion's limit on the elements of a tensor: show it fewer.
     a = A.narrow(0, 0, block_m) if tma_A else without_ones(A)
-    w_gate, w_up = (w.narrow(0, 0, min(2, E)) if tma_B else without_ones(w, keep_first=True) for w in (gate, up))
+
+    def few(w: torch.Tensor) -> torch.Tensor:
+        return w.narrow(0, 0, min(2, w.size(0))) if tma_B else without_ones(w, keep_first=True)
+
     to = None if row_to_slot is None else without_ones(row_to_slot)
     compiled = partial(compile_kernel, config=choice.config, wide=choice.wide, tf32=problem.tf32)
     options = (form.activation, form.alpha, form.limit)
@@ -320,7 +351,7 @@ def _plan(
         like = [None if out is None else without_ones(out) for out in outs]
         run = compiled(
             swiglu,
-            (a, w_gate, w_up, group_offsets, to, *biases, *like, 3, 3, *settled),
+            (a, few(lies_as(gate)), few(lies_as(up)), group_offsets, to, *biases, *like, 3, 3, *settled),
             prepare=lambda A, gate, up, *rest: (A, lies_as(gate), lies_as(up), *rest),
         )
 
@@ -333,28 +364,30 @@ def _plan(
     def view(out: _Optional) -> _Optional:
         return out if out is None or not tma_out else windows(out, block_m)
 
-    def prepare(A: Any, gate: Any, up: Any, tiles: Any, _: Any, *rest: Any) -> tuple[Any, ...]:
+    def prepare(A: Any, pairs: Any, tiles: Any, _: Any, *rest: Any) -> tuple[Any, ...]:
         number = tiles.select(0, 0).select(0, 0)
-        return A, lies_as(gate), lies_as(up), tiles, number, *rest[:3], *(view(out) for out in rest[3:6]), *rest[6:]
+        return A, pairs, tiles, number, *rest[:3], *(view(out) for out in rest[3:6]), *rest[6:]
 
-    settled = (top_k, transposed, block_m, tma_A, tma_out, *options)
+    assert pairs is not None
+    shape, strides = pairs.shape, pairs.stride()
+    settled = (top_k, block_m, choice.block_i, tma_A, tma_B, tma_out, *options)
     act = outs[0]
     tiles = empty_table(act, block_m, E, block_m)
     list_tiles = compile_table(group_offsets, act, block_m)
     like = [None if out is None else without_ones(view(out.narrow(0, 0, block_m)) if tma_out else out) for out in outs]
     run = compiled(
         swiglu_persistent,
-        (a, w_gate, w_up, tiles, tiles.select(0, 0).select(0, 0), to, *biases, *like, *settled),
+        (a, few(pairs), tiles, tiles.select(0, 0).select(0, 0), to, *biases, *like, *settled),
         prepare=prepare,
         clipped=({0: 0} if tma_A else {})
-        | ({8 + i: block_m for i, out in enumerate(outs) if out is not None} if tma_out else {}),
+        | ({7 + i: block_m for i, out in enumerate(outs) if out is not None} if tma_out else {}),
     )
 
-    def persistent(A: Any, gate: Any, up: Any, group_offsets: Any, *rest: Any) -> None:
+    def persistent(A: Any, gate: Any, _: Any, group_offsets: Any, *rest: Any) -> None:
         act = rest[3]
         M = act.size(0)
         tiles = empty_table(act, M, E, block_m)
         list_tiles(group_offsets, act, tiles, num_slots(M, E, block_m), 2 * M + 1, block_m)
-        run(A, gate, up, tiles, tiles, *rest, *settled)
+        run(A, gate.as_strided(shape, strides), tiles, tiles, *rest, *settled)
 
     return persistent

@@ -13,7 +13,6 @@ from moe_kernels.ops.library import define, on_device
 from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 
-GATHER_BELOW_ROWS = 128  # per expert; with more, gathering beforehand pays: TMA can then read the rows
 _FORM = "str activation, bool gated, bool interleaved, float alpha, float limit"
 
 
@@ -180,7 +179,7 @@ def _first_half(
 ) -> tuple[Tensor, Tensor, Tensor]:
     M = A.size(0) if row_to_slot is None else row_to_slot.size(0)
     dtype = torch.promote_types(A.dtype, w_in.dtype)
-    if _fusible(A, w_in, form) and M > 0 and w_in.numel() > 0:
+    if _fused_is_faster(A, M, w_in, w_up, form):
         found = _fused(A, M, group_offsets, row_to_slot, top_k, w_in, w_up, b_in, b_up, keep, form)
     else:
         assert row_to_slot is None
@@ -224,12 +223,15 @@ def _fused(
     return act, h, h_up
 
 
-def _fusible(A: Tensor, w_in: Tensor, form: Form) -> bool:
-    """Whether one kernel does the whole first half: not if gate and up take turns where rows of a weight are loaded.
+def _fused_is_faster(A: Tensor, M: int, w_in: Tensor, w_up: Tensor | None, form: Form) -> bool:
+    """Whether one kernel does the whole first half, for `M` rows of `A`, or made of it."""
+    if not form.gated or not dispatch.use_kernels(A) or M == 0 or w_in.numel() == 0:
+        return False
+    from moe_kernels.kernels import swiglu_ffn as kernels
 
-    In the interpreter alone, until the kernel has been run and measured on a GPU.
-    """
-    return A.is_cpu and dispatch.use_kernels(A) and form.gated and not (form.interleaved and w_in.stride(2) == 1)
+    gate, up = form.halves(w_in, w_up)
+    assert up is not None
+    return kernels.fuses(A, gate, up, M)
 
 
 def _swiglu_ffn_fake(
@@ -345,7 +347,7 @@ def _moe_mlp(
     """The layer's result `[T, H]`, and if `keep` the rows' `h` and `h_up`, as `swiglu_ffn`."""
     top_k, R = gates.size(1), slot_to_row.size(0)
     first = (w_in, w_up, b_in, b_up, keep, Form(*form))
-    if _fusible(hidden, w_in, Form(*form)) and GATHER_BELOW_ROWS * w_in.size(0) > R:
+    if _fused_is_faster(hidden, R, w_in, w_up, Form(*form)):
         act, h, h_up = _first_half(hidden, group_offsets, row_to_slot, top_k, *first)
     else:
         rows = scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, hidden.dtype)

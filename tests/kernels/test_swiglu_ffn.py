@@ -61,16 +61,20 @@ def offsets(values: list[int], device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("values", [[3, 10, 10, 30, 45], [0, 100, 390]], ids=["few rows", "many rows"])
-@pytest.mark.parametrize(("form", "columns"), [(SILU, False), (GPT_OSS, True)], ids=["silu", "gpt-oss, columns"])
-def test_rows(values: list[int], form: Form, columns: bool, device: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "columns", "all_tensors"),
+    [(SILU, False, False), (SILU, False, True), (GPT_OSS, True, True)],
+    ids=["silu", "silu, bias, kept", "gpt-oss, columns, bias, kept"],
+)
+def test_rows(values: list[int], form: Form, columns: bool, all_tensors: bool, device: str) -> None:
     torch.manual_seed(0)
     E, M = len(values) - 1, values[-1] + 5
     weight = (torch.randn(E, 80, 24, device=device) * 24**-0.5).half()
     rows = torch.randn(M, 24, device=device).half()
     rows[values[-1] :] = NAN
-    bias = torch.randn(E, 80, device=device) if columns else None
+    bias = torch.randn(E, 80, device=device) if all_tensors else None
     group_offsets = offsets(values, device)
-    assert_launch_close(rows, weight, group_offsets, form, bias=bias, keep=columns, columns=columns)
+    assert_launch_close(rows, weight, group_offsets, form, bias=bias, keep=all_tensors, columns=columns)
 
 
 @pytest.mark.parametrize(("T", "top_k", "E"), [(1, 3, 16), (20, 3, 4), (100, 3, 2)], ids=["decode", "few", "many"])

@@ -77,7 +77,7 @@ for _module in (_ce, _rk):
     if hasattr(_module, "tensor_descriptor_runtime_alignment_signature"):
         _module.tensor_descriptor_runtime_alignment_signature = lambda v: (isinstance(v, torch.Tensor),) * 2
 
-mock.patch.object(FakeTensor, "data_ptr", lambda self: 0).start()
+mock.patch.object(FakeTensor, "data_ptr", lambda self: self.storage_offset() * self.element_size()).start()
 _fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 _to_fake_tensor = _ce.CompileEnvironment._to_fake_tensor
 
@@ -131,7 +131,8 @@ def compile_for_sm90(kernel: Any, args: tuple[Any, ...], config: Any) -> dict[st
     """Compile `kernel` under `config` for `args`.
 
     Returns the grid, `shared` (bytes), `regs` and `stack` (bytes spilled) of a thread, the counts of `tma_load`,
-    `tma_store`, `cp_async`, `wgmma` and `mma_sync` instructions, and under `code` the generated Triton source.
+    `tma_store`, `cp_async`, `wgmma` and `mma_sync` instructions, under `code` the generated Triton source, and under
+    `ptx` what it became.
     """
     code = kernel.bind(args).to_triton_code(config)
     with tempfile.TemporaryDirectory() as folder:
@@ -186,6 +187,7 @@ def _compile(launch: dict[str, Any]) -> dict[str, Any]:
         "cp_async": ttgir.count("ttg.async_copy_global_to_local"),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma_sync": ptx.count("mma.sync"),
+        "ptx": ptx,
     }
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(compiled.asm["cubin"])
@@ -195,3 +197,14 @@ def _compile(launch: dict[str, Any]) -> dict[str, Any]:
     if match := re.search(r"REG:(\d+) STACK:(\d+)", usage):
         report["regs"], report["stack"] = map(int, match.groups())
     return report
+
+
+def ptxas_says(ptx: str) -> str:
+    """What the assembler has to say of `ptx`, such as that it keeps WGMMA instructions from overlapping."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
+        f.write(ptx)
+        f.flush()
+        tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/ptxas")
+        command = [tool, "-v", "--gpu-name=sm_90a", "--output-file", os.devnull, f.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
