@@ -217,7 +217,15 @@ class MoE(nn.Module):
             _draw(weight)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., H]
-        """Route each hidden state to its top_k experts, and add up what they give."""
+        """Route each hidden state to its top_k experts, and add up what they give.
+
+        Raises:
+            TypeError, ValueError: as for `moe_mlp`; hidden states and parameters on two devices.
+        """
+        if hidden.device != self.router.device:
+            raise ValueError(
+                f"hidden: expected on {self.router.device} with the layer, got on {hidden.device}; move one with .to()"
+            )
         tokens = hidden.reshape(-1, hidden.size(-1))
         topk_ids, gates = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
         out = moe_mlp(
