@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,18 @@ needs_transformers = pytest.mark.skipif(
 
 
 @pytest.fixture
-def stack(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/transformers_stack.py as a module."""
+def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """benchmarks/transformers_stack.py as a module, with one thread: more cost such small models time."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     spec = importlib.util.spec_from_file_location("transformers_stack", ROOT / "benchmarks" / "transformers_stack.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield module
+    torch.set_num_threads(threads)
 
 
 def table_of(file: Path, folder: Path) -> str:
