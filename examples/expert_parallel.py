@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py
 
-With GPUs each rank takes one, in bfloat16 with NCCL; without, this runs on the CPU with gloo, in float32.
+With a GPU for each rank this runs in bfloat16 with NCCL; with fewer, on the CPU with gloo, in float32.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ E, TOP_K, T, H, I = 8, 2, 100, 256, 128  # noqa: E741
 
 
 def main() -> None:
-    on_gpu = torch.cuda.is_available()
+    if "RANK" not in os.environ:
+        raise SystemExit("start this with: torchrun --nproc-per-node 2 examples/expert_parallel.py")
     rank = int(os.environ["RANK"])
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     if on_gpu:

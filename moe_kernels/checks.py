@@ -598,7 +598,9 @@ def _check_float_dtype(name: str, dtype: torch.dtype, A: Tensor, reference: bool
 
 def _check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     if value.device != other.device:
-        raise ValueError(f"{name}: expected on {other.device} with {other_name}, got on {value.device}")
+        raise ValueError(
+            f"{name}: expected on {other.device} with {other_name}, got on {value.device}; move one with .to()"
+        )
 
 
 def _supported(A: Tensor, reference: bool) -> tuple[torch.dtype, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import checks, dispatch, ops
+from moe_kernels import checks, dispatch, expert_modules, ops
 from moe_kernels.form import Form
 from moe_kernels.routing import topk_softmax
 
@@ -168,14 +169,63 @@ class MoE(nn.Module):
         self.w_down = parameter(num_experts, hidden_size, intermediate_size)
         self.reset_parameters()
 
+    @classmethod
+    def from_experts(
+        cls,
+        experts: Iterable[nn.Module],
+        router: nn.Linear | Tensor | None = None,  # [E, H]
+        *,
+        top_k: int,
+        activation: str | None = None,
+        renormalize: bool = True,
+    ) -> MoE:
+        """The layer of experts that are modules, with trainable copies of their weights.
+
+        Args:
+            experts: E modules that consist of the same `nn.Linear`s, without biases: `w1`, `w3` and `w2`, or
+                `gate_proj`, `up_proj` and `down_proj`, gate, up and down in this order; `gate_up_proj`, gate first,
+                and `down_proj`; or without a gate `up_proj` and `down_proj`, `fc1` and `fc2`, or
+                `nn.Sequential(Linear, activation, Linear)`.
+            router: `[E, H]`, or the module without a bias that has it as its weight; None for a random one.
+            top_k, renormalize: as for the class.
+            activation: as for `swiglu_ffn`. By default the first expert is called with random hidden states, in
+                float64, to find out which one it has, and that it computes nothing else.
+
+        Raises:
+            TypeError: experts are no modules; weights of several dtypes.
+            ValueError: there are no experts, their layout is not one of these, there are biases, what they compute
+                could not be found out; weights of several shapes or devices.
+        """
+        modules = expert_modules.listed(experts)
+        stacked = expert_modules.stack(modules)
+        if activation is None:
+            activation = expert_modules.activation_of(modules[0], stacked)
+        E, H, I = stacked.w_down.shape  # noqa: E741
+        gated = stacked.gated
+        layer = cls(H, I, E, top_k, activation=activation, gated=gated, renormalize=renormalize, device="meta")
+        layer.w_gate_up, layer.w_down = nn.Parameter(stacked.w_gate_up), nn.Parameter(stacked.w_down)
+        if router is None:
+            layer.router = nn.Parameter(stacked.w_down.new_empty(E, H))
+            _draw(layer.router)
+        else:
+            layer.router = nn.Parameter(expert_modules.router_weight(router, stacked.w_down))
+        return layer
+
     def reset_parameters(self) -> None:
         """Draw each weight uniformly from within 1 / sqrt(its inputs), as `nn.Linear` does."""
         for weight in self.parameters():
-            bound = 1 / math.sqrt(weight.size(-1))
-            nn.init.uniform_(weight, -bound, bound)
+            _draw(weight)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., H]
-        """Route each hidden state to its top_k experts, and add up what they give."""
+        """Route each hidden state to its top_k experts, and add up what they give.
+
+        Raises:
+            TypeError, ValueError: as for `moe_mlp`; hidden states and parameters on two devices.
+        """
+        if hidden.device != self.router.device:
+            raise ValueError(
+                f"hidden: expected on {self.router.device} with the layer, got on {hidden.device}; move one with .to()"
+            )
         tokens = hidden.reshape(-1, hidden.size(-1))
         topk_ids, gates = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
         out = moe_mlp(
@@ -190,3 +240,8 @@ class MoE(nn.Module):
             f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, num_experts={num_experts}, "
             f"top_k={self.top_k}, activation={self.activation}, gated={self.gated}"
         )
+
+
+def _draw(weight: Tensor) -> None:
+    bound = 1 / math.sqrt(weight.size(-1))
+    nn.init.uniform_(weight, -bound, bound)

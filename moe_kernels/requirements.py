@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
+import warnings
 from importlib import metadata
 
 # helion 1.5.1 cannot be imported with torch 2.11, and 1.4 knows no descriptor coordinates that come from memory.
@@ -59,3 +61,18 @@ def require() -> None:
     """Raise ImportError with the fixing command unless the kernels can run."""
     if found := problems():
         raise ImportError(f"moe_kernels cannot run its kernels: {'; '.join(found)}. To fix it: {FIX}")
+
+
+@functools.cache
+def warn_if_untested(package: str, version: str, oldest: str, newest: str) -> None:
+    """Warn, once, unless the version is between these two minor ones."""
+    from packaging.version import Version
+
+    low, high, minor = (Version(text).release[:2] for text in (oldest, newest, version))
+    if not low <= minor <= high:
+        tested = oldest if oldest == newest else f"{oldest} to {newest}"
+        warnings.warn(
+            f"moe_kernels was tested with {package} {tested}, this is {version}; "
+            f"if it fails: pip install '{package}>={oldest},<{high[0]}.{high[1] + 1}'",
+            stacklevel=3,
+        )

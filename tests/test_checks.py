@@ -102,7 +102,7 @@ REFUSALS = [
         ValueError,
         "group_offsets: expected a length of at least 1, got 0",
     ),
-    ({"B": torch.empty(G, K, N)}, ValueError, "B: expected on meta with A_packed, got on cpu"),
+    ({"B": torch.empty(G, K, N)}, ValueError, "B: expected on meta with A_packed, got on cpu; move one with "),
     (
         {"group_offsets": torch.zeros(G + 1, dtype=torch.int32)},
         ValueError,

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -34,6 +36,44 @@ def test_grouped_gemm_example() -> None:
     assert "No GPU" in text
     for kernel in ("grouped_gemm_jagged agrees", "grouped_gemm_jagged_persistent agrees"):
         assert text.count(kernel) == 4
+
+
+def test_readme_loop_gives_the_same_as_the_layer() -> None:
+    """Both sides of the diff, run as they stand."""
+    block = readme_block("loop").splitlines()
+    assert len(block) <= 10
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"torch": torch, "router": torch.nn.Linear(8, 4, bias=False)}
+    names["experts"] = [
+        torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False), torch.nn.ReLU(), torch.nn.Linear(6, 8, bias=False))
+        for _ in range(4)
+    ]
+    hidden, outs = torch.randn(9, 8), []
+    for sign in "-+":
+        exec("\n".join(line[1:] for line in block if line[0] in (" ", sign)), names)
+        outs.append(names["moe"](hidden))
+    assert outs[0].any()
+    torch.testing.assert_close(*outs)
+
+
+@pytest.mark.parametrize("name", ["moe_layer", "transformers_qwen3_moe", "expert_parallel"])
+def test_readme_shows_the_example_in_ten_lines(name: str) -> None:
+    """The section that links to the example has a block of at most ten lines."""
+    sections = [part for part in README.split("\n## ") if f"(examples/{name}.py)" in part]
+    assert len(sections) == 1
+    blocks = re.findall(r"^```python\n(.*?)^```$", sections[0], re.DOTALL | re.MULTILINE)
+    assert blocks and all(len(block.splitlines()) <= 10 for block in blocks)
+
+
+def test_expert_parallel_example_says_how_to_start_it() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "expert_parallel.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "torchrun --nproc-per-node 2" in done.stderr
 
 
 def test_moe_layer_example() -> None:

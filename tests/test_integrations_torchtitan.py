@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels import requirements
 from moe_kernels.integrations import torchtitan as integration
 
 NAME = "moe_kernels.integrations.torchtitan.grouped_experts"
@@ -86,3 +88,17 @@ def test_the_same_as_its_own_experts() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_the_same_as_its_own_experts_on_the_gpu() -> None:
     check("cuda")
+
+
+@needs_torchtitan
+def test_untested_versions_warn_once_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.models.common.moe import GroupedExperts
+
+    config = GroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E)
+    requirements.warn_if_untested.cache_clear()
+    monkeypatch.setattr(integration.metadata, "version", lambda _: "0.2.1")
+    with pytest.warns(UserWarning, match="tested with torchtitan 0.3, this is 0.2.1"):
+        integration.grouped_experts(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(integration.grouped_experts(config), integration.MoEKernelsExperts.Config)

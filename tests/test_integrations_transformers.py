@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_kernels import requirements
 from moe_kernels.integrations import transformers as integration
 
 if integration._default_apply_gate is None:
@@ -282,7 +283,7 @@ def test_ids_are_validated_unless_there_are_sentinels(monkeypatch: pytest.Monkey
 def test_unknown_layouts_and_devices_say_what_to_do() -> None:
     experts = make_experts({}, "silu")
     arguments = torch.randn(5, H), IDS, torch.randn(5, TOP_K)
-    with pytest.raises(ValueError, match="w_gate_up: expected on cpu with hidden, got on meta"):
+    with pytest.raises(ValueError, match="w_gate_up: expected on cpu with hidden, got on meta; move one"):
         integration.experts_forward(experts.to("meta"), *arguments)
     del experts.down_proj
     experts.down_proj = nn.ModuleList()
@@ -295,15 +296,15 @@ def test_unknown_layouts_and_devices_say_what_to_do() -> None:
 
 def test_untested_versions_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("4.57.1", "6.0.0.dev0"):
-        integration._warn_if_untested.cache_clear()
+        requirements.warn_if_untested.cache_clear()
         monkeypatch.setattr(integration.metadata, "version", lambda _, version=version: version)
-        with pytest.warns(UserWarning, match=f"tested with transformers .*, this is {version}"):
+        with pytest.warns(UserWarning, match=f"tested with transformers .*, this is {version}; if it fails: pip inst"):
             integration.register()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             integration.register()
-    integration._warn_if_untested.cache_clear()
-    monkeypatch.setattr(integration.metadata, "version", lambda _: f"{integration.TESTED[1]}.7")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        integration.register()
+    for version in integration.TESTED:
+        monkeypatch.setattr(integration.metadata, "version", lambda _, version=version: f"{version}.7")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            integration.register()

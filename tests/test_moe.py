@@ -355,3 +355,7 @@ def test_the_module() -> None:
     assert [tuple(w.shape) for w in MoE(H, I, E, 1, gated=False).parameters()] == [(E, H), (E, I, H), (E, H, I)]
     with pytest.raises(ValueError, match=r"^top_k: expected 1 to num_experts = 4, got 5"):
         MoE(H, I, E, 5)
+    with pytest.raises(
+        ValueError, match=r"^hidden: expected on cpu with the layer, got on meta; move one with \.to\(\)"
+    ):
+        layer(hidden.to("meta"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -71,3 +72,19 @@ except ImportError as error:
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "helion>=1.5.0,<1.5.1 is needed, 1.5.1 is installed" in printed
     assert requirements.FIX in printed
+
+
+@pytest.mark.parametrize("version", ["1.7.9", "1.12.0", "2.8", "2.0rc1"])
+def test_untested_versions_of_frameworks_warn_once(version: str) -> None:
+    outside = version in ("1.7.9", "2.8")
+    requirements.warn_if_untested.cache_clear()
+    for expected in (outside, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            requirements.warn_if_untested("framework", version, "1.8", "2.7")
+        assert len(caught) == expected
+        if caught:
+            assert str(caught[0].message) == (
+                f"moe_kernels was tested with framework 1.8 to 2.7, this is {version}; "
+                "if it fails: pip install 'framework>=1.8,<2.8'"
+            )

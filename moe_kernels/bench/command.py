@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 import time
@@ -167,9 +166,7 @@ def _json_files(results: run.Results, options: argparse.Namespace) -> dict[Path,
         return {}
     if options.json != Path():
         return {options.json: results}
-    gpu = re.sub(r"[^a-z0-9]+", "-", results.meta["gpu"].lower()).strip("-")
-    folder = Path("benchmarks/results") / gpu
-    return {folder / f"{suite}.json": results.of(suite) for suite in results.suites}
+    return {run.folder(results.meta) / f"{suite}.json": results.of(suite) for suite in results.suites}
 
 
 def _words(options: argparse.Namespace) -> list[str]:

@@ -33,7 +33,7 @@ def pictures(results: Results, folder: Path) -> list[Path]:
     """The files that `draw` writes."""
     found = []
     for suite in results.suites:
-        if results.of(suite).records:
+        if results.of(suite).records and suite not in report.SCRIPTS:
             found.append(folder / f"{suite}.png")
             found += [folder / f"{suite}-roofline.png"] if results.meta.get("ceilings") else []
             found += [folder / f"{suite}-cubes.png"] if _cubes(results.of(suite)) else []

@@ -139,12 +139,14 @@ def markdown(results: Results) -> str:
     lines = []
     for suite in results.suites:
         part = results.of(suite)
+        if suite in SCRIPTS:
+            lines += [*SCRIPTS[suite](part), ""]
+            continue
         timing = timing_of(part.records)
         how = "as CUDA-graph replays" if timing == "graph" else "as eager calls"
         dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in part.records))
         lines += [
-            f"{meta['gpu']}, driver {meta['driver']}, torch {meta['torch']}, triton {meta['triton']}, helion "
-            f"{meta['helion']}, {meta['date']}, {dtypes}, {how} with a cold L2 cache. x: so many times as fast as "
+            f"{_where(meta)}, {dtypes}, {how} with a cold L2 cache. x: so many times as fast as "
             f"{_code(roles(suite)[0])} in the same run; below 1 is slower."
             + (f" warm: a graph of {WARM_CALLS} calls, divided by {WARM_CALLS}." * any(map(_is_warm, part.records))),
             "",
@@ -154,6 +156,68 @@ def markdown(results: Results) -> str:
         if part.skipped:
             lines += ["Left out: " + "; ".join(f"{_title(case)} ({case['reason']})" for case in part.skipped) + ".", ""]
     return "\n".join([*lines, f"Made by `{meta['command']}`.", ""])
+
+
+def _where(meta: Record) -> str:
+    versions = ", ".join(f"{name} {meta[name]}" for name in ("driver", "torch", "triton", "helion"))
+    return f"{meta['gpu']}, {versions}, {meta['date']}"
+
+
+def _transformers_table(results: Results) -> list[str]:
+    """Of benchmarks/transformers_stack.py: a line for each shape, a column for each implementation."""
+    meta, shapes = results.meta, dict[tuple[str, int, int], dict[str, Record]]()
+    for record in results.records:
+        shapes.setdefault((record["part"], record["batch"], record["length"]), {})[record["implementation"]] = record
+    names = list(dict.fromkeys(record["implementation"] for record in results.records))
+    first = {name: sum(r["first_s"] or 0 for r in results.records if r["implementation"] == name) for name in names}
+    rows = []
+    for (part, batch, length), found in shapes.items():
+        rows.append([f"{part}, {batch} x {length}", *(_speed_cell(found.get(name)) for name in names)])
+        speeds = {name: record["tokens_per_s"] for name, record in found.items() if record["tokens_per_s"]}
+        best = max((value for name, value in speeds.items() if name != names[0]), default=None)
+        rows[-1].append(_number(speeds[names[0]] / best, 2) if best and names[0] in speeds else "-")
+    head = ["sequences x tokens", *(f"`{name}`" for name in names), f"`{names[0]}` x the best other"]
+    return [
+        f"{_where(meta)}, transformers {meta['transformers']}: tokens per second of {meta['model']}, medians of "
+        "interleaved rounds. In decoding steps, generate takes batched_mm for grouped_mm on a GPU; compiled: with a "
+        "static cache and transformers' own torch.compile. First calls are not counted; with compiling they took "
+        f"{', '.join(f'{seconds:.0f} s ({name})' for name, seconds in first.items())} in all.",
+        "",
+        *_markdown_rows(head, rows),
+    ]
+
+
+def _speed_cell(record: Record | None) -> str:
+    if record is None:
+        return "-"
+    if record["error"] is None:
+        return _number(record["tokens_per_s"], 0)
+    return "out of memory" if record["error"].startswith("OutOfMemoryError") else "failed"
+
+
+def _expert_parallel_table(results: Results) -> list[str]:
+    """Of benchmarks/expert_parallel.py: a line for each number of ranks, first of weak scaling, then of strong."""
+    records = sorted(results.records, key=lambda r: (r["scaling"] == "strong", r["ranks"]))
+    one = {r["scaling"]: r["tokens_per_s"] for r in records if r["ranks"] == 1}
+    rows = []
+    for r in records:
+        alone = one.get(r["scaling"])
+        row = [f"{r['scaling']}, {r['ranks']}", str(r["E"] // r["ranks"]), str(r["tokens_per_rank"])]
+        row += [_number(r["ms"], 1), _number(r["tokens_per_s"], 0)]
+        row += [_number(r["tokens_per_s"] / alone if alone else None, 2), f"{100 * r['comm']:.0f}%"]
+        rows.append([*row, _number(r["first_s"], 0)])
+    r = records[0]
+    head = ["scaling, ranks", "experts per rank", "tokens per rank", "step ms", "tokens/s", "x one rank"]
+    return [
+        f"{_where(results.meta)}, {r['dtype']}: forward and backward of a layer with H = {r['H']}, I = {r['I']}, "
+        f"E = {r['E']}, top_k = {r['top_k']}; medians, of the slowest rank. Outputs and all gradients were those of a "
+        f"single process, with at most {max(r['error_share'] for r in records):.2f} of the error budget.",
+        "",
+        *_markdown_rows([*head, "in all-to-alls", "first step s"], rows),
+    ]
+
+
+SCRIPTS = {"transformers": _transformers_table, "expert_parallel": _expert_parallel_table}  # suites of benchmarks/*.py
 
 
 def has_layers(results: Results) -> bool:

@@ -6,6 +6,7 @@ import datetime
 import json
 import multiprocessing
 import os
+import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,16 @@ class Results:
     def read(cls, file: Path) -> Results:
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
+    def keep(self, file: Path, field: str) -> None:
+        """Take over the records of `file` whose `field` none of ours has, if they come from such a GPU and versions."""
+        if not file.exists():
+            return
+        other = Results.read(file)
+        of_a_run = ("date", "command", "ceilings", "peers")
+        if all(other.meta.get(name) == value for name, value in self.meta.items() if name not in of_a_run):
+            ours = {record[field] for record in self.records}
+            self.records = [record for record in other.records if record[field] not in ours] + self.records
+
 
 def meta(device: torch.device, command: str) -> dict[str, Any]:
     """GPU, driver, versions, date, command, and what this GPU reaches at most, measured now."""
@@ -81,6 +92,11 @@ def meta(device: torch.device, command: str) -> dict[str, Any]:
         "command": command,
         "ceilings": ceilings(device),
     }
+
+
+def folder(meta: dict[str, Any]) -> Path:
+    """Where the results of a GPU are kept."""
+    return Path("benchmarks/results") / re.sub(r"[^a-z0-9]+", "-", meta["gpu"].lower()).strip("-")
 
 
 def _version_of(package: str) -> str | None:

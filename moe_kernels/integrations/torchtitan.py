@@ -6,15 +6,18 @@ torchtitan_train ... --override.imports moe_kernels.integrations.torchtitan.grou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import util
+from importlib import metadata, util
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe_kernels import requirements
 from moe_kernels.dispatch import grouped_gemm
 from moe_kernels.moe import swiglu_ffn
 from moe_kernels.packing import group_offsets_from_sizes
+
+TESTED = ("0.3", "0.3")  # the oldest and the newest minor version that the tests were run with
 
 if util.find_spec("torchtitan") is not None:
     from torchtitan.config import derive, override
@@ -45,6 +48,7 @@ if util.find_spec("torchtitan") is not None:
     @override(target=GroupedExperts.Config, exact=True, description="Grouped GEMMs of moe_kernels")
     def grouped_experts(config: Any) -> Any:
         """The configuration of `MoEKernelsExperts` for that of a `GroupedExperts`."""
+        requirements.warn_if_untested("torchtitan", metadata.version("torchtitan"), *TESTED)
         return derive(config, MoEKernelsExperts.Config)
 
 else:

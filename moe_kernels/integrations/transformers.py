@@ -8,13 +8,12 @@ model.set_experts_implementation("moe_kernels")
 
 from __future__ import annotations
 
-import functools
-import warnings
 from importlib import metadata, util
 from typing import Any
 
 from torch import Tensor, nn
 
+from moe_kernels import requirements
 from moe_kernels.dispatch import grouped_gemm, grouped_mm
 from moe_kernels.moe import moe_mlp
 from moe_kernels.routing import permute, route, unpermute
@@ -42,6 +41,8 @@ if util.find_spec("transformers") is not None and util.find_spec("transformers.i
 def register() -> None:
     """Make "moe_kernels" a name that transformers takes as `experts_implementation`. More calls change nothing.
 
+    A version of transformers outside `TESTED` is a warning, once.
+
     Raises:
         ImportError: transformers is missing, or has no interface for experts.
     """
@@ -50,17 +51,8 @@ def register() -> None:
             "moe_kernels.integrations.transformers needs transformers 5 with its experts interface: "
             "pip install 'moe-kernels[transformers]'"
         )
-    _warn_if_untested(metadata.version("transformers"))
+    requirements.warn_if_untested("transformers", metadata.version("transformers"), *TESTED)
     registry.ExpertsInterface.register("moe_kernels", experts_forward)
-
-
-@functools.cache
-def _warn_if_untested(version: str) -> None:
-    oldest, newest = (tuple(map(int, bound.split("."))) for bound in TESTED)
-    if not oldest <= tuple(map(int, version.split(".")[:2])) <= newest:
-        warnings.warn(
-            f"moe_kernels was tested with transformers {TESTED[0]} to {TESTED[1]}, this is {version}", stacklevel=3
-        )
 
 
 def experts_forward(

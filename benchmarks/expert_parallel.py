@@ -1,0 +1,198 @@
+"""A layer of DeepSeek-V3's size with its experts spread over ranks: time of a step, and the share of the exchange.
+
+    NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N benchmarks/expert_parallel.py [--tiny] [--json FILE]
+
+A step is forward and backward of dispatch, experts and combine, with the gradients of hidden states, gates and weights;
+H = 7168, I = 2048, 256 experts of which each rank holds 256 / N, top_k = 8, bfloat16. Weak scaling: each rank has 4096
+tokens, whatever N is. Strong scaling: 8192 tokens in all, 8192 / N on each rank. The time is that of the slowest rank.
+The exchange is what passes on the device from the beginning of each all-to-all to its end, so that waiting for slower
+ranks counts. First, at a smaller size, outputs and all gradients are compared with those of a single process.
+
+NCCL_NVLS_ENABLE=0 keeps NVLink multicast off, which all-to-alls do not use. On GPUs rank 0 puts the records of N ranks
+into benchmarks/results/<gpu>/expert_parallel.json. --tiny runs on the CPU with gloo, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_kernels import grouped_gemm, reference, swiglu_ffn, topk_softmax
+from moe_kernels.bench import report, run
+from moe_kernels.expert_parallel import combine, dispatch
+from moe_kernels.testing import assert_within_budget
+
+TOP_K = 8
+SIZES = {False: (7168, 2048, 256, 4096), True: (64, 32, 16, 32)}  # tiny or not: H, I, E, tokens per rank
+NAMES = ("hidden", "gates", "w_gate_up", "w_down")
+
+
+def make(T: int, H: int, I: int, E: int, seed: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:  # noqa: E741
+    """Random hidden states and upstream gradient of T tokens, and weights of E experts."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+
+    return {
+        "hidden": randn(T, H),
+        "upstream": randn(T, H),
+        "w_gate_up": randn(E, 2 * I, H).mul_(H**-0.5),
+        "w_down": randn(E, H, I).mul_(I**-0.5),
+    }
+
+
+def route_randomly(T: int, E: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The choice and the gates of T tokens among E experts."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return topk_softmax(torch.randn(T, E, device=device, generator=generator), TOP_K, renormalize=True)
+
+
+def step(x: dict[str, Tensor], E: int) -> list[Tensor]:
+    """The output, and the gradients in the order of `NAMES`; the weights are those of this rank's experts."""
+    inputs = [x[name].detach().requires_grad_() for name in NAMES]
+    hidden, gates, w_gate_up, w_down = inputs
+    rows, exchange = dispatch(hidden, x["topk_ids"], gates, E)
+    act = swiglu_ffn(rows, w_gate_up, exchange.group_offsets)
+    out = combine(grouped_gemm(act, w_down.mT, exchange.group_offsets), exchange)
+    return [out.detach(), *torch.autograd.grad(out, inputs, x["upstream"])]
+
+
+def single(x: dict[str, Tensor]) -> list[Tensor]:
+    """The same in one process, in plain PyTorch."""
+    inputs = [x[name].detach().requires_grad_() for name in NAMES]
+    out = reference.moe_mlp(inputs[0], x["topk_ids"], *inputs[1:])
+    return [out.detach(), *torch.autograd.grad(out, inputs, x["upstream"])]
+
+
+def check(device: torch.device, dtype: torch.dtype) -> float:
+    """Compare with a single process, which every rank is by itself; the largest share of the budget on this rank."""
+    P, rank = dist.get_world_size(), dist.get_rank()
+    H, I, E, T = 256, 128, 16 * P, 64  # noqa: E741
+    whole = make(P * T, H, I, E, 0, device, dtype)
+    whole["topk_ids"], whole["gates"] = route_randomly(P * T, E, 1, device)
+    exact = single({name: x.cpu().double() if x.is_floating_point() else x.cpu() for name, x in whole.items()})
+    ours = step({name: x.chunk(P)[rank] for name, x in whole.items()}, E)
+    shares = []
+    for name, got, *others in zip(("out", *NAMES), ours, single(whole), exact, strict=True):
+        plain, wanted = (x.chunk(P)[rank].to(device) for x in others)
+        # In float32 the sums are long, and those of absolute values some ten times as large as the result.
+        scale = 16 * wanted.abs().max().item()
+        shares.append(assert_within_budget(got, plain, wanted, scale=scale, name=name))
+    return max(shares)
+
+
+class Clock:
+    """Times on the device, or on the host for a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def now(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        """Between two of `now`, once the device is done with both."""
+        return 1e3 * (end - start) if self.device.type == "cpu" else start.elapsed_time(end)
+
+
+def measure(x: dict[str, Tensor], E: int, rounds: int, device: torch.device) -> dict[str, float]:
+    """Of a step: seconds of the first one, milliseconds, and the share of the exchange in them."""
+    clock = Clock(device)
+    begun = time.perf_counter()
+    step(x, E)[0].sum().item()
+    first = time.perf_counter() - begun
+    step(x, E)
+    exchanges: list[tuple[Any, Any]] = []
+    all_to_all = dist.all_to_all_single
+
+    def timed(*args: Any, **kwargs: Any) -> None:
+        start = clock.now()
+        all_to_all(*args, **kwargs)
+        exchanges.append((start, clock.now()))
+
+    steps, shares = [], []
+    for _ in range(rounds):
+        exchanges.clear()
+        dist.barrier()
+        with mock.patch.object(dist, "all_to_all_single", timed):
+            start = clock.now()
+            step(x, E)
+            end = clock.now()
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)
+        steps.append(clock.milliseconds(start, end))
+        shares.append(sum(clock.milliseconds(*pair) for pair in exchanges) / steps[-1])
+    found = torch.tensor([first, statistics.median(steps), statistics.median(shares)], device=device)
+    slowest = found.clone()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(found)
+    return {"first_s": slowest[0].item(), "ms": slowest[1].item(), "comm": found[2].item() / dist.get_world_size()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tiny", action="store_true", help="a small layer, also on a CPU")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/expert_parallel.json, on GPUs")
+    options = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        parser.error("start this with: torchrun --nproc-per-node N benchmarks/expert_parallel.py")
+    local = int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if not (options.tiny or on_gpu):
+        parser.error("needs a CUDA GPU for each rank; --tiny runs without")
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    P, rank = dist.get_world_size(), dist.get_rank()
+    H, I, E, T = SIZES[options.tiny]  # noqa: E741
+    worst = torch.tensor(check(device, dtype), device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    x = make(2 * T, H, I, E // P, rank, device, dtype)
+    records = []
+    for scaling, tokens in (("weak", T), ("strong", 2 * T // P)):
+        part = x | {name: x[name][:tokens] for name in ("hidden", "upstream")}
+        part["topk_ids"], part["gates"] = route_randomly(tokens, E, rank, device)
+        found = measure(part, E, options.rounds, device)
+        records.append(
+            {"suite": "expert_parallel", "scaling": scaling, "ranks": P, "H": H, "I": I, "E": E, "top_k": TOP_K}
+            | {"tokens_per_rank": tokens, "dtype": str(dtype).removeprefix("torch.")}
+            | {"first_s": round(found["first_s"], 2), "ms": round(found["ms"], 3)}
+            | {"tokens_per_s": round(1e3 * tokens * P / found["ms"], 1), "comm": round(found["comm"], 4)}
+            | {"error_share": round(worst.item(), 3)}
+        )
+    if rank == 0:
+        words = " --tiny" * options.tiny
+        command = f"NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N benchmarks/expert_parallel.py{words}"
+        results = run.Results(run.meta(device, command), records)
+        file = options.json or (
+            run.folder(results.meta) / "expert_parallel.json" if on_gpu and not options.tiny else None
+        )
+        if file is not None:
+            results.keep(file, "ranks")
+            results.write(file)
+        print(report.markdown(results), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The experts that a model has as modules of their own, stacked as `moe_mlp` takes them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels import reference
+from moe_kernels.form import ACTIVATIONS, Form
+
+
+class Layout(NamedTuple):
+    """The names of an expert's `nn.Linear`s: those of the first product, gate before up, and that of the second."""
+
+    into: tuple[str, ...]
+    back: str
+    gated: bool
+
+
+LAYOUTS = (
+    Layout(("w1", "w3"), "w2", gated=True),
+    Layout(("gate_proj", "up_proj"), "down_proj", gated=True),
+    Layout(("gate_up_proj",), "down_proj", gated=True),
+    Layout(("up_proj",), "down_proj", gated=False),
+    Layout(("fc1",), "fc2", gated=False),
+    Layout(("0",), "2", gated=False),  # nn.Sequential(Linear, activation, Linear)
+)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_PLAIN = tuple(name for name in ACTIVATIONS if name != "clamped_swiglu")  # whose form needs no more numbers
+
+
+class Stacked(NamedTuple):
+    """All experts' weights, copied."""
+
+    w_gate_up: Tensor  # [E, 2I, H], gate first; [E, I, H] unless gated
+    w_down: Tensor  # [E, H, I]
+    gated: bool
+
+
+def listed(experts: Iterable[nn.Module]) -> list[nn.Module]:
+    """The experts as a list.
+
+    Raises:
+        TypeError: not modules.
+        ValueError: none at all.
+    """
+    if not isinstance(experts, Iterable):
+        raise TypeError(
+            f"experts: expected a module for each expert, got {type(experts).__name__}; weights that are stacked "
+            "already go into MoE's parameters or moe_mlp, and models of transformers take "
+            'set_experts_implementation("moe_kernels")'
+        )
+    modules = list(experts)
+    if not modules:
+        raise ValueError("experts: expected at least one module, got none")
+    for e, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"experts[{e}]: expected an nn.Module, got {type(module).__name__}")
+    return modules
+
+
+def stack(experts: Sequence[nn.Module]) -> Stacked:
+    """Copy the weights of experts that are laid out alike, by one of `LAYOUTS`.
+
+    Raises:
+        TypeError: weights of several or of unsupported dtypes.
+        ValueError: an unknown layout, a bias, or weights of several shapes or on several devices.
+    """
+    into, back, gated = layout = _layout("experts[0]", experts[0])
+    names = (*into, back)
+    first = [_weight(experts[0], name) for name in names]
+    H, I = first[-1].shape  # noqa: E741
+    rows = 2 * I if gated and len(into) == 1 else I
+    if first[0].dtype not in _DTYPES:
+        raise TypeError(
+            f"experts[0].{into[0]}.weight: expected bfloat16, float16, float32 or float64, got {first[0].dtype}; "
+            "dequantize the experts first"
+        )
+    weights = []
+    for e, expert in enumerate(experts):
+        if _layout(f"experts[{e}]", expert) != layout:
+            raise ValueError(f"experts[{e}]: expected {_names(layout)} as in experts[0], got {_children(expert)}")
+        weights.append([_weight(expert, name) for name in names])
+        for name, weight in zip(names, weights[-1], strict=True):
+            shape = (H, I) if name == back else (rows, H)
+            _check_alike(f"experts[{e}].{name}.weight", weight, shape, first[0], "experts[0]")
+    with torch.no_grad():
+        w_gate_up = torch.cat([w for expert in weights for w in expert[:-1]]).view(len(experts), -1, H)
+        return Stacked(w_gate_up, torch.stack([expert[-1] for expert in weights]), gated)
+
+
+def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> Tensor:  # [E, H]
+    """A copy of the router's weight, for the experts' `w_down [E, H, I]`.
+
+    Raises:
+        TypeError: neither a tensor nor a module with one as its weight; another dtype than that of `w_down`.
+        ValueError: a bias, or another shape or device.
+    """
+    weight = getattr(router, "weight", router)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"router: expected a tensor [E, H] or an nn.Linear, got {type(router).__name__}")
+    if getattr(router, "bias", None) is not None:
+        raise ValueError("router: MoE's has no bias; add it to the logits, and pass topk_softmax's choice to moe_mlp")
+    _check_alike("router", weight, tuple(w_down.shape[:2]), w_down, "the experts")
+    return weight.detach().clone()
+
+
+def _check_alike(name: str, weight: Tensor, shape: tuple[int, ...], like: Tensor, owner: str) -> None:
+    if tuple(weight.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(weight.shape)}")
+    if weight.dtype != like.dtype:
+        raise TypeError(f"{name}: expected {like.dtype} as {owner}, got {weight.dtype}; convert it with .to()")
+    if weight.device != like.device:
+        raise ValueError(f"{name}: expected on {like.device} with {owner}, got on {weight.device}; move it with .to()")
+
+
+def activation_of(expert: nn.Module, stacked: Stacked) -> str:
+    """Find the activation with which the first of the stacked experts gives what `expert` gives, in float64.
+
+    Raises:
+        ValueError: there is none, or not exactly one, or `expert` cannot be called with hidden states alone.
+    """
+    failure = None
+    found = []
+    try:
+        found = _matching(expert, stacked.w_gate_up[0].double(), stacked.w_down[0].double(), stacked.gated)
+    except Exception as error:
+        failure = error
+    if len(found) != 1:
+        formula = "down(f(gate(x)) * up(x))" if stacked.gated else "down(f(up(x)))"
+        raise ValueError(
+            f"experts[0]: calling this {type(expert).__name__} does not show that it is {formula} with f one of "
+            f"{', '.join(_PLAIN)}; if it is, pass activation=, and else compute it with moe_kernels.route, permute, "
+            "grouped_gemm and unpermute"
+        ) from failure
+    return found[0]
+
+
+def _matching(expert: nn.Module, w_in: Tensor, w_out: Tensor, gated: bool) -> list[str]:
+    with torch.no_grad():
+        x = torch.randn(16, w_in.size(1), generator=torch.Generator().manual_seed(0)).to(w_in)
+        x *= 2 / (x @ w_in.T).std()  # where activations differ
+        want = copy.deepcopy(expert).double().eval()(x)
+        found = []
+        for name in _PLAIN:
+            act = reference.activate(x @ w_in.T, None, Form(name, gated, False, 0.0, 0.0))
+            if (act @ w_out.T - want).abs().max() < 1e-5 * want.abs().max():
+                found.append(name)
+    return found
+
+
+def _children(expert: nn.Module) -> str:
+    """What an expert has, for errors."""
+    return ", ".join(f"{name} ({type(m).__name__})" for name, m in expert.named_children()) or "no modules"
+
+
+def _names(layout: Layout) -> str:
+    return ", ".join((*layout.into, layout.back))
+
+
+def _layout(where: str, expert: nn.Module) -> Layout:
+    """That of `LAYOUTS` whose names are exactly those of the parameters."""
+    parameters = {name for name, _ in expert.named_parameters()}
+    weights = {name for name in parameters if not name.endswith("bias")}
+    for layout in LAYOUTS:
+        names = (*layout.into, layout.back)
+        if weights == {f"{name}.weight" for name in names} and all(
+            isinstance(expert.get_submodule(name), nn.Linear) for name in names
+        ):
+            if parameters != weights:
+                biases = ", ".join(sorted(parameters - weights))
+                raise ValueError(f"{where}: MoE has no biases, got {biases}; moe_kernels.moe_mlp takes them")
+            return layout
+    raise ValueError(
+        f"{where}: unknown layout of {type(expert).__name__}: expected nn.Linear modules by the names "
+        f"{'; or '.join(map(_names, LAYOUTS))}, and no other parameters, got {_children(expert)} with the parameters "
+        f"{', '.join(sorted(parameters)) or '(none)'}; stack the weights yourself, for MoE's parameters or moe_mlp"
+    )
+
+
+def _weight(expert: nn.Module, name: str) -> Tensor:
+    return expert.get_parameter(f"{name}.weight")

@@ -1,0 +1,201 @@
+"""`MoE.from_experts`: a loop over the modules that it was made from, in float64, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels import MoE
+
+E, H, I, T, TOP_K = 4, 6, 5, 9, 2  # noqa: E741
+
+
+class FFN(nn.Module):
+    """`down(f(gate(x)) * up(x))`, or without a gate `down(f(up(x)))`, with the names given."""
+
+    def __init__(self, names: str, f: Callable[[Tensor], Tensor], *, hidden: int = H, bias: bool = False, **kind: Any):
+        super().__init__()
+        *self.into, self.back = names.split()
+        self.f = f
+        wide = 2 * I if self.into == ["gate_up_proj"] else I
+        for name in self.into:
+            setattr(self, name, nn.Linear(hidden, wide, bias=bias, **kind))
+        setattr(self, self.back, nn.Linear(I, hidden, bias=bias, **kind))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([getattr(self, name)(x) for name in self.into], -1)
+        if len(self.into) == 2 or self.into == ["gate_up_proj"]:
+            gate, up = h.chunk(2, -1)
+            return getattr(self, self.back)(self.f(gate) * up)
+        return getattr(self, self.back)(self.f(h))
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def ffn(names: str = "w1 w3 w2", f: Callable[[Tensor], Tensor] = F.silu, **kind: Any) -> nn.Module:
+    return FFN(names, f, **kind).double()
+
+
+LAYOUTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "Mixtral": (ffn, "silu"),
+    "Llama": (lambda: ffn("gate_proj up_proj down_proj", F.gelu), "gelu"),
+    "gate and up in one": (lambda: ffn("gate_up_proj down_proj", tanh_gelu), "gelu_tanh"),
+    "no gate": (lambda: ffn("up_proj down_proj", lambda x: F.relu(x) ** 2), "relu_squared"),
+    "fc1, fc2": (lambda: ffn("fc1 fc2", F.relu), "relu"),
+    "Sequential": (
+        lambda: nn.Sequential(nn.Linear(H, I, bias=False), nn.GELU(), nn.Linear(I, H, bias=False)).double(),
+        "gelu",
+    ),
+}
+
+
+def loop(experts: list[nn.Module], router: Tensor, hidden: Tensor) -> Tensor:
+    """Every expert by itself."""
+    gates, ids = (hidden @ router.T).softmax(-1).topk(TOP_K)
+    gates = gates / gates.sum(-1, keepdim=True)
+    out = torch.zeros_like(hidden)
+    for e, expert in enumerate(experts):
+        token, k = torch.where(ids == e)
+        out = out.index_add(0, token, gates[token, k, None] * expert(hidden[token]))
+    return out
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_same_as_a_loop(name: str) -> None:
+    torch.manual_seed(0)
+    make, activation = LAYOUTS[name]
+    experts = [make() for _ in range(E)]
+    router = nn.Linear(H, E, bias=False).double()
+    layer = MoE.from_experts(experts, router, top_k=TOP_K)
+    assert layer.activation == activation
+    hidden = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(T, H, dtype=torch.float64)
+    expected = loop(experts, router.weight, hidden)
+    weights = [list(expert.parameters()) for expert in experts]
+    d_hidden, d_router, *d_weights = torch.autograd.grad(
+        expected, [hidden, router.weight, *(w for expert in weights for w in expert)], upstream
+    )
+    d_experts = [d_weights[e * len(weights[0]) : (e + 1) * len(weights[0])] for e in range(E)]
+    wanted = [
+        expected,
+        d_hidden,
+        d_router,
+        torch.stack([torch.cat(d[:-1]) for d in d_experts]),
+        torch.stack([d[-1] for d in d_experts]),
+    ]
+    out = layer(hidden)
+    parameters = [layer.router, layer.w_gate_up, layer.w_down]
+    for got, want in zip((out, *torch.autograd.grad(out, [hidden, *parameters], upstream)), wanted, strict=True):
+        assert want.any()
+        torch.testing.assert_close(got, want)
+
+
+def test_weights_are_copies() -> None:
+    experts, router = [ffn() for _ in range(E)], torch.randn(E, H, dtype=torch.float64)
+    layer = MoE.from_experts(iter(experts), router, top_k=1, renormalize=False)
+    before = [w.clone() for w in layer.parameters()]
+    with torch.no_grad():
+        for weight in (router, *nn.ModuleList(experts).parameters()):
+            weight.zero_()
+    assert all(
+        torch.equal(w, b) and w.any() and w.requires_grad for w, b in zip(layer.parameters(), before, strict=True)
+    )
+    assert (layer.top_k, layer.renormalize) == (1, False)
+
+
+def test_a_router_of_its_own() -> None:
+    layer = MoE.from_experts(nn.ModuleList(ffn() for _ in range(E)), top_k=TOP_K)
+    assert layer.router.shape == (E, H) and layer.router.dtype == torch.float64
+    assert layer.router.any() and bool((layer.router.abs() <= H**-0.5).all())
+
+
+def test_an_activation_that_is_named_is_not_looked_for() -> None:
+    """Which is how weights without values, or a module that is called otherwise, are taken."""
+    experts = [FFN("w1 w3 w2", torch.tanh, device="meta") for _ in range(E)]
+    layer = MoE.from_experts(experts, top_k=TOP_K, activation="gelu")
+    assert layer.activation == "gelu" and layer.w_gate_up.is_meta
+    with pytest.raises(ValueError, match=r"^experts\[0\]: calling this FFN does not show .* pass activation="):
+        MoE.from_experts(experts, top_k=TOP_K)
+
+
+def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
+    biased = nn.Linear(H, E).double()
+    other = ffn("w1 w3 w2", torch.tanh)
+    norm = ffn()
+    norm.norm = nn.LayerNorm(I)
+    square = FFN("w1 w3 w2", F.silu)
+    square.w2 = nn.Linear(I + 1, H, bias=False)
+    int8 = ffn()
+    int8.w1.weight = nn.Parameter(torch.ones(I, H, dtype=torch.int8), requires_grad=False)
+    conv = ffn()
+    conv.w1 = nn.Conv1d(H, I, 1, bias=False).double()
+    swapped = ffn()
+    swapped.forward = lambda x: swapped.w2(F.silu(swapped.w3(x)) * swapped.w1(x))  # type: ignore[method-assign]
+    return {
+        "empty": ([], ValueError, "^experts: expected at least one module, got none"),
+        "one module": (ffn(), TypeError, "^experts: expected a module for each expert, got FFN; .*set_experts_implem"),
+        "tensors": ([torch.ones(2)], TypeError, r"^experts\[0\]: expected an nn.Module, got Tensor"),
+        "other names": (
+            [FFN("wi wg wo", F.silu)],
+            ValueError,
+            r"^experts\[0\]: unknown layout of FFN: expected .* w1, w3, w2; or gate_proj, up_proj, down_proj; .*"
+            r"got wi \(Linear\), wg \(Linear\), wo \(Linear\) with the parameters wg.weight, wi.weight, wo.weight",
+        ),
+        "another parameter": ([norm], ValueError, r"unknown layout of FFN.* norm \(LayerNorm\)"),
+        "no Linear": ([conv], ValueError, r"unknown layout of FFN.* w1 \(Conv1d\)"),
+        "nothing": ([nn.Identity()], ValueError, r"got no modules with the parameters \(none\)"),
+        "biases": (
+            [ffn(bias=True)],
+            ValueError,
+            r"^experts\[0\]: MoE has no biases, got w1.bias, w2.bias, w3.bias; moe_kernels.moe_mlp takes them",
+        ),
+        "two layouts": (
+            [ffn(), ffn("fc1 fc2")],
+            ValueError,
+            r"^experts\[1\]: expected w1, w3, w2 as in experts\[0\], got fc1 \(Linear\), fc2 \(Linear\)",
+        ),
+        "shapes": (
+            [ffn(), ffn(hidden=H + 1)],
+            ValueError,
+            rf"^experts\[1\]\.w1\.weight: expected shape \[{I}, {H}\], got \[{I}, {H + 1}\]",
+        ),
+        "halves that do not fit": ([square], ValueError, rf"w1\.weight: expected shape \[{I + 1}, {H}\], got \[{I}, "),
+        "dtypes": (
+            [ffn(), ffn().float()],
+            TypeError,
+            r"^experts\[1\]\.w1\.weight: expected torch.float64 as experts\[0\], got torch.float32; convert it with",
+        ),
+        "devices": (
+            [ffn(), ffn().to("meta")],
+            ValueError,
+            r"^experts\[1\]\.w1\.weight: expected on cpu with experts\[0\], got on meta; move it with \.to\(\)",
+        ),
+        "quantized": ([int8], TypeError, "expected bfloat16, .* got torch.int8; dequantize"),
+        "unknown activation": ([other], ValueError, "does not show that it is .*silu, gelu, .* pass activation="),
+        "gate and up swapped": ([swapped], ValueError, "does not show that it is"),
+        "router with a bias": (([ffn()] * E, biased), ValueError, "^router: MoE's has no bias"),
+        "router's shape": (([ffn()] * E, torch.ones(E, H + 1)), ValueError, rf"^router: expected shape \[{E}, {H}\]"),
+        "router's dtype": (([ffn()] * E, torch.ones(E, H)), TypeError, "^router: expected torch.float64 as the exp"),
+        "router's device": (
+            ([ffn()] * E, torch.ones(E, H, dtype=torch.float64, device="meta")),
+            ValueError,
+            "^router: expected on cpu with the experts, got on meta; move it with",
+        ),
+        "router's type": (([ffn()] * E, "softmax"), TypeError, r"^router: expected a tensor \[E, H\] or an nn.Linear"),
+        "top_k": ([ffn()], ValueError, "^top_k: expected 1 to num_experts = 1, got 2"),
+    }
+
+
+@pytest.mark.parametrize("case", refusals())
+def test_refusals_say_what_to_do(case: str) -> None:
+    given, error, text = refusals()[case]
+    arguments = given if isinstance(given, tuple) else (given,)
+    with pytest.raises(error, match=text):
+        MoE.from_experts(*arguments, top_k=TOP_K)
