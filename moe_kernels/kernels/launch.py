@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import helion
 import torch
 from helion.runtime.settings import default_autotuner_fn
+from triton.runtime import interpreter
 
 from moe_kernels.kernels import direct_launch
 
@@ -148,12 +151,35 @@ def _compile_interpreted(
     }
     run = _variant(kernel, wide, False).bind(tuple(args)).compile_config(helion.Config(**kept))
 
-    def run_with_workers(*args: Any) -> Any:
-        # Helion asks the device for the number of persistent workers, which a CPU cannot answer.
-        with mock.patch.object(helion.runtime, "get_num_sm", lambda device, **_: 4):
+    def launch(*args: Any) -> Any:
+        with _lean_interpreter():
             return run(*args)
 
-    return run_with_workers
+    return launch
+
+
+@contextmanager
+def _lean_interpreter() -> Iterator[None]:
+    """Triton's interpreter for one launch, without what takes most of its time: it would replace the functions of its
+    language again at every call of a device function, and look for overflows that it reports in debug mode only.
+    """
+    replace, done = interpreter._patch_lang, set()
+    builder = interpreter.interpreter_builder
+    options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+
+    def replace_once(fn: Callable[..., Any]) -> Any:
+        if id(fn.__globals__) in done:
+            return None  # only the launch itself asks for what puts the originals back, and it comes first
+        done.add(id(fn.__globals__))
+        return replace(fn)
+
+    with (
+        mock.patch.object(interpreter, "_patch_lang", replace_once),
+        mock.patch.object(builder, "options", options),
+        # Helion asks the device for the number of persistent workers, which a CPU cannot answer.
+        mock.patch.object(helion.runtime, "get_num_sm", lambda device, **_: 4),
+    ):
+        yield
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:
