@@ -222,6 +222,16 @@ def use_kernels(A: Tensor) -> bool:
     return A.is_cpu and os.environ.get("TRITON_INTERPRET") == "1" and A.dtype != torch.float64
 
 
+def on_device(like: Tensor, launch: Callable[..., None], *args: Any) -> None:
+    """`launch(*args)` with the device of `like` as the current one."""
+    module = torch.xpu if like.is_xpu else torch.cuda
+    if like.is_cpu or like.device.index == module.current_device():
+        launch(*args)
+    else:
+        with module.device(like.device):
+            launch(*args)
+
+
 _plans: Plans[tuple[Callable[..., None], int, torch.dtype]] = Plans()  # and N and dtype of the result
 
 
@@ -307,8 +317,7 @@ def _run(
         result = torch.empty_like(out, dtype=torch.float32)
         _call(key, variant, A_packed, B, group_offsets, bias, result)
         return out.copy_(result)
-    with (torch.cuda if A_packed.is_cuda else torch.xpu).device(A_packed.device):
-        _call(key, variant, A_packed, B, group_offsets, bias, out)
+    on_device(A_packed, _call, key, variant, A_packed, B, group_offsets, bias, out)
     return out
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_kernels import checks, dispatch, expert_modules, ops
 from moe_kernels.form import Form
+from moe_kernels.plans import Plans
 from moe_kernels.routing import topk_softmax
 
 
@@ -107,17 +108,34 @@ def moe_mlp(
         TypeError, ValueError: as for `route` and `swiglu_ffn`.
     """
     form = Form(activation, gated, interleaved, alpha, limit)
-    hidden, w_gate_up, w_up, w_down = _autocast(hidden, w_gate_up, w_up, w_down)
     biases = (gate_up_bias, up_bias, down_bias)
-    checks.check_moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases, form, transposed)
+    tensors = (hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases)
+    unobserved = dispatch.unobserved(*tensors) and not torch._C._is_any_autocast_enabled()
+    kind = (form, transposed, *map(_kind, tensors)) if unobserved else ()
+    if not unobserved or kind not in _checked:
+        hidden, w_gate_up, w_up, w_down = _autocast(hidden, w_gate_up, w_up, w_down)
+        checks.check_moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases, form, transposed)
+        if unobserved:
+            _checked[kind] = True
     num_experts = w_gate_up.size(0)
     if checks.validation_enabled(validate):
         checks.validate_ids(topk_ids, num_experts)
     routing = ops.route(topk_ids, num_experts)
     w_in, w_up, w_out = (_columns(w, transposed) for w in (w_gate_up, w_up, w_down))
+    operands: tuple[Any, ...] = (hidden, gates, *routing, w_in, w_up, w_out, *biases)
+    if unobserved:
+        return ops.experts(*operands, keep=False, form=form)[0]
     keep = _differentiated(hidden, gates, w_in, w_up, w_out, *biases)
-    out: Tensor = ops.moe_mlp(hidden, gates, *routing, w_in, w_up, w_out, *biases, keep, *form)[0]
+    out: Tensor = ops.moe_mlp(*operands, keep, *form)[0]
     return out
+
+
+_checked: Plans[bool] = Plans()
+
+
+def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
+    """All that the checks look at."""
+    return None if x is None else (x.shape, x.dtype, x.layout, x.get_device())
 
 
 def _columns(weight: Any, transposed: bool) -> Any:

@@ -224,10 +224,12 @@ def _pairs(A: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> _Optional:
     return pairs if lean and min(H, I) >= 16 and tma_readable(pairs) else None
 
 
-def fuses(A: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, M: int) -> bool:
+def fuses(A: torch.Tensor, w_in: torch.Tensor, w_up: _Optional, form: Form, M: int) -> bool:
     """Whether the kernels here are faster than `grouped_gemm` and `activate`: for `M` rows of `A`, or made of it."""
-    if M // gate.size(0) < configs.PERSISTENT_FROM_ROWS:
-        return 1 in gate.stride()[1:]
+    if M // w_in.size(0) < configs.PERSISTENT_FROM_ROWS:
+        return not form.interleaved or w_in.stride(2) != 1  # rows of each weight, or columns, lie in one piece
+    gate, up = form.halves(w_in, w_up)
+    assert up is not None
     return _pairs(A, gate, up) is not None
 
 

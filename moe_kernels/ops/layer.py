@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from moe_kernels import dispatch, reference
 from moe_kernels.form import Form
-from moe_kernels.ops.library import define, on_device
+from moe_kernels.ops.library import define
 from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 
@@ -31,7 +32,9 @@ def _activate(h: Tensor, h_up: Tensor | None, *form: Any) -> Tensor:  # [R, 2I] 
         from moe_kernels.kernels import activation as kernels
 
         result = _interpretable(act)
-        on_device(h, kernels.launch, kernels.activate, (result, gate, up), form.activation, form.alpha, form.limit)
+        dispatch.on_device(
+            h, kernels.launch, kernels.activate, (result, gate, up), form.activation, form.alpha, form.limit
+        )
         return result.to(h.dtype)
     return act
 
@@ -79,11 +82,11 @@ def _activate_backward(
         options = form.activation, form.alpha, form.limit
         if gates is None:
             tensors: tuple[Tensor | None, ...] = (d_gate, d_up, gate, up, d_act)
-            on_device(h, kernels.launch, kernels.activate_backward, tensors, *options)
+            dispatch.on_device(h, kernels.launch, kernels.activate_backward, tensors, *options)
         else:
             tensors = (d_gate, d_up, weighted, dots.view(-1), gate, up, d_act, gates.reshape(-1))
             tensors = (*tensors, row_to_slot, group_offsets)
-            on_device(h, kernels.launch, kernels.weighted_backward, tensors, *options)
+            dispatch.on_device(h, kernels.launch, kernels.weighted_backward, tensors, *options)
     d_h, d_h_up, weighted, dots = (
         x.to(result.dtype) for x, result in zip((d_h, d_h_up, weighted, dots), results, strict=True)
     )
@@ -162,7 +165,14 @@ def _swiglu_ffn(
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """act `[M, I]`, and if `keep` what it was made of, `h` and `h_up` (empty without `w_up`)."""
-    return _first_half(rows, group_offsets, None, 0, w_in, w_up, b_in, b_up, keep, Form(*form))
+    act, *kept = _first_half(rows, group_offsets, None, 0, w_in, w_up, b_in, b_up, keep, Form(*form))
+    return act, *_filled(act, kept)
+
+
+def _filled(like: Tensor, kept: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """`h` and `h_up` as operators return them, empty for none."""
+    h, h_up = (like.new_empty(0) if x is None else x for x in kept)
+    return h, h_up
 
 
 def _first_half(
@@ -176,18 +186,17 @@ def _first_half(
     b_up: Tensor | None,
     keep: bool,
     form: Form,
-) -> tuple[Tensor, Tensor, Tensor]:
+    slot_to_row: Tensor | None = None,  # [M], with row_to_slot
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     M = A.size(0) if row_to_slot is None else row_to_slot.size(0)
     dtype = torch.promote_types(A.dtype, w_in.dtype)
     if _fused_is_faster(A, M, w_in, w_up, form):
-        found = _fused(A, M, group_offsets, row_to_slot, top_k, w_in, w_up, b_in, b_up, keep, form)
-    else:
-        assert row_to_slot is None
-        h = dispatch.multiply(A, w_in, group_offsets, b_in, dtype, "auto")
-        h_up = None if w_up is None else dispatch.multiply(A, w_up, group_offsets, b_up, dtype, "auto")
-        found = (_activate(h, h_up, *form), *((h, h_up) if keep else (None, None)))
-    act, h, h_up = (A.new_empty(0, dtype=dtype) if x is None else x.to(dtype) for x in found)
-    return act, h, h_up
+        return _fused(A, M, group_offsets, row_to_slot, top_k, w_in, w_up, b_in, b_up, keep, form, dtype)
+    if slot_to_row is not None:
+        A = scatter_rows(A, None, slot_to_row, group_offsets, top_k, A.dtype)
+    h = dispatch.multiply(A, w_in, group_offsets, b_in, dtype, "auto")
+    h_up = None if w_up is None else dispatch.multiply(A, w_up, group_offsets, b_up, dtype, "auto")
+    return _activate(h, h_up, *form), *((h, h_up) if keep else (None, None))
 
 
 def _fused(
@@ -202,10 +211,11 @@ def _fused(
     b_up: Tensor | None,
     keep: bool,
     form: Form,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from moe_kernels.kernels import swiglu_ffn as kernels
 
-    dtype = torch.promote_types(A.dtype, w_in.dtype)
+    result_dtype = dtype
     if A.is_cpu and dtype == torch.bfloat16:
         # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
         dtype = torch.float32
@@ -219,7 +229,9 @@ def _fused(
 
     gate, up = form.halves(w_in, w_up)
     tensors = (A, gate, up, group_offsets, row_to_slot, *halves(b_in, b_up), act, *halves(h, h_up))
-    on_device(A, kernels.launch, *tensors, top_k, form)
+    dispatch.on_device(A, kernels.launch, *tensors, top_k, form)
+    if dtype != result_dtype:
+        act, h, h_up = act.to(result_dtype), *(None if x is None else x.to(result_dtype) for x in (h, h_up))
     return act, h, h_up
 
 
@@ -229,9 +241,7 @@ def _fused_is_faster(A: Tensor, M: int, w_in: Tensor, w_up: Tensor | None, form:
         return False
     from moe_kernels.kernels import swiglu_ffn as kernels
 
-    gate, up = form.halves(w_in, w_up)
-    assert up is not None
-    return kernels.fuses(A, gate, up, M)
+    return kernels.fuses(A, w_in, w_up, form, M)
 
 
 def _swiglu_ffn_fake(
@@ -345,14 +355,30 @@ def _moe_mlp(
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer's result `[T, H]`, and if `keep` the rows' `h` and `h_up`, as `swiglu_ffn`."""
-    top_k, R = gates.size(1), slot_to_row.size(0)
-    first = (w_in, w_up, b_in, b_up, keep, Form(*form))
-    if _fused_is_faster(hidden, R, w_in, w_up, Form(*form)):
-        act, h, h_up = _first_half(hidden, group_offsets, row_to_slot, top_k, *first)
-    else:
-        rows = scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, hidden.dtype)
-        act, h, h_up = _first_half(rows, group_offsets, None, 0, *first)
-        del rows
+    routing = group_offsets, row_to_slot, slot_to_row
+    out, *kept = experts(hidden, gates, *routing, w_in, w_up, w_out, b_in, b_up, b_out, keep, Form(*form))
+    return out, *_filled(out, kept)
+
+
+def experts(
+    hidden: Tensor,
+    gates: Tensor,
+    group_offsets: Tensor,
+    row_to_slot: Tensor,
+    slot_to_row: Tensor,
+    w_in: Tensor,
+    w_up: Tensor | None,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_up: Tensor | None,
+    b_out: Tensor | None,
+    keep: bool,
+    form: Form,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What `moe_mlp` computes, on checked arguments, with None for what there is not."""
+    top_k = gates.size(1)
+    first = (w_in, w_up, b_in, b_up, keep, form, slot_to_row)
+    act, h, h_up = _first_half(hidden, group_offsets, row_to_slot, top_k, *first)
     dtype = torch.promote_types(act.dtype, w_out.dtype)
     rows = dispatch.multiply(act, w_out, group_offsets, b_out, dtype, "auto")
     return combine_rows(rows, gates, slot_to_row, group_offsets, top_k, dtype), h, h_up
@@ -400,22 +426,36 @@ def _moe_mlp_gradient(
     top_k = gates.size(1)
     routing = slot_to_row, group_offsets, top_k
     d_gates = d_w_out = d_b_out = None
-    rows = None
-    if any(need[5:7]) or not ctx.keep:
-        rows = scatter_rows(hidden, None, *routing, hidden.dtype)
     if not ctx.keep:
+        rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         _, h, h_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *form)
+        del rows
         d_h = d_h_up = None  # of empty tensors
+    d_rows = weighted = None
     if d_out is not None:
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
         d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, h.dtype, "auto")
-        found = activate_backward(h, None if w_up is None else h_up, d_act, gates, row_to_slot, group_offsets, *form)
+        d_h_by_act, d_h_up_by_act, weighted, d_gates = activate_backward(
+            h, None if w_up is None else h_up, d_act, gates, row_to_slot, group_offsets, *form
+        )
         del d_act
-        d_h, d_h_up = _sum(found[0], d_h), _sum(found[1], d_h_up)
+        d_h, d_h_up = _sum(d_h_by_act, d_h), _sum(d_h_up_by_act, d_h_up)
+        del d_h_by_act, d_h_up_by_act
+    # The first product's gradients before the second's, for what these need is smaller, and one or the other waits.
+    first = (w_in, w_up, b_in, b_up)
+    d_hidden = None
+    if need[0]:
+        needed = (True, False, False, False, False)
+        d_sorted = _projection_gradients(needed, None, group_offsets, first, d_h, d_h_up)[0]
+        d_hidden = None if d_sorted is None else combine_rows(d_sorted, None, *routing, hidden.dtype)
+        del d_sorted
+    needed = (False, need[5], need[6], need[8], need[9])
+    rows = scatter_rows(hidden, None, *routing, hidden.dtype) if any(need[5:7]) else None
+    d_first = _projection_gradients(needed, rows, group_offsets, first, d_h, d_h_up)[1:]
+    del d_h, d_h_up, rows
+    if d_out is not None and d_rows is not None:
         if need[7]:
-            d_w_out = _weight_gradient(found[2], d_rows, group_offsets, w_out)
-        if need[1]:
-            d_gates = found[3]
+            d_w_out = _weight_gradient(weighted, d_rows, group_offsets, w_out)
         if b_out is not None and need[10]:
             dtype = torch.promote_types(gates.dtype, torch.float32)
             weights = scatter_rows(d_out.new_ones(d_out.size(0), 1, dtype=dtype), gates, *routing, dtype)
@@ -424,14 +464,9 @@ def _moe_mlp_gradient(
             ones = d_rows.new_ones(1, 1).expand(d_rows.size(0), 1)
             biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_rows.dtype, "auto")
             d_gates = d_gates + dot_rows(d_out, biases, *routing, gates.dtype)
-        del d_rows, found
-    d_rows, *first = _projection_gradients(
-        (need[0], need[5], need[6], need[8], need[9]), rows, group_offsets, (w_in, w_up, b_in, b_up), d_h, d_h_up
-    )
-    d_hidden = None if d_rows is None else combine_rows(d_rows, None, *routing, hidden.dtype)
-    d_w_in, d_w_up, d_b_in, d_b_up = first
+    d_w_in, d_w_up, d_b_in, d_b_up = d_first
     d_parameters = (d_w_in, d_w_up, d_w_out, d_b_in, d_b_up, d_b_out)
-    return d_hidden, d_gates, None, None, None, *d_parameters, None, *[None] * len(form)
+    return d_hidden, d_gates if need[1] else None, None, None, None, *d_parameters, None, *[None] * len(form)
 
 
 moe_mlp = define(

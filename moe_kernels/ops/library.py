@@ -47,13 +47,3 @@ def needs(ctx: Any, i: int, value: Tensor | None) -> Tensor | None:
 
 def widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.bfloat16 else x
-
-
-def on_device(like: Tensor, launch: Callable[..., None], *args: Any) -> None:
-    """`launch(*args)` with the device of `like` as the current one."""
-    module = torch.xpu if like.is_xpu else torch.cuda
-    if like.is_cpu or like.device.index == module.current_device():
-        launch(*args)
-    else:
-        with module.device(like.device):
-            launch(*args)

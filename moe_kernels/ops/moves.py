@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import dispatch, reference
-from moe_kernels.ops.library import define, needs, on_device
+from moe_kernels.ops.library import define, needs
 
 
 def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,7 +21,7 @@ def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         if R <= route.RANK_UP_TO or num_experts <= route.MOST_EXPERTS:
             sizes = (num_experts + 1, R, R)
             group_offsets, row_to_slot, slot_to_row = (topk_ids.new_empty(n, dtype=torch.int32) for n in sizes)
-            on_device(topk_ids, route.launch, topk_ids.reshape(-1), group_offsets, row_to_slot, slot_to_row)
+            dispatch.on_device(topk_ids, route.launch, topk_ids.reshape(-1), group_offsets, row_to_slot, slot_to_row)
             return group_offsets, row_to_slot, slot_to_row
     return reference.route(topk_ids, torch.empty_like(topk_ids, dtype=torch.float32), num_experts)[:3]
 
@@ -106,7 +106,9 @@ def _move(
         return
     # Triton's interpreter truncates when it stores bfloat16.
     result = torch.empty_like(out, dtype=torch.float32) if out.is_cpu and out.dtype == torch.bfloat16 else out
-    on_device(out, permute.launch, getattr(permute, name), (result, *tensors[1:]), slot_to_row, group_offsets, top_k)
+    dispatch.on_device(
+        out, permute.launch, getattr(permute, name), (result, *tensors[1:]), slot_to_row, group_offsets, top_k
+    )
     if result is not out:
         out.copy_(result)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import dispatch, reference
-from moe_kernels.ops.library import define, needs, on_device, widened
+from moe_kernels.ops.library import define, needs, widened
 
 
 def _grouped_gemm(
@@ -78,7 +78,7 @@ def _wgrad(
             grouped_wgrad.launch(widened(A_packed), widened(d_out), group_offsets, result)
             out.copy_(result)
         else:
-            on_device(out, grouped_wgrad.launch, A_packed, d_out, group_offsets, out)
+            dispatch.on_device(out, grouped_wgrad.launch, A_packed, d_out, group_offsets, out)
     return out[0] if shared else out
 
 
