@@ -122,9 +122,9 @@ def moe_mlp(
         checks.validate_ids(topk_ids, num_experts)
     routing = ops.route(topk_ids, num_experts)
     w_in, w_up, w_out = (_columns(w, transposed) for w in (w_gate_up, w_up, w_down))
-    operands: tuple[Any, ...] = (hidden, gates, *routing, w_in, w_up, w_out, *biases)
+    operands: list[Any] = [hidden, gates, *routing, w_in, w_up, w_out, *biases]
     if unobserved:
-        return ops.experts(*operands, keep=False, form=form)[0]
+        return ops.experts(*operands, False, form)[0]
     keep = _differentiated(hidden, gates, w_in, w_up, w_out, *biases)
     out: Tensor = ops.moe_mlp(*operands, keep, *form)[0]
     return out

@@ -71,6 +71,8 @@ def jagged(
     slot_per_row: hl.constexpr,  # slot i is row i, and a tile if one begins there: fewer slots if M < G
 ) -> torch.Tensor:
     """A grid over slots and columns; each program finds its group by counting the offsets before its slot."""
+    hl.pdl_launch_dependents()
+    hl.pdl_wait()
     K = A_packed.size(1)
     N = out.size(1)
     G = group_offsets.size(0) - 1

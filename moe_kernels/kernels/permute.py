@@ -42,6 +42,7 @@ def scatter_rows(
     top_k: hl.constexpr,
 ) -> torch.Tensor:
     """A program per token: its row is read once and written top_k times."""
+    hl.pdl_wait()
     H = rows.size(1)
     E = group_offsets.size(0) - 1
     for tile_t, tile_h in hl.tile([programs, H], block_size=[1, None]):
@@ -71,6 +72,7 @@ def combine_rows(
     top_k: hl.constexpr,
 ) -> torch.Tensor:
     """A program per token: its top_k rows are added up in float32."""
+    hl.pdl_wait()
     H = tokens.size(1)
     E = group_offsets.size(0) - 1
     for tile_t, tile_h in hl.tile([programs, H], block_size=[1, None]):

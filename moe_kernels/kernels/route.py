@@ -54,6 +54,8 @@ def rank_slots(
     block: hl.constexpr,
 ) -> torch.Tensor:
     """Questions 0..R-1 ask how many slots precede a slot, questions R..R+E how many belong to lower experts."""
+    hl.pdl_launch_dependents()
+    hl.pdl_wait()
     for tile_b in hl.tile(blocks, block_size=1):
         zero = hl.zeros([], dtype=torch.int32)
         R = halve(odd_R, zero)

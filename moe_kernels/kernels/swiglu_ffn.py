@@ -69,6 +69,8 @@ def swiglu(
     limit: hl.constexpr,
 ) -> torch.Tensor:
     """For few rows per expert: a grid over slots and columns, as `jagged`."""
+    hl.pdl_launch_dependents()
+    hl.pdl_wait()
     H = A.size(1)
     I = act.size(1)  # noqa: E741
     E = group_offsets.size(0) - 1
