@@ -192,25 +192,21 @@ def test_layers(name: str, layout: str) -> None:
     for key in ("transformers", "ours"):
         made = operator.providers[key].make(inputs)()
         assert 1e-3 < operator.check(made, inputs) < 1e-2
-    results = list(made) if trains else [made]
-    for i, right in enumerate(results):
+    results = made if trains else {"out": made}
+    for result, right in results.items():
         wrong = {
             "zeros": torch.zeros_like(right),
-            "one row": right.index_fill(0, torch.tensor([3 if i < 3 else inputs.sample.experts[-1]]), 0),
+            "one row": right.index_fill(0, torch.tensor([inputs.sample.experts[-1] if "w_" in result else 3]), 0),
             "moved": right.roll(1, 0),
             "nan": torch.full_like(right, math.nan),
             "short": right[:-1],
         }
         for how, x in wrong.items():
-            changed = [*results[:i], x, *results[i + 1 :]]
-            with pytest.raises(AssertionError, match="shapes" if how == "short" else "exceeds the budget"):
-                operator.check(changed if trains else x, inputs)
-    if trains:
-        with pytest.raises(AssertionError, match="expected"):
-            operator.check(results[0], inputs)
+            with pytest.raises(AssertionError, match="expected shape" if how == "short" else "exceeds the budget"):
+                operator.check({**results, result: x} if trains else x, inputs)
     others = operator.other_rows(inputs)
     assert [len(other.hidden) for other in others] == [50, 51] and others[1].trains == trains
-    assert [len(x) for x in others[1].leaves] == [51, 51, 6, 6] and len(others[1].topk_ids) == 51
+    assert [len(x) for x in others[1].leaves.values()] == [51, 51, 6, 6] and len(others[1].topk_ids) == 51
     weights, rows = 6 * 3 * 48 * 64, 50 * 64
     assert min(inputs.sizes) > 0 and sum(inputs.sizes) == 150
     times, moved = (3, 2 * weights + 4 * rows) if trains else (1, weights + 2 * rows)
@@ -251,7 +247,7 @@ def test_layers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forgetful(inputs: ffn.Layer) -> Call:
         right = operator.providers["ours"].make(inputs)
-        return lambda: [x if i != 2 else torch.zeros_like(x) for i, x in enumerate(right())]
+        return lambda: (made := right()) | {"gates": torch.zeros_like(made["gates"])}
 
     providers = {**operator.providers, "bad": Provider("bad", forgetful)}
     monkeypatch.setitem(OPERATORS, "ffn-train", replace(operator, providers=providers))

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_map_only
 from tritonbench.utils.triton_op import REGISTERED_BENCHMARKS, BenchmarkOperator, Mode
 
 from tritonbench_ops.plots import plot
@@ -33,7 +34,7 @@ def checked(provider: Callable[..., Callable[[], Any]]) -> Callable[..., Callabl
 
 
 class Operator(BenchmarkOperator):  # type: ignore[misc]
-    """A grouped product: forward only, judged against float64.
+    """Judged against float64; forward only, unless a subclass says otherwise and has `get_bwd_fn`.
 
     A subclass has `cases`, `make` and `check`, the providers, and the metrics, which TritonBench files under the
     name of the module that they are written in.
@@ -48,7 +49,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
 
     def __init__(self, tb_args: Any, extra_args: list[str] | None = None):
         super().__init__(tb_args, extra_args)
-        if self.mode not in (Mode.FWD, Mode.FWD_NO_GRAD):
+        if self.FWD_ONLY and self.mode not in (Mode.FWD, Mode.FWD_NO_GRAD):
             raise ValueError(f"--mode: {self.name} has fwd and fwd_no_grad, got {self.mode.value}")
         if self.dtype is None:
             raise ValueError(f"--precision: expected bf16, fp16, fp32 or tf32, got {tb_args.precision}")
@@ -66,7 +67,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
         raise NotImplementedError
 
     def result(self, name: str, made: Any) -> Any:
-        """The result of provider `name`, from what it returned."""
+        """The result of provider `name` for `check`, from what is timed."""
         return made
 
     def get_input_iter(self) -> Iterator[tuple[Any, ...]]:
@@ -82,12 +83,9 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
 
     def accuracy(self, fn: Any, baseline_fn: Any) -> bool | None:
         """Whether a second call is right too, with NaN in what the first one returned; None for a ceiling."""
-        if fn._name in self.ceilings or self.mode != Mode.FWD:
+        if fn._name in self.ceilings or self.mode == Mode.FWD_NO_GRAD:
             return None
-        outs = fn()
-        for out in [outs] if isinstance(outs, torch.Tensor) else outs:
-            out.fill_(torch.nan)
-        del outs
+        tree_map_only(torch.Tensor, lambda out: out.detach().fill_(torch.nan), fn())
         try:
             self.check(self.result(fn._name, fn()), *self.example_inputs)
         except AssertionError as error:

@@ -338,7 +338,7 @@ def _layers(trains: bool) -> Operator:
         weights=ffn.weights_of,
         inputs=lambda case, weights, device: ffn.layer_of(case, weights, device, trains),
         other_rows=ffn.other_tokens,
-        check=ffn.check,
+        check=ffn.check if trains else lambda out, layer: ffn.check({"out": out}, layer),
         work=lambda layer: ffn.work(layer, backward=trains),
         memory=lambda case: ffn.memory(case, trains),
         dimensions="E, T * top_k, I, H",
