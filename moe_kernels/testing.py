@@ -96,6 +96,47 @@ def make_inputs(
     return A_packed, B, group_offsets_from_sizes(torch.tensor(sizes, dtype=torch.int32, device=device))
 
 
+def make_experts(
+    E: int,
+    H: int,
+    width: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    transposed: bool = False,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return random weights of E experts, `w_gate_up [E, 2 * width, H]` and `w_down [E, H, width]`.
+
+    Both are normal, with the inverse of a row's length as variance. With `transposed` they are `[E, H, 2 * width]` and
+    `[E, width, H]`. One generator on `device`, seeded with `seed`, draws `w_gate_up`, then `w_down`.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = []
+    for outputs, inputs in ((2 * width, H), (H, width)):
+        shape = (E, inputs, outputs) if transposed else (E, outputs, inputs)
+        weight = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+        weights.append(weight.mul_(max(inputs, 1) ** -0.5))
+    return weights[0], weights[1]
+
+
+def make_tokens(
+    T: int, H: int, E: int, top_k: int, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random `(hidden, topk_ids, gates)` of T tokens, each with `top_k` different ones of E experts.
+
+    `hidden [T, H]` is standard normal, from a generator on `device`. The ids `[T, top_k]`, int64, are drawn without
+    replacement by the probabilities `softmax(0.5 * randn(E))`, and the gates `[T, top_k]`, in `dtype`, are
+    `softmax(randn(T, top_k))`; one CPU generator draws these three, in this order. Both are seeded with `seed`.
+    """
+    hidden = torch.randn(T, H, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    probabilities = torch.softmax(0.5 * torch.randn(E, generator=generator), 0)
+    topk_ids = torch.multinomial(probabilities.expand(T, E), top_k, generator=generator)
+    gates = torch.softmax(torch.randn(T, top_k, generator=generator), 1)
+    return hidden, topk_ids.to(device), gates.to(device, dtype)
+
+
 @torch.no_grad()
 def assert_grouped_gemm_close(
     out: Tensor,  # [M, N]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import itertools
 import json
 import math
@@ -19,9 +20,9 @@ import pytest
 import torch
 
 from moe_kernels import __main__ as cli
-from moe_kernels.bench import command, peers, plots, report, run
+from moe_kernels.bench import command, ffn, peers, plots, report, run
 from moe_kernels.bench.providers import OPERATORS, Inputs, Operator, Provider, _sample
-from moe_kernels.bench.suites import MODELS, SUITES, Case, layer_cases, of_shapes, several
+from moe_kernels.bench.suites import MODELS, SUITES, Case, layer, layer_cases, of_shapes, several
 from moe_kernels.testing import group_sizes_for
 from moe_kernels.timing import Call
 
@@ -164,6 +165,126 @@ def test_the_shapes_that_were_published() -> None:
     cubes = [c.problems for c in SUITES["varied"].cases() if c.name.startswith("4 x ")]
     assert cubes == [((N, N, N),) * 4 for N in (128, 256, 512, 1024)]
     assert {c.dtype for c in SUITES["varied"].cases() if c.warm} == {"float16"}
+
+
+LAYER = layer("small", 50, 64, 48, 6, 3)
+
+
+def test_the_layers_are_those_of_the_targets() -> None:
+    shapes = {c.name: (c.M // c.top_k, c.K, c.N, c.G, c.top_k) for c in SUITES["ffn"].cases()}
+    assert shapes == {
+        "qwen3_30b, T = 8192": (8192, 2048, 768, 128, 8),
+        "mixtral, T = 4096": (4096, 4096, 14336, 8, 2),
+        "dsv3_ep, T = 4096": (4096, 7168, 2048, 32, 8),
+        "olmoe, T = 4096": (4096, 2048, 1024, 64, 8),
+        **{f"qwen3_30b, T = {T}": (T, 2048, 768, 128, 8) for T in (1, 16, 64)},
+    }
+    assert SUITES["ffn-train"].shapes == SUITES["ffn"].shapes[:4]
+
+
+@pytest.mark.parametrize("layout", ["gkn", "gnk"])
+@pytest.mark.parametrize("name", ["ffn", "ffn-train"])
+def test_layers(name: str, layout: str) -> None:
+    """Providers agree with float64, and what a layer may do wrong does not pass."""
+    pytest.importorskip("transformers")
+    operator, trains = OPERATORS[name], name == "ffn-train"
+    inputs = inputs_of(replace(LAYER, layout=layout), name)
+    for key in ("transformers", "ours"):
+        made = operator.providers[key].make(inputs)()
+        assert 1e-3 < operator.check(made, inputs) < 1e-2
+    results = made if trains else {"out": made}
+    for result, right in results.items():
+        wrong = {
+            "zeros": torch.zeros_like(right),
+            "one row": right.index_fill(0, torch.tensor([inputs.sample.experts[-1] if "w_" in result else 3]), 0),
+            "moved": right.roll(1, 0),
+            "nan": torch.full_like(right, math.nan),
+            "short": right[:-1],
+        }
+        for how, x in wrong.items():
+            with pytest.raises(AssertionError, match="expected shape" if how == "short" else "exceeds the budget"):
+                operator.check({**results, result: x} if trains else x, inputs)
+    others = operator.other_rows(inputs)
+    assert [len(other.hidden) for other in others] == [50, 51] and others[1].trains == trains
+    assert [len(x) for x in others[1].leaves.values()] == [51, 51, 6, 6] and len(others[1].topk_ids) == 51
+    weights, rows = 6 * 3 * 48 * 64, 50 * 64
+    assert min(inputs.sizes) > 0 and sum(inputs.sizes) == 150
+    times, moved = (3, 2 * weights + 4 * rows) if trains else (1, weights + 2 * rows)
+    assert operator.work(inputs) == (times * 2 * 150 * 3 * 48 * 64, 2 * moved)
+    assert operator.memory(LAYER) == 2 * ((1 + trains) * weights + 150 * (2 * 64 + 3 * 48))
+
+
+def test_work_of_a_backward_alone_and_of_experts_without_rows() -> None:
+    inputs = inputs_of(layer("few", 2, 16, 8, 32, 3), "ffn-train")
+    filled = sum(size > 0 for size in inputs.sizes)
+    assert filled <= 6
+    flops, moved = ffn.work(inputs, forward=False, backward=True)
+    assert flops == 2 * 2 * 6 * 3 * 8 * 16
+    assert moved == 2 * (3 * 2 * 16 + (filled + 32) * 3 * 8 * 16)
+
+
+def test_tokens_of_every_expert_are_checked() -> None:
+    inputs = inputs_of(layer("many", 700, 16, 8, 40, 2), "ffn")
+    sample = inputs.sample
+    assert set(inputs.topk_ids[sample.tokens].flatten().tolist()) == set(range(40))
+    assert {0, 699} <= set(sample.tokens.tolist()) and len(sample.tokens) <= 72
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("name", ["ffn", "ffn-train"])
+def test_a_whole_graph_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    inputs = inputs_of(LAYER, name)
+    call = OPERATORS[name].providers["compiled"].make(inputs)
+    assert OPERATORS[name].check(call(), inputs) < 1e-2
+
+
+def test_layers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suite of one small layer; a provider that forgets a gradient has no time, and memory is noted."""
+    pytest.importorskip("transformers")
+    operator = OPERATORS["ffn-train"]
+
+    def forgetful(inputs: ffn.Layer) -> Call:
+        right = operator.providers["ours"].make(inputs)
+        return lambda: (made := right()) | {"gates": torch.zeros_like(made["gates"])}
+
+    providers = {**operator.providers, "bad": Provider("bad", forgetful)}
+    monkeypatch.setitem(OPERATORS, "ffn-train", replace(operator, providers=providers))
+    monkeypatch.setattr(run, "_peak_megabytes", lambda call, device: 12.5)
+    suite = replace(SUITES["ffn-train"], shapes=(LAYER,))
+    results = run.Results(META)
+    keys = ["transformers", "ours", "bad"]
+    [(_, _, reason)] = run.run_suite(suite, suite.cases(), keys, 3, ["eager"], CPU, results)
+    assert reason is None
+    theirs, mine, bad = results.records
+    for found in (theirs, mine):
+        assert found["us"] > 0 and found["host_us"] > 0 and found["error"] is None and 1e-3 < found["rel_err"] < 1e-2
+        assert found["peak_mb"] == 12.5 and found["host_prepared_us"] is None
+        assert [found[d] for d in "GMNK"] == [6, 150, 48, 64] and found["layout"] == "[E, 2I, H]"
+        assert found["tflops"] == pytest.approx(3 * 2 * 150 * 3 * 48 * 64 / found["us"] / 1e6, abs=1e-3)
+    assert bad["us"] is None and bad["peak_mb"] is None and "gradient of gates: error" in bad["error"]
+    assert "peak MB" in report.case_text(results.records) and "bad, eager: failed" in report.case_text(results.records)
+    text = report.markdown(results)
+    assert "| case (E, T * top_k, I, H) |" in text and "| small, T = 50 (6, 150, 48, 64) |" in text
+    assert "| `moe_mlp` peak MB | transformers peak MB |" in text and "prepared" not in text
+
+
+def test_peak_memory_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = {"now": 3_000_000, "most": 90_000_000}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: allocated.update(most=allocated["now"]))
+    assert run._peak_megabytes(lambda: allocated.update(most=5_500_000), torch.device("cuda")) == 2.5
+
+
+def test_eager_times_are_shown_where_the_baseline_has_no_graph() -> None:
+    base, ours = report.roles("ffn-train")
+    records = [record("a", p, 5.0, "eager", suite="ffn-train") for p in (base, ours)]
+    graphs = [record("a", p, us, suite="ffn-train") for p, us in ((base, None), (ours, 4.0))]
+    assert report.timing_of([*records, *graphs]) == "eager"
+    assert report.timing_of([records[1], *graphs]) == "graph"
 
 
 def test_warm_times_are_of_one_call_among_many(monkeypatch: pytest.MonkeyPatch) -> None:

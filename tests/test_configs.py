@@ -602,3 +602,13 @@ def test_bundled_files_are_read_and_legal() -> None:
             )
             choice = configs._adapted(store.Found(made, file, 0.0), problem)
             assert configs.why_illegal(choice, problem) is None
+
+
+def test_an_outer_note_hears_of_what_an_inner_one_noted() -> None:
+    problem, choice = object(), object()
+    with configs.noted() as outer:
+        with configs.noted() as inner:
+            configs.note(problem, choice)
+        configs.settle(lambda: configs.note(problem, None))
+    configs.note(problem, choice)
+    assert inner == [(problem, choice)] and outer == [(problem, choice), (problem, None)]

@@ -15,7 +15,9 @@ from moe_kernels.testing import (
     byte_count,
     flop_count,
     group_sizes_for,
+    make_experts,
     make_inputs,
+    make_tokens,
 )
 
 SIZES = [0, 1, 40, 0, 7]
@@ -26,6 +28,34 @@ def problem(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Inputs]:
     """A right result with its inputs."""
     inputs = make_inputs(SIZES, 24, 64, dtype=dtype, device="cpu")
     return grouped_gemm(*inputs), inputs
+
+
+def test_tokens_choose_different_experts_unevenly() -> None:
+    hidden, topk_ids, gates = make_tokens(4000, 8, 16, 4, dtype=torch.bfloat16, device="cpu", seed=3)
+    assert (hidden.shape, hidden.dtype) == ((4000, 8), torch.bfloat16)
+    assert (topk_ids.shape, topk_ids.dtype, gates.shape, gates.dtype) == (
+        (4000, 4),
+        torch.int64,
+        (4000, 4),
+        torch.bfloat16,
+    )
+    assert (topk_ids.sort(dim=1).values.diff(dim=1) > 0).all() and topk_ids.min() == 0 and topk_ids.max() == 15
+    assert (gates > 0).all() and (gates.float().sum(1) - 1).abs().max() < 0.02
+    sizes = topk_ids.flatten().bincount(minlength=16)
+    assert sizes.max() > 1.5 * sizes.min()
+    again = make_tokens(4000, 8, 16, 4, dtype=torch.bfloat16, device="cpu", seed=3)
+    assert all(map(torch.equal, (hidden, topk_ids, gates), again))
+    assert not torch.equal(topk_ids, make_tokens(4000, 8, 16, 4, dtype=torch.bfloat16, device="cpu")[1])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_keep_the_variance(transposed: bool) -> None:
+    w_gate_up, w_down = make_experts(3, 64, 40, dtype=torch.float32, device="cpu", transposed=transposed)
+    assert w_gate_up.shape == ((3, 64, 80) if transposed else (3, 80, 64))
+    assert w_down.shape == ((3, 40, 64) if transposed else (3, 64, 40))
+    assert w_gate_up.is_contiguous() and w_down.is_contiguous()
+    assert w_gate_up.var().item() == pytest.approx(1 / 64, rel=0.1)
+    assert w_down.var().item() == pytest.approx(1 / 40, rel=0.1)
 
 
 @settings(deadline=None, max_examples=60)

@@ -166,6 +166,17 @@ def test_uniform_and_varied_cases_are_told_apart(device: str) -> None:
         assert [case.problems for case in varied[:4]] == [((n, n, n),) * 4 for n in (128, 256, 512, 1024)]
 
 
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_layers_can_be_routed_and_told_apart(device: str) -> None:
+    found = cases.ffn_cases(device)
+    assert len(set(found)) == len(found)
+    assert all(1 <= case.top_k <= case.E and min(case[:5]) > 0 for case in found)
+    if device == "cuda":
+        assert {case.T for case in found} == {16, 512, 8192}
+        assert (8192, 2048, 768, 128, 8, "qwen3-30b") in found
+        assert (16, 7168, 2048, 32, 8, "deepseek-v3, 1 rank of 8") in found
+
+
 def test_extent() -> None:
     assert cases.extent([7, 7]) == "7"
     assert cases.extent([8, 2, 4]) == "2..8"

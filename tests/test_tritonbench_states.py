@@ -9,6 +9,7 @@ import csv
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ OURS = {  # operator: our providers in it, name: label
         "varied_grouped_gemm": "varied_grouped_gemm (table made in the call)",
         "preprocessed_varied_grouped_gemm": "varied_grouped_gemm (table made beforehand)",
     },
+    "moe_ffn": {"moe_mlp": "moe_mlp"},
 }
 MEASURED = "latency,tflops,speedup,accuracy"
 # In the 2026 state the smallest input is 4 times 1024 cubed, too much for a CPU.
@@ -133,6 +135,34 @@ def test_a_provider_that_fails_shows_as_failed(fault: str, checkout: Path, tmp_p
     assert row["moe_kernels grouped_gemm (packing timed)-accuracy"] == "1.0"
 
 
+@pytest.mark.parametrize("mode", ("bwd", "fwd_bwd"))
+def test_layers_run_backward(mode: str, checkout: Path, tmp_path: Path) -> None:
+    """And a wrong gradient behind a right result shows as failed."""
+    options = ("--mode", mode, "--num-inputs", "1", "--metrics", f"{MEASURED},gbps")
+    (row,) = table(checkout, tmp_path, "moe_ffn", *options)
+    labels = ["moe_mlp", "transformers"] if find_spec("transformers") else ["moe_mlp"]
+    for label in labels:
+        assert row[f"{label}-accuracy"] == "1.0"
+        assert min(float(row[f"{label}-{metric}"]) for metric in ("latency", "tflops", "speedup", "gbps")) > 0
+
+    faulty = """
+import moe_kernels
+right = moe_kernels.moe_mlp
+def twice(*args, **options):
+    out = right(*args, **options)
+    return 2 * out - out.detach()
+moe_kernels.moe_mlp = twice
+"""
+    (row,) = table(checkout, tmp_path, "moe_ffn", *options, before=faulty)
+    assert "gradient of hidden: error" in row["moe_mlp-latency"] and not row["moe_mlp-tflops"]
+
+
+def test_products_have_no_backward(checkout: Path, tmp_path: Path) -> None:
+    options = ["--op", "moe_grouped_gemm", "--device", "cpu", "--mode", "bwd", "--num-inputs", "1"]
+    done = python(checkout, tmp_path, "-m", "tritonbench_ops", *options)
+    assert done.returncode == 1 and "moe_grouped_gemm has fwd and fwd_no_grad, got bwd" in done.stderr
+
+
 def test_peers_join_where_they_are_installed(checkout: Path, tmp_path: Path) -> None:
     peer = """
 from moe_kernels.bench import providers
@@ -209,6 +239,19 @@ def test_on_a_gpu(op: str, checkout: Path, tmp_path: Path) -> None:
     rows = table(checkout, tmp_path, op, "--num-inputs", "2", "--metrics", MEASURED, *graph, device="cuda")
     labels = OURS[op].values() if op in OURS else PROVIDERS.values()
     labels = [label for label in labels if "table made in the call" not in label]  # copied from the host
+    labels += ["transformers_compiled"] if op == "moe_ffn" and find_spec("transformers") else []
     for row in rows:
         for label in labels:
             assert row[f"{label}-accuracy"] == "1.0" and float(row[f"{label}-latency"]) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("graph", ((), ("--cudagraph",)), ids=("eager", "graph"))
+@pytest.mark.parametrize("mode", ("bwd", "fwd_bwd"))
+def test_layers_run_backward_on_a_gpu(mode: str, graph: tuple[str, ...], checkout: Path, tmp_path: Path) -> None:
+    options = ("--mode", mode, "--num-inputs", "1", "--metrics", MEASURED, *graph)
+    (row,) = table(checkout, tmp_path, "moe_ffn", *options, device="cuda")
+    labels = ["transformers", "transformers_compiled"] if find_spec("transformers") else []
+    for label in ("moe_mlp", *labels):
+        assert row[f"{label}-accuracy"] == "1.0" and float(row[f"{label}-latency"]) > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +12,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_map_only
 from tritonbench.utils.triton_op import REGISTERED_BENCHMARKS, BenchmarkOperator, Mode
 
+from moe_kernels import configs
 from tritonbench_ops.plots import plot
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def checked(provider: Callable[..., Callable[[], Any]]) -> Callable[..., Callabl
 
 
 class Operator(BenchmarkOperator):  # type: ignore[misc]
-    """A grouped product: forward only, judged against float64.
+    """Judged against float64; forward only, unless a subclass says otherwise and has `get_bwd_fn`.
 
     A subclass has `cases`, `make` and `check`, the providers, and the metrics, which TritonBench files under the
     name of the module that they are written in.
@@ -44,11 +45,10 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
     FWD_ONLY = True
     not_ours: frozenset[str] = frozenset()  # providers of which `best_config` knows nothing
     ceilings = frozenset({"dense_ceiling"})  # providers that compute something else
-    kernels: tuple[str, ...] = ("grouped_gemm",)  # modules of moe_kernels.kernels that ours use
 
     def __init__(self, tb_args: Any, extra_args: list[str] | None = None):
         super().__init__(tb_args, extra_args)
-        if self.mode not in (Mode.FWD, Mode.FWD_NO_GRAD):
+        if self.FWD_ONLY and self.mode not in (Mode.FWD, Mode.FWD_NO_GRAD):
             raise ValueError(f"--mode: {self.name} has fwd and fwd_no_grad, got {self.mode.value}")
         if self.dtype is None:
             raise ValueError(f"--precision: expected bf16, fp16, fp32 or tf32, got {tb_args.precision}")
@@ -66,7 +66,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
         raise NotImplementedError
 
     def result(self, name: str, made: Any) -> Any:
-        """The result of provider `name`, from what it returned."""
+        """The result of provider `name` for `check`, from what is timed."""
         return made
 
     def get_input_iter(self) -> Iterator[tuple[Any, ...]]:
@@ -82,12 +82,9 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
 
     def accuracy(self, fn: Any, baseline_fn: Any) -> bool | None:
         """Whether a second call is right too, with NaN in what the first one returned; None for a ceiling."""
-        if fn._name in self.ceilings or self.mode != Mode.FWD:
+        if fn._name in self.ceilings or self.mode == Mode.FWD_NO_GRAD:
             return None
-        outs = fn()
-        for out in [outs] if isinstance(outs, torch.Tensor) else outs:
-            out.fill_(torch.nan)
-        del outs
+        tree_map_only(torch.Tensor, lambda out: out.detach().fill_(torch.nan), fn())
         try:
             self.check(self.result(fn._name, fn()), *self.example_inputs)
         except AssertionError as error:
@@ -98,7 +95,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
     def best_config(self, fn: Any) -> Any:
         if fn._name in self.not_ours | self.ceilings:
             return super().best_config(fn)
-        return chosen_config(fn, self.kernels)
+        return chosen_config(fn)
 
     def plot(self) -> None:
         """Draw the results to <op>.png, in --output-dir or else in ~/tritonbench_plots/<op>."""
@@ -112,28 +109,18 @@ def gigabytes_per_second(moved: int, metrics: Any) -> float | None:
     return float(moved / metrics.latency / 1e6) if metrics.latency else None
 
 
-def chosen_config(call: Callable[[], Any], kernels: Sequence[str]) -> dict[str, Any] | str:
-    """The config that one of our functions uses in `call`; `kernels` are its modules in moe_kernels.kernels."""
-    chosen: list[Any] = []
-
-    def noting(choose: Callable[..., Any]) -> Callable[..., Any]:
-        def choose_and_note(*args: Any) -> Any:
-            chosen.append(choose(*args))
-            return chosen[-1]
-
-        return choose_and_note
-
+def chosen_config(call: Callable[[], Any]) -> dict[str, Any] | str:
+    """The config that one of our functions uses in `call`; of several products, that of the last one."""
     with contextlib.ExitStack() as stack:
-        for name in kernels:
-            module = importlib.import_module(f"moe_kernels.kernels.{name}")
-            stack.enter_context(mock.patch.object(module.configs, "choose", noting(module.configs.choose)))
+        chosen = stack.enter_context(configs.noted())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # other threads would not be heard
         for name, loaded in list(sys.modules.items()):
             if name.startswith("moe_kernels.") and hasattr(loaded, "_plans"):  # a kept plan does not choose again
                 stack.enter_context(mock.patch.dict(loaded._plans, clear=True))
         call()
     if not chosen:
         return "plain PyTorch"
-    choice = chosen[-1]
+    _, choice = chosen[-1]
     said = {
         name: getattr(choice, name) for name in ("variant", "block_m", "block_n", "source") if hasattr(choice, name)
     }

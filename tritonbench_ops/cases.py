@@ -14,6 +14,7 @@ from moe_kernels.testing import SizeKind
 
 TOKENS = (16, 512, 8192)
 _RANKS = 8  # of the expert-parallel DeepSeek-V3
+_FFN = ("qwen3-30b", "mixtral-8x7b", "olmoe", "deepseek-v3, 1 rank of 8")
 _SKEWED = ("mixtral-8x7b", "qwen3-30b", "deepseek-v3, 1 rank of 8")
 
 
@@ -44,15 +45,37 @@ class VariedCase(NamedTuple):
     problems: tuple[tuple[int, int, int], ...]
 
 
+class FfnCase(NamedTuple):
+    """A layer of E experts [H, width], top_k of them for each of T tokens."""
+
+    T: int
+    H: int
+    width: int
+    E: int
+    top_k: int
+    model: str
+
+
+def _layers() -> dict[str, tuple[int, int, int, int]]:
+    """By name (H, I, G, rows per token); a rank has an eighth of the experts and is sent an eighth of 8 ranks' rows."""
+    H, width, experts, top_k = MODELS["deepseek-v3"]
+    return {**MODELS, "deepseek-v3, 1 rank of 8": (H, width, experts // _RANKS, top_k)}
+
+
+def ffn_cases(device: str) -> list[FfnCase]:
+    """Four models' layers at each of TOKENS."""
+    if device == "cpu":
+        return [FfnCase(40, 48, 32, 6, 2, "small"), FfnCase(1, 48, 32, 6, 2, "small")]
+    layers = _layers()
+    return [FfnCase(T, *layers[name], name) for T in TOKENS for name in _FFN]
+
+
 def moe_cases(device: str) -> list[MoeCase]:
     """Gate and up projection of each model at each of TOKENS, then what else a training step may bring."""
     if device == "cpu":
         kinds: tuple[SizeKind, ...] = ("uniform", "softmax", "zipf", "empty")
         return [MoeCase(8, 96, 64, 80, kind, "small") for kind in kinds]
-    # name: (H, I, G, rows per token); a rank has an eighth of the experts and is sent an eighth of 8 ranks' rows
-    layers = dict(MODELS)
-    H, width, experts, top_k = layers["deepseek-v3"]
-    layers["deepseek-v3, 1 rank of 8"] = (H, width, experts // _RANKS, top_k)
+    layers = _layers()
 
     def up(name: str, tokens: int, sizes: SizeKind) -> MoeCase:
         H, width, G, top_k = layers[name]

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from moe_kernels.bench import peers
+from moe_kernels.bench import ffn, peers
 from moe_kernels.bench.suites import Case
 from moe_kernels.testing import assert_grouped_gemm_close, byte_count, flop_count, group_sizes_for, make_inputs
 from moe_kernels.timing import Call
@@ -28,7 +28,7 @@ class Provider:
 
     label: str
     make: Callable[[Any], Call]  # from an operator's inputs; what it does itself is not timed
-    package: str | None = None  # a peer's; without it the provider is skipped
+    package: str | None = None  # of another project; without it the provider is skipped
     by_default: bool = True  # False: has to be named, because it is slow to prepare
     ours: bool = False
     same_result: bool = True  # False for a yardstick that computes something else
@@ -54,6 +54,8 @@ class Operator:
     check: Callable[[Any, Any], float]  # result, inputs -> relative error; AssertionError if the result is wrong
     work: Callable[[Any], tuple[int, int]]  # inputs -> FLOPs and bytes, of real rows only
     memory: Callable[[Case], int]  # bytes of inputs and one result
+    dimensions: str = "G, M, N, K"  # what these are
+    trains: bool = False  # a call computes gradients, for which inference mode is no place; its memory is measured
 
 
 @dataclass(frozen=True)
@@ -322,6 +324,28 @@ def _all_rows(case: Case) -> Case:
     return replace(case, M=case.G * case.M, sizes="uniform")
 
 
+def _layers(trains: bool) -> Operator:
+    made = ffn.training if trains else lambda make: make
+    return Operator(
+        {
+            "transformers": Provider("transformers", made(ffn.transformers), "transformers"),
+            "compiled": Provider("transformers, compiled", made(ffn.compiled), "transformers"),
+            "ours": Provider("moe_mlp", made(ffn.ours), ours=True),
+        },
+        "transformers",
+        "ours",
+        {"gkn": "[E, H, 2I]", "gnk": "[E, 2I, H]"},
+        weights=ffn.weights_of,
+        inputs=lambda case, weights, device: ffn.layer_of(case, weights, device, trains),
+        other_rows=ffn.other_tokens,
+        check=ffn.check if trains else lambda out, layer: ffn.check({"out": out}, layer),
+        work=lambda layer: ffn.work(layer, backward=trains),
+        memory=lambda case: ffn.memory(case, trains),
+        dimensions="E, T * top_k, I, H",
+        trains=trains,
+    )
+
+
 _OURS = {
     "ours": Provider("grouped_gemm", _ours("grouped_gemm"), ours=True),
     "basic": Provider("basic", _ours("grouped_gemm_jagged"), ours=True),
@@ -392,4 +416,6 @@ OPERATORS = {
         work=_work_of_list,
         memory=lambda case: sum(_memory(replace(case, G=1, M=M, N=N, K=K), True) for M, N, K in case.problems),
     ),
+    "ffn": _layers(trains=False),
+    "ffn-train": _layers(trains=True),
 }

@@ -24,6 +24,7 @@ from moe_kernels.bench.suites import SUITES, WARM_CALLS
 
 SLOW = 0.98  # x the baseline below which a case is listed
 _BLOCK = re.compile(r"^<!-- table: (\S+) -->\n(.*?)^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
+_EAGER = {"host_us": "host us", "host_prepared_us": "host us, prepared", "peak_mb": "peak MB"}  # of eager calls only
 CUBES = re.compile(r"(\d+) x (\d+)\^3")  # so many products N x N x N
 _LAYER = re.compile(r"(.+), (\d+) tokens?")
 
@@ -61,8 +62,12 @@ def speedup(case: dict[tuple[str, str], Record], provider: str, timing: str) -> 
 
 
 def timing_of(records: Sequence[Record]) -> str:
-    """The timing that one is shown of: of graph replays where there are any."""
-    return "graph" if any(record["timing"] == "graph" for record in records) else "eager"
+    """The timing that one is shown of: of graph replays where there are any, unless the baseline has none."""
+    timed = {(record["provider"], record["timing"]) for record in records if record["us"] is not None}
+    base = roles(records[0]["suite"])[0]
+    if (base, "eager") in timed and (base, "graph") not in timed:
+        return "eager"
+    return "graph" if any(timing == "graph" for _, timing in timed) else "eager"
 
 
 def case_text(records: Sequence[Record]) -> str:
@@ -71,7 +76,9 @@ def case_text(records: Sequence[Record]) -> str:
     timings = list(dict.fromkeys(record["timing"] for record in records))
     base = roles(records[0]["suite"])[0]
     head = [f"x {base}", "TFLOP/s", "GB/s"]
-    rows = [["", *(cell for timing in timings for cell in (f"{timing} us", *head)), "host us", "prepared", "rel err"]]
+    head_row = ["", *(cell for timing in timings for cell in (f"{timing} us", *head)), "host us", "prepared"]
+    peaks = ["peak MB"] if any(record.get("peak_mb") is not None for record in records) else []
+    rows = [[*head_row, *peaks, "rel err"]]
     notes = []
     for label in dict.fromkeys(record["provider"] for record in records):
         row = [label]
@@ -84,6 +91,7 @@ def case_text(records: Sequence[Record]) -> str:
         first = case[label, timings[0]]
         error = first["rel_err"]
         row += [_number(first["host_us"], 1), _number(first["host_prepared_us"], 1)]
+        row += [_number(first["peak_mb"], 0)] if peaks else []
         rows.append([*row, "-" if error is None else f"{error:.1e}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -256,10 +264,12 @@ def _layer_table(results: Results, timing: str) -> list[str]:
 def _case_table(results: Results, timing: str) -> list[str]:
     base, ours = roles(results.records[0]["suite"])
     others = [p for p in dict.fromkeys(record["provider"] for record in results.records) if p != base]
-    hosted = [p for p in (ours, base) if any(r["host_us"] is not None for r in results.records if r["provider"] == p)]
-    head = ["case (G, M, N, K)", "B", f"{_code(base)} us", *(f"{_code(other)} x" for other in others)]
-    head += [f"{_code(ours)} TFLOP/s", "GB/s", *(f"{_code(p)} host us" for p in hosted)]
-    head += [f"{_code(p)} host us, prepared" for p in hosted]
+    there = {(r["provider"], name) for r in results.records for name in _EAGER if r.get(name) is not None}
+    eager = [(p, name) for name in _EAGER for p in dict.fromkeys((ours, base, *others)) if (p, name) in there]
+    eager = [(p, name) for p, name in eager if p in (ours, base) or name == "peak_mb"]
+    head = [f"case ({operator_of(results.records[0]['suite']).dimensions})", "B", f"{_code(base)} us"]
+    head += [*(f"{_code(other)} x" for other in others), f"{_code(ours)} TFLOP/s", "GB/s"]
+    head += [f"{_code(p)} {_EAGER[name]}" for p, name in eager]
     warmed = [p for p in dict.fromkeys(r["provider"] for r in results.records if _is_warm(r)) if p in (base, ours)]
     head += [f"{_code(p)} warm us" for p in warmed]
     rows = []
@@ -270,8 +280,7 @@ def _case_table(results: Results, timing: str) -> list[str]:
         row += [_number(case.get((base, timing), {}).get("us"))]
         row += [_number(speedup(case, other, timing), 2) for other in others]
         row += [_number(mine.get("tflops"), 0), _number(mine.get("gbps"), 0)]
-        for name in ("host_us", "host_prepared_us"):
-            row += [_number(case.get((p, "eager"), {}).get(name), 0) for p in hosted]
+        row += [_number(case.get((p, "eager"), {}).get(name), 0) for p, name in eager]
         row += [_number(case.get((p, "warm"), {}).get("us"), 2) for p in warmed]
         rows.append(row)
     return _markdown_rows(head, rows)
@@ -301,7 +310,7 @@ def _number(value: float | None, digits: int | None = None) -> str:
 
 def _code(label: str) -> str:
     """A label with the names of functions in it marked as code."""
-    return re.sub(r"\b(torch\.\w+|\w*grouped_gemm)\b", r"`\1`", label)
+    return re.sub(r"\b(torch\.\w+|\w*grouped_gemm|moe_mlp)\b", r"`\1`", label)
 
 
 def readme(path: Path, check: bool) -> bool:

@@ -28,7 +28,7 @@ from moe_kernels.timing import Call, captured, gpu_is_lost, host_microseconds, i
 Record = dict[str, Any]
 FIELDS = (
     *("suite", "case", "G", "M", "N", "K", "sizes", "dtype", "layout", "provider", "timing"),
-    *("us", "tflops", "gbps", "host_us", "host_prepared_us", "rel_err", "error"),
+    *("us", "tflops", "gbps", "host_us", "host_prepared_us", "peak_mb", "rel_err", "error"),
 )
 
 
@@ -158,6 +158,7 @@ def run_suite(
             if reason is not None:
                 results.skipped.append({**_labels(suite.name, case, operator), "reason": reason})
             yield case, records, reason
+            torch.compiler.reset()  # what was compiled for one case would make the next one's sizes dynamic
             if device.type != "cpu":
                 torch.cuda.empty_cache()  # also of the graphs' memory
 
@@ -178,7 +179,8 @@ def measure(
     calls: dict[str, Call] = {}
     errors: dict[tuple[str, str], str] = {}
     relative: dict[str, float] = {}
-    host: dict[str, tuple[float, float]] = {}
+    host: dict[str, tuple[float, float | None]] = {}
+    peak: dict[str, float | None] = {}
     with torch.no_grad():
         for key in keys:
             provider = operator.providers[key]
@@ -191,6 +193,8 @@ def measure(
                 call()
                 if "eager" in timings:
                     host[key] = _host_times(operator, key, inputs, call, device, rounds)
+                    if operator.trains:
+                        peak[key] = _peak_megabytes(call, device)
                 calls[key] = call
             except Exception as error:
                 errors |= {(key, timing): _text(error) for timing in timings}
@@ -225,6 +229,7 @@ def measure(
                 "gbps": None if spent is None else round(bytes_ / spent / 1e3, 3),
                 "host_us": eager[0],
                 "host_prepared_us": eager[1],
+                "peak_mb": peak.get(key) if spent is not None and timing == "eager" else None,
                 "rel_err": None if spent is None else relative.get(key),
                 "error": errors.get((key, timing)),
             }
@@ -265,16 +270,30 @@ def _compile(name: str, cases: Sequence[Case], keys: Sequence[str], device: torc
 
 def _host_times(
     operator: Operator, key: str, inputs: Any, call: Call, device: torch.device, rounds: int
-) -> tuple[float, float]:
+) -> tuple[float, float | None]:
     """Host microseconds of a call with another number of rows each time, and of a repeated one in inference mode."""
     others = [operator.providers[key].make(other) for other in operator.other_rows(inputs)]
     for other in others:
         other()
     changing = host_microseconds(others, device, 3 * rounds)
+    if operator.trains:
+        return round(changing, 1), None
     with torch.inference_mode():
         call()
         prepared = host_microseconds([call], device, 3 * rounds)
     return round(changing, 1), round(prepared, 1)
+
+
+def _peak_megabytes(call: Call, device: torch.device) -> float | None:
+    """How many MB (10^6 bytes) more a GPU has allocated at most during a call than before it; on a CPU None."""
+    if device.type == "cpu":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return round((torch.cuda.max_memory_allocated(device) - before) / 1e6, 1)
 
 
 def _labels(suite: str, case: Case, operator: Operator) -> Record:

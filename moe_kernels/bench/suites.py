@@ -37,7 +37,8 @@ class Case:
     """One problem: M rows in G groups, each with a weight of [K, N].
 
     In the suite `uniform` M is the rows of each group. In `varied` the G problems have sizes of their own, and M, N and
-    K are the largest.
+    K are the largest. In `ffn` and `ffn-train` a case is a whole layer: G experts, M = T * top_k rows of T tokens, the
+    experts' width N and the hidden size K.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Case:
     dtype: str = "bfloat16"
     problems: tuple[tuple[int, int, int], ...] = ()  # (M, N, K) of each, in `varied`
     warm: bool = False  # timed as WARM_CALLS calls in one graph, too, which leave each other what is in the L2 cache
+    top_k: int = 1  # experts per token, in `ffn` and `ffn-train`
 
     @property
     def weights(self) -> tuple[Any, ...]:
@@ -92,6 +94,11 @@ def several(
     """A list of products (M, N, K)."""
     M, N, K = (max(extents) for extents in zip(*problems, strict=True))
     return Case(name, len(problems), M, N, K, sizes, dtype=dtype, problems=tuple(problems), warm=warm)
+
+
+def layer(name: str, T: int, H: int, width: int, E: int, top_k: int) -> Case:
+    """A layer of E experts, between hidden states of T tokens and its output."""
+    return Case(f"{name}, T = {T}", E, T * top_k, width, H, layout="gnk", top_k=top_k)
 
 
 def shape(text: str) -> tuple[int, int, int, int]:
@@ -153,6 +160,12 @@ _VARIED = (
         "random",
     ),
 )
+_FFN = (
+    layer("qwen3_30b", 8192, *MODELS["qwen3-30b"]),
+    layer("mixtral", 4096, *MODELS["mixtral-8x7b"]),
+    layer("dsv3_ep", 4096, 7168, 2048, 32, 8),
+    layer("olmoe", 4096, *MODELS["olmoe"]),
+)
 _LAYERS = {**MODELS, "deepseek-v3, 1 of 8 ranks": (7168, 2048, 32, 8)}
 _SHARED = ("dsv3_ep_up", "qwen3_up", "qwen3_down", "mixtral_down", "decode_qwen3")
 
@@ -204,6 +217,24 @@ SUITES = {
             ("loop", "ours", "call"),
             peers=False,
             layouts=LAYOUTS["gkn"],
+        ),
+        Suite(
+            "ffn",
+            "whole layers, from hidden states, ids and gates to the output, in prefill and decode, beside the layer of "
+            "transformers; G experts, M = T * top_k rows, width N, hidden size K",
+            "ffn",
+            (*_FFN, *(layer("qwen3_30b", T, *MODELS["qwen3-30b"]) for T in (1, 16, 64))),
+            ("transformers", "compiled", "ours"),
+            layouts=LAYOUTS["gnk"],
+        ),
+        Suite(
+            "ffn-train",
+            "the same forward and backward, with the gradients of hidden states, gates and both weights, and the peak "
+            "of the memory that this takes",
+            "ffn-train",
+            _FFN,
+            ("transformers", "compiled", "ours"),
+            layouts=LAYOUTS["gnk"],
         ),
         Suite(
             "smoke",

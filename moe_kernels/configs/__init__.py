@@ -260,13 +260,16 @@ def pinned(choice: Choice) -> Iterator[None]:
 
 @contextmanager
 def noted() -> Iterator[list[tuple[Any, Any]]]:
-    """The choices made in here, and for which problems."""
+    """The choices made in here, and for which problems; an outer `noted` hears of them at the end."""
     made: list[tuple[Any, Any]] = []
+    outer = _made.get()
     token = _made.set(made)
     try:
         yield made
     finally:
         _made.reset(token)
+        if outer is not None:
+            outer += made
 
 
 def discarded(choice: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from moe_kernels import __main__ as cli
 from moe_kernels.bench import run
 from moe_kernels.bench.providers import OPERATORS
-from moe_kernels.bench.suites import Case
+from moe_kernels.bench.suites import Case, layer
 
 
 @pytest.mark.parametrize("layout", ["gkn", "gnk"])
@@ -33,3 +33,15 @@ def test_smoke(tmp_path: Path) -> None:
     records = [record for record in results.records if record["provider"] in ("grouped_gemm", "basic", "persistent")]
     assert len(records) == 6 * 2 * 3 and not results.skipped
     assert all(record["error"] is None and 0 < record["us"] < 1e4 for record in records)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ffn", "ffn-train"])
+def test_layers(name: str) -> None:
+    """Both timings of ours, forward and backward captured into a graph, and the memory."""
+    operator, where = OPERATORS[name], torch.device("cuda")
+    case = layer("small", 100, 256, 128, 8, 2)
+    inputs = operator.inputs(case, operator.weights(case, where), where)
+    eager, graph = run.measure(name, case, operator, ["ours"], inputs, 3, ["eager", "graph"], where)
+    assert eager["error"] is graph["error"] is None and eager["us"] > 0 and graph["us"] > 0
+    assert eager["peak_mb"] is None if name == "ffn" else eager["peak_mb"] > 1

@@ -21,7 +21,6 @@ from tritonbench_ops.cases import UniformCase, uniform_cases
 
 class Operator(base.Operator):
     not_ours = frozenset({"torch_loop", "torch_bmm", "aten_grouped_mm"})
-    kernels = ("uniform_gemm", "grouped_gemm")
 
     @register_benchmark(baseline=True)
     @base.checked

@@ -20,7 +20,6 @@ _Group = Sequence[Tensor]
 
 class Operator(base.Operator):
     not_ours = frozenset({"torch_loop", "aten_grouped_mm"})
-    kernels = ("varied_gemm",)
 
     @register_benchmark(baseline=True)
     @base.checked
@@ -57,7 +56,7 @@ class Operator(base.Operator):
 
     def best_config(self, fn: Any) -> Any:
         if fn._name == "preprocessed_varied_grouped_gemm":  # has chosen already
-            return base.chosen_config(lambda: moe_kernels.varied_grouped_gemm(*self.example_inputs), self.kernels)
+            return base.chosen_config(lambda: moe_kernels.varied_grouped_gemm(*self.example_inputs))
         return super().best_config(fn)
 
     @property

@@ -1,0 +1,263 @@
+"""The operators `ffn` and `ffn-train`: a layer of experts, from hidden states, ids and gates to its output.
+
+    out[t] = sum over k of gates[t, k] * expert[topk_ids[t, k]](hidden[t])
+    expert[e](x) = (silu(gate) * up) @ w_down[e]^T          gate, up = halves of x @ w_gate_up[e]^T
+
+Sorting the ids is part of the call. `ffn-train` adds the gradients of hidden states, gates and both weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import import_module
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.bench.suites import Case
+from moe_kernels.testing import assert_within_budget, flop_count, make_experts, make_tokens
+from moe_kernels.timing import Call
+
+_CHECKED_TOKENS = 32  # besides one of each expert
+_PER_TOKEN, _PER_EXPERT = ("hidden", "gates"), ("w_gate_up", "w_down")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Inputs, of which the four that are differentiated require gradients if that is what is measured."""
+
+    hidden: Tensor  # [T, H]
+    topk_ids: Tensor  # [T, top_k] int64
+    gates: Tensor  # [T, top_k]
+    w_gate_up: Tensor  # [E, 2I, H], or [E, H, 2I] if transposed
+    w_down: Tensor  # [E, H, I], or [E, I, H] if transposed
+    d_out: Tensor  # [T, H], the gradient of the output
+    transposed: bool = False
+
+    @property
+    def trains(self) -> bool:
+        return self.hidden.requires_grad
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in (*_PER_TOKEN, *_PER_EXPERT)}
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many rows each expert has."""
+        return self.topk_ids.flatten().bincount(minlength=len(self.w_down)).tolist()
+
+    @cached_property
+    def sample(self) -> Sample:
+        return Sample(self)
+
+
+def weights_of(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    dtype, transposed = getattr(torch, case.dtype), case.layout == "gkn"
+    return make_experts(case.G, case.K, case.N, dtype=dtype, device=device, transposed=transposed)
+
+
+def layer_of(case: Case, weights: tuple[Tensor, Tensor], device: torch.device, trains: bool) -> Layer:
+    T, dtype = case.M // case.top_k, getattr(torch, case.dtype)
+    tokens = make_tokens(T, case.K, case.G, case.top_k, dtype=dtype, device=device, seed=1)
+    return make_layer(*tokens, *weights, trains=trains, transposed=case.layout == "gkn")
+
+
+def make_layer(
+    hidden: Tensor,
+    topk_ids: Tensor,
+    gates: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    *,
+    trains: bool,
+    transposed: bool = False,
+) -> Layer:
+    """These tensors, which require gradients if `trains`, and a random gradient of the output."""
+    generator = torch.Generator(hidden.device).manual_seed(2)
+    d_out = torch.randn(hidden.shape, dtype=hidden.dtype, device=hidden.device, generator=generator)
+    hidden, gates, w_gate_up, w_down = (x.detach().requires_grad_(trains) for x in (hidden, gates, w_gate_up, w_down))
+    return Layer(hidden, topk_ids, gates, w_gate_up, w_down, d_out, transposed)
+
+
+def other_tokens(layer: Layer) -> list[Layer]:
+    """These tokens, and one more: a host that sees both in turn settles nothing for one number alone."""
+    more = {name: getattr(layer, name).detach() for name in ("hidden", "topk_ids", "gates", "d_out")}
+    more = {name: torch.cat((x, x[-1:])).requires_grad_(getattr(layer, name).requires_grad) for name, x in more.items()}
+    return [layer, replace(layer, **more)]
+
+
+def work(layer: Layer, forward: bool = True, backward: bool = False) -> tuple[int, int]:
+    """FLOPs of the products, and bytes: what comes in read once, what is returned written once, ids and gates left out.
+
+    Weights of experts without a row are not read; the gradients of the weights have those of all experts.
+    """
+    E, H = len(layer.w_down), layer.hidden.size(1)
+    width = layer.w_down[0].numel() // H
+    per_pass = 3 * flop_count(layer.sizes, width, H)
+    filled = sum(size > 0 for size in layer.sizes)
+    rows = 1 + forward + 2 * backward  # hidden, out, d_out and its own gradient, each [T, H]
+    elements = rows * layer.hidden.numel() + (filled + E * backward) * 3 * width * H
+    return (forward + 2 * backward) * per_pass, elements * layer.hidden.dtype.itemsize
+
+
+def memory(case: Case, trains: bool) -> int:
+    """Bytes of the weights, of their gradients, and of all rows between them."""
+    elements = (1 + trains) * case.G * 3 * case.N * case.K + case.M * (2 * case.K + 3 * case.N)
+    itemsize: int = getattr(torch, case.dtype).itemsize
+    return elements * itemsize
+
+
+# Providers
+
+
+def ours(layer: Layer) -> Call:
+    from moe_kernels import moe_mlp
+
+    return lambda: moe_mlp(*_arguments(layer), layer.w_gate_up, layer.w_down, transposed=layer.transposed)
+
+
+def transformers(layer: Layer) -> Call:
+    """transformers (https://github.com/huggingface/transformers): its experts on `torch._grouped_mm`."""
+    forward, experts = _transformers(layer)
+    return lambda: forward(experts, *_arguments(layer))
+
+
+def compiled(layer: Layer) -> Call:
+    """The same by torch.compile, for these shapes alone."""
+    forward, experts = _transformers(layer)
+    forward = torch.compile(forward, fullgraph=True, dynamic=False)
+    return lambda: forward(experts, *_arguments(layer))
+
+
+def _arguments(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+    return layer.hidden, layer.topk_ids, layer.gates
+
+
+def _transformers(layer: Layer) -> tuple[Callable[..., Tensor], nn.Module]:
+    moe = import_module("transformers.integrations.moe")
+
+    class Experts(nn.Module):
+        def __init__(self, config: None):
+            super().__init__()
+            self.num_experts = len(layer.w_down)
+            self.gate_up_proj, self.down_proj = layer.w_gate_up, layer.w_down
+            self.act_fn = nn.SiLU()
+
+    # It adds the flags that the forward of its own version asks for.
+    decorate = moe.use_experts_implementation(is_transposed=layer.transposed)
+    return moe.grouped_mm_experts_forward, decorate(Experts)(None)
+
+
+def training(make: Callable[[Layer], Call]) -> Callable[[Layer], Call]:
+    """A provider of the output and the four gradients, from one of the output alone."""
+
+    def made(layer: Layer) -> Call:
+        forward = make(layer)
+
+        def call() -> dict[str, Tensor]:
+            with torch.enable_grad():
+                out = forward()
+            return {"out": out.detach(), **gradients(layer, out)}
+
+        return call
+
+    return made
+
+
+def gradients(layer: Layer, out: Tensor, retain_graph: bool = False) -> dict[str, Tensor]:
+    """Those of hidden states, gates and weights, from the output."""
+    grads = torch.autograd.grad(out, list(layer.leaves.values()), layer.d_out, retain_graph=retain_graph)
+    return dict(zip(layer.leaves, grads, strict=True))
+
+
+# The check
+
+
+def expert(x: Tensor, gates: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """One expert in plain PyTorch, [n, H] -> [n, H], from weights [2I, H] and [H, I]; each row times its gate [n]."""
+    gate, up = (x @ w_gate_up.T).chunk(2, dim=1)
+    return gates[:, None] * ((F.silu(gate) * up) @ w_down.T)
+
+
+class Sample:
+    """Some tokens and experts, and what a layer has to give for them, in float64 and in the layer's own dtype.
+
+    Their results are `out`, and in training the gradients `hidden` and `gates`, of `tokens`, each `[S, ...]`; and the
+    gradients `w_gate_up` and `w_down` of `experts`, each `[len(experts), ...]`.
+    """
+
+    def __init__(self, layer: Layer):
+        T = len(layer.hidden)
+        filled = [e for e, size in enumerate(layer.sizes) if size]
+        spread = torch.linspace(0, T - 1, min(T, _CHECKED_TOKENS), dtype=torch.float64).round().long().tolist()
+        first = [int((layer.topk_ids == e).any(1).nonzero()[0]) for e in filled]
+        self.tokens = torch.tensor(sorted({*spread, *first}), device=layer.hidden.device)
+        largest = max(filled, key=lambda e: layer.sizes[e])
+        self.experts = sorted({filled[0], largest, filled[-1]}) if layer.trains else []
+        self.exact = self._results(layer, torch.float64)
+        self.plain = self._results(layer, layer.hidden.dtype)
+
+    def _results(self, layer: Layer, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The sum over the experts in their order, as in the models of transformers."""
+        ids = layer.topk_ids[self.tokens]
+        out = layer.hidden.new_zeros(ids.size(0), layer.hidden.size(1), dtype=dtype)
+        found = {"out": out}
+        if layer.trains:
+            found |= {"hidden": torch.zeros_like(out), "gates": torch.zeros_like(ids, dtype=dtype)}
+        for e in sorted(set(ids.flatten().tolist())):
+            s, k = (ids == e).nonzero(as_tuple=True)
+            y, *grads = _one(layer, e, self.tokens[s], k, dtype, _PER_TOKEN if layer.trains else ())
+            out.index_add_(0, s, y)
+            if grads:
+                found["hidden"].index_add_(0, s, grads[0])
+                found["gates"][s, k] = grads[1]
+        if layer.trains:
+            for name in _PER_EXPERT:
+                weight = getattr(layer, name)
+                found[name] = weight.new_zeros(len(self.experts), *weight.shape[1:], dtype=dtype)
+            for i, e in enumerate(self.experts):
+                t, k = (layer.topk_ids == e).nonzero(as_tuple=True)
+                _, found["w_gate_up"][i], found["w_down"][i] = _one(layer, e, t, k, dtype, _PER_EXPERT)
+        return found
+
+    def of(self, name: str, whole: Tensor) -> Tensor:
+        """The same of a provider's result."""
+        return whole[torch.tensor(self.experts, device=whole.device) if name in _PER_EXPERT else self.tokens]
+
+
+def _one(layer: Layer, e: int, t: Tensor, k: Tensor, dtype: torch.dtype, of: Sequence[str]) -> tuple[Tensor, ...]:
+    """In `dtype` what expert `e` adds to the tokens `t`, of which it is the `k`-th, and the gradients of `of`."""
+    w_gate_up, w_down = layer.w_gate_up[e], layer.w_down[e]
+    values = {"hidden": layer.hidden[t], "gates": layer.gates[t, k], "w_gate_up": w_gate_up, "w_down": w_down}
+    leaves = {name: x.detach().to(dtype).requires_grad_(name in of) for name, x in values.items()}
+    x, gates, w_gate_up, w_down = leaves.values()
+    with torch.enable_grad():
+        y = expert(x, gates, w_gate_up.T, w_down.T) if layer.transposed else expert(x, gates, w_gate_up, w_down)
+    grads = torch.autograd.grad(y, [leaves[name] for name in of], layer.d_out[t].to(dtype)) if of else ()
+    return y.detach(), *grads
+
+
+def check(results: Mapping[str, Tensor], layer: Layer) -> float:
+    """Hold samples of `out`, and of gradients under the names of what they are of, against the error of plain PyTorch.
+
+    Returns:
+        The largest `||result - exact|| / ||exact||` of the results.
+
+    Raises:
+        AssertionError: a result is wrong; the text names it.
+    """
+    sample, worst = layer.sample, 0.0
+    for name, whole in results.items():
+        title = name if name == "out" else f"gradient of {name}"
+        shape = (layer.hidden if name == "out" else layer.leaves[name]).shape
+        if whole.shape != shape:
+            raise AssertionError(f"{title}: expected shape {list(shape)}, got {list(whole.shape)}")
+        x, exact = sample.of(name, whole.detach()), sample.exact[name]
+        # In float32 the sums of absolute values count, some ten times as large as the results.
+        assert_within_budget(x, sample.plain[name], exact, scale=16 * exact.abs().max().item(), name=title)
+        worst = max(worst, ((x.double() - exact).norm() / exact.norm()).item())
+    return worst

@@ -1,0 +1,122 @@
+"""A layer of experts, from hidden states and a router's choice to its output, and back: SwiGLU, top_k experts a token.
+
+    hidden     [T, H]
+    topk_ids   [T, top_k] int64, no expert twice
+    gates      [T, top_k]
+    w_gate_up  [E, 2I, H], gate first
+    w_down     [E, H, I]
+
+Sorting the ids by expert is timed, but for `torch_loop`. With --bwd and --fwd-bwd all gradients are computed: of hidden
+states, gates and both weights. A forward by itself, --mode fwd or fwd_no_grad, keeps nothing for a backward. Of the
+products in a call, `best_config` is that of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tritonbench.utils.triton_op import Mode, register_benchmark, register_metric, register_x_val
+
+from moe_kernels.bench import ffn
+from moe_kernels.bench.providers import OPERATORS
+from moe_kernels.testing import make_experts, make_tokens
+from tritonbench_ops import base
+from tritonbench_ops.cases import FfnCase, ffn_cases
+from tritonbench_ops.registration import skip, warn_once
+
+_TRANSFORMERS = OPERATORS["ffn"].providers["transformers"].installed
+if not _TRANSFORMERS:
+    warn_once("transformers: the package transformers is not installed")
+
+
+class Operator(base.Operator):
+    FWD_ONLY = False
+    not_ours = frozenset({"torch_loop", "transformers", "transformers_compiled"})
+
+    @register_benchmark(baseline=True, label="torch_loop (tokens of each expert known beforehand)")
+    @base.checked
+    def torch_loop(
+        self, hidden: Tensor, topk_ids: Tensor, gates: Tensor, w_gate_up: Tensor, w_down: Tensor
+    ) -> Callable[[], Tensor]:
+        slots = [(topk_ids == e).nonzero(as_tuple=True) for e in range(len(w_down))]
+
+        def call() -> Tensor:
+            out = torch.zeros_like(hidden)
+            for (t, k), w_in, w_out in zip(slots, w_gate_up.unbind(), w_down.unbind(), strict=True):
+                if len(t):
+                    out = out.index_add(0, t, ffn.expert(hidden[t], gates[t, k], w_in, w_out))
+            return out
+
+        return call
+
+    @register_benchmark(enabled=_TRANSFORMERS)
+    @base.checked
+    def transformers(self, *inputs: Tensor) -> Callable[[], Tensor]:
+        return ffn.transformers(self.layer)
+
+    @register_benchmark(enabled=_TRANSFORMERS)
+    @base.checked
+    def transformers_compiled(self, *inputs: Tensor) -> Callable[[], Tensor]:
+        if self.device != "cuda":
+            skip("transformers_compiled needs a CUDA GPU")
+        torch.compiler.reset()  # the shapes of other inputs count among those that one function is compiled for
+        if self.backward:
+            torch._functorch.config.donated_buffer = False  # it runs several times on what one forward has kept
+        return ffn.compiled(self.layer)
+
+    @register_benchmark()
+    @base.checked
+    def moe_mlp(self, *inputs: Tensor) -> Callable[[], Tensor]:
+        return ffn.ours(self.layer)
+
+    @property
+    def cases(self) -> Sequence[FfnCase]:
+        return ffn_cases(self.device)
+
+    @property
+    def backward(self) -> bool:
+        return self.mode in (Mode.BWD, Mode.FWD_BWD)
+
+    def make(self, case: FfnCase) -> tuple[Tensor, ...]:
+        options = {"dtype": self.dtype, "device": self.device}
+        tokens = make_tokens(case.T, case.H, case.E, case.top_k, **options, seed=1)
+        experts = make_experts(case.E, case.H, case.width, **options)
+        self.layer = ffn.make_layer(*tokens, *experts, trains=self.backward)
+        return self.layer.hidden, self.layer.topk_ids, self.layer.gates, self.layer.w_gate_up, self.layer.w_down
+
+    def get_bwd_fn(self, fwd_fn: Callable[[], Tensor]) -> Callable[[], dict[str, Tensor]]:
+        layer, out = self.layer, fwd_fn()
+
+        def call() -> dict[str, Tensor]:
+            return ffn.gradients(layer, out, retain_graph=True)
+
+        self.check(call(), *self.example_inputs)
+        return call
+
+    def result(self, name: str, made: Any) -> Any:
+        if self.mode != Mode.FWD_BWD:
+            return made
+        out, grads = made
+        return {"out": out, **grads}
+
+    def check(self, out: Tensor | dict[str, Tensor], *inputs: Tensor) -> None:
+        ffn.check({"out": out} if isinstance(out, Tensor) else out, self.layer)
+
+    @register_x_val("(T, H, I, E, top_k, model)")
+    def get_x_val(self, example_inputs: Any) -> Any:
+        return example_inputs and tuple(self.case)
+
+    @register_metric()
+    def flops(self, fn_name: str, example_inputs: Any, metrics: Any) -> float:
+        return self._work[0]
+
+    @register_metric()
+    def gbps(self, fn: Any, example_inputs: Any, metrics: Any) -> float | None:
+        return base.gigabytes_per_second(self._work[1], metrics)
+
+    @property
+    def _work(self) -> tuple[int, int]:
+        return ffn.work(self.layer, forward=self.mode != Mode.BWD, backward=self.backward)
