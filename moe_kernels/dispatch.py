@@ -222,7 +222,7 @@ def use_kernels(A: Tensor) -> bool:
     return A.is_cpu and os.environ.get("TRITON_INTERPRET") == "1" and A.dtype != torch.float64
 
 
-def on_device(like: Tensor, launch: Callable[..., None], *args: Any) -> None:
+def on_device(like: Tensor, launch: Callable[..., Any], *args: Any) -> None:
     """`launch(*args)` with the device of `like` as the current one."""
     module = torch.xpu if like.is_xpu else torch.cuda
     if like.is_cpu or like.device.index == module.current_device():
@@ -321,12 +321,25 @@ def _run(
     return out
 
 
+def launch(
+    variant: str, A: Tensor, B: Tensor, group_offsets: Tensor, bias: Tensor | None, out: Tensor
+) -> Callable[..., None]:
+    """Write the product to `out`. Nothing is checked; no extent may be 0.
+
+    The result does it again for other tensors of this kind, given in the same order, all but `variant`.
+    """
+    return _call(_key(variant, A, B, group_offsets, bias, out.dtype), variant, A, B, group_offsets, bias, out)
+
+
 def _call(
     key: tuple[Any, ...], variant: str, A: Tensor, B: Tensor, offsets: Tensor, bias: Tensor | None, out: Tensor
-) -> None:
+) -> Callable[..., None]:
     if key in _plans:
-        _plans[key][0](A, B, offsets, bias, out)
-        return
+        plan = _plans[key][0]
+        plan(A, B, offsets, bias, out)
+        return plan
     from moe_kernels.kernels import grouped_gemm as kernels
 
-    _plans[key] = kernels.plan(variant, A, B, offsets, bias, out), B.size(2), out.dtype
+    plan = kernels.plan(variant, A, B, offsets, bias, out)
+    _plans[key] = plan, B.size(2), out.dtype
+    return plan

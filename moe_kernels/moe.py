@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_kernels import checks, dispatch, expert_modules, ops
 from moe_kernels.form import Form
+from moe_kernels.ops.prepared import Prepared, prepare
 from moe_kernels.plans import Plans
 from moe_kernels.routing import topk_softmax
 
@@ -110,32 +111,33 @@ def moe_mlp(
     form = Form(activation, gated, interleaved, alpha, limit)
     biases = (gate_up_bias, up_bias, down_bias)
     tensors = (hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases)
-    unobserved = dispatch.unobserved(*tensors) and not torch._C._is_any_autocast_enabled()
-    kind = (form, transposed, *map(_kind, tensors)) if unobserved else ()
-    if not unobserved or kind not in _checked:
-        hidden, w_gate_up, w_up, w_down = _autocast(hidden, w_gate_up, w_up, w_down)
-        checks.check_moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases, form, transposed)
-        if unobserved:
-            _checked[kind] = True
+    validates = checks.validation_enabled(validate)
+    kind = None
+    if not validates and dispatch.unobserved(*tensors) and not torch._C._is_any_autocast_enabled():
+        kind = (form, transposed, *map(_kind, tensors))
+        prepared = _prepared.get(kind)
+        if prepared is not None and hidden.get_device() == torch.cuda.current_device():
+            return prepared(*tensors)
+    hidden, w_gate_up, w_up, w_down = _autocast(hidden, w_gate_up, w_up, w_down)
+    checks.check_moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases, form, transposed)
     num_experts = w_gate_up.size(0)
-    if checks.validation_enabled(validate):
+    if validates:
         checks.validate_ids(topk_ids, num_experts)
+    if kind is not None and kind not in _prepared:
+        _prepared[kind] = prepare(hidden, topk_ids, gates, w_gate_up, w_down, w_up, transposed=transposed, form=form)
     routing = ops.route(topk_ids, num_experts)
     w_in, w_up, w_out = (_columns(w, transposed) for w in (w_gate_up, w_up, w_down))
-    operands: list[Any] = [hidden, gates, *routing, w_in, w_up, w_out, *biases]
-    if unobserved:
-        return ops.experts(*operands, False, form)[0]
     keep = _differentiated(hidden, gates, w_in, w_up, w_out, *biases)
-    out: Tensor = ops.moe_mlp(*operands, keep, *form)[0]
+    out: Tensor = ops.moe_mlp(hidden, gates, *routing, w_in, w_up, w_out, *biases, keep, *form)[0]
     return out
 
 
-_checked: Plans[bool] = Plans()
+_prepared: Plans[Prepared | None] = Plans()
 
 
 def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
-    """All that the checks look at."""
-    return None if x is None else (x.shape, x.dtype, x.layout, x.get_device())
+    """All that checks, choices and compiled code depend on."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.layout, x.get_device(), x.data_ptr() % 16)
 
 
 def _columns(weight: Any, transposed: bool) -> Any:

@@ -27,6 +27,7 @@ class Problem:
     dtype: torch.dtype  # of the product: the operands' common type
     tf32: bool  # fp32 products may use tf32
     tma: bool  # X and Y can be read by TMA
+    tma_out: bool  # a result of 16 bits an element can be written by it
     wide_rows: bool  # addresses in X or Y do not fit into 32 bits
     wide_out: bool  # nor those in one group's result
 
@@ -41,26 +42,39 @@ class Choice:
     config: helion.Config
 
 
+PERSISTENT_LARGE_FROM_ROWS = 1024
+
+
 def rule(problem: Problem) -> Choice:
     """Total: it compiles everywhere."""
-    block_m, block_p, block_q, num_warps, num_stages = 32, 64, 128, 4, 3
     tma = problem.tma and not problem.wide_out and problem.M >= 64 and problem.dtype != torch.float32
+    # A persistent program stores a tile by TMA while it loads for the next one.
+    tma_out = tma and problem.tma_out
+    options: dict[str, Any] = {"host_tensor_descriptors": True} if tma else {}
     if problem.dtype == torch.float32:
-        block_q = 64
-    elif tma:
+        block_m, block_p, block_q, num_warps, num_stages = 32, 64, 64, 4, 3
+    elif not tma:
+        block_m, block_p, block_q, num_warps, num_stages = 32, 64, 128, 4, 3
+    elif not tma_out:
         block_m, block_p, block_q, num_warps, num_stages = 64, 128, 256, 8, 4
         if problem.Q < 256 <= problem.P:
             block_p, block_q = 256, 128
+    elif problem.M // problem.G >= PERSISTENT_LARGE_FROM_ROWS and problem.Q >= 256:
+        block_m, block_p, block_q, num_warps, num_stages = 64, 128, 256, 8, 3
+    else:  # two programs on each SM: the sums are short, and one of them stores while the other multiplies
+        block_m, block_p, block_q, num_warps, num_stages = 32, 128, 128, 4, 5
+        options["num_sm_multiplier"] = 2
+    if tma_out:
+        options["pid_type"] = "persistent_interleaved"
     blocks = [block_for(problem.Q, block_q), block_for(problem.P, block_p)]
     loads = "tensor_descriptor" if tma else "pointer"
-    options: dict[str, Any] = {"host_tensor_descriptors": True} if tma else {}
     offsets = ["pointer"] * (1 if problem.G < MOST_OFFSETS else 2)
     config = helion.Config(
         block_sizes=blocks,
         num_warps=num_warps,
         num_stages=num_stages,
         l2_groupings=[8],
-        indexing=[*offsets, loads, loads, "pointer"],
+        indexing=[*offsets, loads, loads, "tensor_descriptor" if tma_out else "pointer"],
         **options,
     )
     return Choice(block_m, tma, problem.wide_out or (problem.wide_rows and not tma), config)

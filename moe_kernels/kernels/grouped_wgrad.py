@@ -46,7 +46,7 @@ def wgrad(
     block_m: hl.constexpr,
     tma: hl.constexpr,  # X and Y are read by TMA, which takes what is past the end of a window for zeros
 ) -> torch.Tensor:
-    """A grid over the tiles of all groups; each program walks its group's rows."""
+    """Over the tiles of all groups; each program walks its group's rows."""
     G, P, Q = out.size()
     dtype = torch.promote_types(X.dtype, Y.dtype)
     for tile_q, tile_p, tile_g in hl.tile([Q, P, G], block_size=[None, None, 1]):
@@ -101,6 +101,7 @@ def _problem(X: torch.Tensor, Y: torch.Tensor, out: torch.Tensor, clips: bool) -
         dtype=dtype,
         tf32=tf32_allowed(dtype),
         tma=clips and min(P, Q) >= 16 and tma_readable(X) and tma_readable(Y),
+        tma_out=min(P, Q) >= 16 and out.element_size() == 2 and tma_readable(out),
         # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
         wide_rows=2 * max(span(X), span(Y)) > INT32_MAX,
         wide_out=span(out.select(0, 0)) > INT32_MAX,

@@ -128,10 +128,13 @@ def launch(
     slot_to_row: torch.Tensor,  # [R] int32
     group_offsets: torch.Tensor,  # [E + 1] int32
     top_k: int,
-) -> None:
-    """Fill the first of `tensors`. Nothing is checked; none of them may be empty."""
+) -> Callable[..., None]:
+    """Fill the first of `tensors`. Nothing is checked; none of them may be empty.
+
+    The result does it again for other tensors of this kind, given in the same way, with indices as `slot_to_row` and
+    `group_offsets`.
+    """
     R = slot_to_row.size(0)
-    T = R // top_k
     key = (
         kernel.name,
         top_k,
@@ -149,5 +152,14 @@ def launch(
         # R may double before there is a new plan.
         wide = max(2 * span(t) for t in tensors if t is not None) > INT32_MAX
         args = (*like, without_ones(slot_to_row), group_offsets, 3, 3, top_k)
-        plan = _plans[key] = compile_kernel(kernel, args, _config(H), wide=wide)
-    plan(*tensors, slot_to_row, group_offsets, T | 1, 2 * T + 1, top_k)
+        plan = _plans[key] = _plan(compile_kernel(kernel, args, _config(H), wide=wide), top_k)
+    plan(tensors, slot_to_row, group_offsets)
+    return plan
+
+
+def _plan(run: Callable[..., None], top_k: int) -> Callable[..., None]:
+    def plan(tensors: Sequence[torch.Tensor | None], slot_to_row: torch.Tensor, group_offsets: torch.Tensor) -> None:
+        T = slot_to_row.size(0) // top_k
+        run(*tensors, slot_to_row, group_offsets, T | 1, 2 * T + 1, top_k)
+
+    return plan

@@ -21,7 +21,7 @@ from moe_kernels.kernels.inline import halve, histogram, lookup
 from moe_kernels.kernels.launch import compile_kernel, kernel
 from moe_kernels.plans import Plans
 
-RANK_UP_TO = 4096
+RANK_UP_TO = 1024
 _RANK_BLOCK = 32
 MOST_EXPERTS = 1024  # with more slots than that
 _MOST_RUNS = 512
@@ -159,8 +159,11 @@ def launch(
     group_offsets: torch.Tensor,  # [E + 1] int32
     row_to_slot: torch.Tensor,  # [R] int32
     slot_to_row: torch.Tensor,  # [R] int32
-) -> None:
-    """Fill the last three. Nothing is checked; R and E may not be 0, nor both above RANK_UP_TO and MOST_EXPERTS."""
+) -> Callable[..., None]:
+    """Fill the last three. Nothing is checked; R and E may not be 0, nor both above RANK_UP_TO and MOST_EXPERTS.
+
+    The result does it again for other tensors of this kind.
+    """
     R, E = topk_ids.size(0), group_offsets.size(0) - 1
     key = ((R - 1).bit_length() if R > RANK_UP_TO else 0, E, topk_ids.dtype, topk_ids.data_ptr() % 16, topk_ids.device)
     plan = _plans.get(key)
@@ -168,6 +171,7 @@ def launch(
         make = _ranking if R <= RANK_UP_TO else _counting
         plan = _plans[key] = make(topk_ids, group_offsets, row_to_slot, slot_to_row)
     plan(topk_ids, group_offsets, row_to_slot, slot_to_row)
+    return plan
 
 
 def _ranking(*tensors: torch.Tensor) -> Callable[..., None]:

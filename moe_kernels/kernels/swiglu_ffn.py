@@ -291,10 +291,11 @@ def launch(
     h_up: _Optional,  # [M, I], written
     top_k: int,  # 0 without row_to_slot
     form: Form,
-) -> None:
+) -> Callable[..., None]:
     """Write the activation, and what it is made of if asked for. Nothing is checked; no tensor may be empty.
 
-    Kernels are compiled once for all that the key names. M is in it by its magnitude alone.
+    Kernels are compiled once for all that the key names. M is in it by its magnitude alone. The result does it again
+    for other tensors of this kind, all but the last two arguments.
     """
     tensors = (A, gate, up, group_offsets, row_to_slot, gate_bias, up_bias, act, h_gate, h_up)
     M, E = act.size(0), gate.size(0)
@@ -313,9 +314,10 @@ def launch(
     )
     plan = _plans.get(key)
     if plan is None:
-        _plans[key] = plan_and_launch(partial(_plan, top_k=top_k, form=form), *tensors)
-        return
-    plan(*tensors)
+        plan = _plans[key] = plan_and_launch(partial(_plan, top_k=top_k, form=form), *tensors)
+    else:
+        plan(*tensors)
+    return plan
 
 
 def _plan(

@@ -20,7 +20,7 @@ kernels take.
 """
 
 from moe_kernels.ops.forms import uniform_grouped_gemm, varied_grouped_gemm
-from moe_kernels.ops.layer import activate, activate_backward, experts, moe_mlp, swiglu_ffn
+from moe_kernels.ops.layer import activate, activate_backward, moe_mlp, swiglu_ffn
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 
@@ -29,7 +29,6 @@ __all__ = [
     "activate_backward",
     "combine_rows",
     "dot_rows",
-    "experts",
     "grouped_gemm",
     "grouped_gemm_wgrad",
     "moe_mlp",

@@ -355,33 +355,12 @@ def _moe_mlp(
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer's result `[T, H]`, and if `keep` the rows' `h` and `h_up`, as `swiglu_ffn`."""
-    routing = group_offsets, row_to_slot, slot_to_row
-    out, *kept = experts(hidden, gates, *routing, w_in, w_up, w_out, b_in, b_up, b_out, keep, Form(*form))
-    return out, *_filled(out, kept)
-
-
-def experts(
-    hidden: Tensor,
-    gates: Tensor,
-    group_offsets: Tensor,
-    row_to_slot: Tensor,
-    slot_to_row: Tensor,
-    w_in: Tensor,
-    w_up: Tensor | None,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_up: Tensor | None,
-    b_out: Tensor | None,
-    keep: bool,
-    form: Form,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What `moe_mlp` computes, on checked arguments, with None for what there is not."""
     top_k = gates.size(1)
-    first = (w_in, w_up, b_in, b_up, keep, form, slot_to_row)
-    act, h, h_up = _first_half(hidden, group_offsets, row_to_slot, top_k, *first)
+    first = (w_in, w_up, b_in, b_up, keep, Form(*form), slot_to_row)
+    act, *kept = _first_half(hidden, group_offsets, row_to_slot, top_k, *first)
     dtype = torch.promote_types(act.dtype, w_out.dtype)
     rows = dispatch.multiply(act, w_out, group_offsets, b_out, dtype, "auto")
-    return combine_rows(rows, gates, slot_to_row, group_offsets, top_k, dtype), h, h_up
+    return combine_rows(rows, gates, slot_to_row, group_offsets, top_k, dtype), *_filled(act, kept)
 
 
 def _moe_mlp_fake(

@@ -1,0 +1,87 @@
+"""A layer's forward as its four launches alone, for calls like one that there has been.
+
+With few tokens the kernels take less time than the host needs to find out what to launch. What it finds out depends on
+the kind of the tensors only: their shapes, strides, dtypes, device and alignment to 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import dispatch
+from moe_kernels.form import Form
+
+
+class Prepared:
+    """Calls of one kind. Each step is a launcher until it has been called; from then on, the plan that it returned."""
+
+    def __init__(self, top_k: int, transposed: bool, form: Form):
+        from moe_kernels.kernels import permute, route, swiglu_ffn
+
+        self.transposed, self.form = transposed, form
+        self.route: Callable[..., Any] = route.launch
+        self.first: Callable[..., Any] = partial(swiglu_ffn.launch, top_k=top_k, form=form)
+        self.second: Callable[..., Any] = partial(dispatch.launch, "auto")
+        self.combine: Callable[..., Any] = partial(permute.launch, permute.combine_rows, top_k=top_k)
+
+    def __call__(
+        self,
+        hidden: Tensor,  # [T, H]
+        topk_ids: Tensor,  # [T, top_k]
+        gates: Tensor,  # [T, top_k]
+        w_gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] if transposed; [.., I, ..] with w_up
+        w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
+        w_up: Tensor | None,  # [E, I, H], or [E, H, I] if transposed
+        gate_up_bias: Tensor | None,  # [E, 2I]; [E, I] with w_up
+        up_bias: Tensor | None,  # [E, I]
+        down_bias: Tensor | None,  # [E, H]
+    ) -> Tensor:  # [T, H]
+        R, E = topk_ids.numel(), w_down.size(0)
+        slots = topk_ids.reshape(-1)
+        group_offsets, row_to_slot, slot_to_row = (slots.new_empty(n, dtype=torch.int32) for n in (E + 1, R, R))
+        self.route = self.route(slots, group_offsets, row_to_slot, slot_to_row) or self.route
+
+        w_out = w_down
+        if not self.transposed:
+            w_gate_up, w_out, w_up = w_gate_up.mT, w_down.mT, None if w_up is None else w_up.mT
+        gate, up = self.form.halves(w_gate_up, w_up)
+        biases = (gate_up_bias, up_bias) if gate_up_bias is None else self.form.halves(gate_up_bias, up_bias)
+        act = hidden.new_empty((R, w_out.size(1)))
+        first = (hidden, gate, up, group_offsets, row_to_slot, *biases, act, None, None)
+        self.first = self.first(*first) or self.first
+
+        rows = hidden.new_empty((R, w_out.size(2)))
+        self.second = self.second(act, w_out, group_offsets, down_bias, rows) or self.second
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        self.combine = self.combine((out, rows, gates), slot_to_row, group_offsets) or self.combine
+        return out
+
+
+def prepare(
+    hidden: Tensor,
+    topk_ids: Tensor,
+    gates: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    w_up: Tensor | None,
+    *,
+    transposed: bool,
+    form: Form,
+) -> Prepared | None:
+    """For checked tensors of a kind, which nobody records, if its first half is one kernel that multiplies 16 bits."""
+    one_dtype = hidden.dtype == w_gate_up.dtype == w_down.dtype and hidden.dtype.itemsize == 2
+    R, E = topk_ids.numel(), w_down.size(0)
+    if not (hidden.is_cuda and one_dtype and form.gated and 0 < R < 2**31 and w_gate_up.numel() > 0):
+        return None
+    from moe_kernels.kernels import route, swiglu_ffn
+
+    if R > route.RANK_UP_TO and E > route.MOST_EXPERTS:
+        return None
+    w_in = w_gate_up if transposed else w_gate_up.mT
+    up = w_up if transposed or w_up is None else w_up.mT
+    return Prepared(topk_ids.size(1), transposed, form) if swiglu_ffn.fuses(hidden, w_in, up, form, R) else None
