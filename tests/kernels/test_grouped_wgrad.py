@@ -35,7 +35,8 @@ def make(
 def assert_wgrad_close(out: torch.Tensor, A: torch.Tensor, D: torch.Tensor, group_offsets: torch.Tensor) -> None:
     plain = reference.grouped_gemm_wgrad(A, D, group_offsets, out_dtype=out.dtype)
     exact = reference.grouped_gemm_wgrad(A.double(), D.double(), group_offsets)
-    scale = reference.grouped_gemm_wgrad(A.double().abs(), D.double().abs(), group_offsets)
+    # Twice, because thousands of rows are added up one after another in float32, which cuBLAS splits.
+    scale = 2 * reference.grouped_gemm_wgrad(A.double().abs(), D.double().abs(), group_offsets)
     assert out.shape == exact.shape
     for g in range(len(out)):
         largest = scale[g].amax().item() if scale[g].numel() else 0.0

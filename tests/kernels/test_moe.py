@@ -96,8 +96,9 @@ def assert_layer_close(tensors: dict[str, torch.Tensor], ids: torch.Tensor, opti
     plain = with_gradients(reference.moe_mlp, tensors, ids, options, upstream)
     exact = with_gradients(reference.moe_mlp, in_float64(tensors), ids.cpu(), options, upstream.cpu().double())
     for name, value in ours.items():
-        # In fp32 the sums are long, and those of absolute values some ten times as large as the result.
-        scale = 16 * exact[name].abs().max().item()
+        # In fp32 the sums are long, and those of absolute values some ten times as large as the result; for a gate,
+        # a hundred times, since what it weights and its upstream gradient are nearly orthogonal.
+        scale = (128 if name == "gates" else 16) * exact[name].abs().max().item()
         assert_within_budget(value, plain[name], exact[name].to(value.device), scale=scale, name=name)
         assert value.stride() == plain[name].stride() or name == "out" or value.is_contiguous()
 
@@ -230,8 +231,11 @@ def test_rows_in_no_group(device: str) -> None:
 @pytest.mark.parametrize("T", [1, 64, 1000])
 def test_at_the_size_of_models(name: str, T: int, kind: str, device: str) -> None:
     dtype = torch.bfloat16 if T > 64 else torch.float32
+    layer = LAYERS[name]
+    if T > 64 and "limit" in layer:
+        layer = layer | {"limit": 100.0}  # bfloat16 may round past a limit, where the gradient ends
     for H, I, E, top_k in ((512, 384, 8, 4), (360, 720, 32, 2)) if T > 64 else ((1024, 384, 64, 8), (1440, 720, 16, 4)):  # noqa: E741
-        assert_layer_close(*make(LAYERS[name], T, H, I, E, top_k, device, dtype, kind))
+        assert_layer_close(*make(layer, T, H, I, E, top_k, device, dtype, kind))
 
 
 @pytest.mark.gpu
