@@ -71,7 +71,9 @@ def choose(problem: Problem) -> Choice:
 def rule(problem: Problem) -> Choice:
     """The choice where nothing has been tuned: it works everywhere."""
     thin = problem.N <= THIN and problem.tma_A and problem.tma_B and problem.dtype != torch.float32
-    return BMM if problem.bmm and not thin else by_kernel(problem)
+    # Of a tile with fewer than 16 columns the rest is wasted, which counts once there is more than a tile for each SM.
+    wasteful = problem.N < 16 and problem.G * -(-problem.M // 64) > _SMS
+    return BMM if problem.bmm and (wasteful or not thin) else by_kernel(problem)
 
 
 def by_kernel(problem: Problem) -> Choice:
