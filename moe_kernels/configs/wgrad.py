@@ -26,21 +26,18 @@ class Problem:
     G: int
     dtype: torch.dtype  # of the product: the operands' common type
     tf32: bool  # fp32 products may use tf32
-    gathered: int  # which operand is read through an index, 0 for X or 1 for Y; -1 for none
-    tma: bool  # X and Y can be read by TMA, one that is gathered apart
+    tma: bool  # X and Y can be read by TMA
     tma_out: bool  # a result of 16 bits an element can be written by it
     wide_rows: bool  # addresses in X or Y do not fit into 32 bits
-    wide_tokens: bool  # nor those in the one that is gathered
     wide_out: bool  # nor those in one group's result
 
 
 @dataclass(frozen=True)
 class Choice:
-    """All but the last two are the kernel's arguments of these names."""
+    """`block_m` and `tma` are the kernel's arguments of these names."""
 
     block_m: int
-    tma_X: bool
-    tma_Y: bool
+    tma: bool
     wide: bool  # addresses are computed in 64 bits
     config: helion.Config
 
@@ -50,8 +47,7 @@ PERSISTENT_LARGE_FROM_ROWS = 1024
 
 def rule(problem: Problem) -> Choice:
     """Total: it compiles everywhere."""
-    tma = problem.tma and problem.M >= 64 and problem.dtype != torch.float32
-    tma &= not problem.wide_out and not problem.wide_tokens
+    tma = problem.tma and not problem.wide_out and problem.M >= 64 and problem.dtype != torch.float32
     # A persistent program stores a tile by TMA while it loads for the next one.
     tma_out = tma and problem.tma_out
     options: dict[str, Any] = {"host_tensor_descriptors": True} if tma else {}
@@ -71,15 +67,14 @@ def rule(problem: Problem) -> Choice:
     if tma_out:
         options["pid_type"] = "persistent_interleaved"
     blocks = [block_for(problem.Q, block_q), block_for(problem.P, block_p)]
-    tma_X, tma_Y = tma and problem.gathered != 0, tma and problem.gathered != 1
-    access = ["tensor_descriptor" if by_tma else "pointer" for by_tma in (tma_X, tma_Y, tma_out)]
-    indices = ["pointer"] * ((1 if problem.G < MOST_OFFSETS else 2) + (problem.gathered >= 0))
+    loads = "tensor_descriptor" if tma else "pointer"
+    offsets = ["pointer"] * (1 if problem.G < MOST_OFFSETS else 2)
     config = helion.Config(
         block_sizes=blocks,
         num_warps=num_warps,
         num_stages=num_stages,
         l2_groupings=[8],
-        indexing=[*indices, *access],
+        indexing=[*offsets, loads, loads, "tensor_descriptor" if tma_out else "pointer"],
         **options,
     )
-    return Choice(block_m, tma_X, tma_Y, problem.wide_out or (problem.wide_rows and not tma), config)
+    return Choice(block_m, tma, problem.wide_out or (problem.wide_rows and not tma), config)

@@ -31,31 +31,20 @@ from moe_kernels.kernels.launch import (
 from moe_kernels.plans import Plans
 
 
-def _preset(
-    X: torch.Tensor,
-    Y: torch.Tensor,
-    group_offsets: torch.Tensor,
-    row_to_slot: torch.Tensor | None,
-    out: torch.Tensor,
-    *rest: Any,
-) -> helion.Config:
-    return configs.rule(_problem(X, Y, out, X.size(0), rest[-2], clips=False)).config
+def _preset(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: torch.Tensor, *_: Any) -> helion.Config:
+    return configs.rule(_problem(X, Y, out, clips=False)).config
 
 
 @kernel(_preset)
 def wgrad(
-    X: torch.Tensor,  # [M, P], or `_windows` of it if `tma_X`; [T, P] if `gathered` is 0
-    Y: torch.Tensor,  # [M, Q], or `_windows` of it if `tma_Y`; [T, Q] if `gathered` is 1
+    X: torch.Tensor,  # [M, P], or `_windows` of it if `tma`
+    Y: torch.Tensor,  # [M, Q], or `_windows` of it if `tma`
     group_offsets: torch.Tensor,  # [G + 1]
-    row_to_slot: torch.Tensor | None,  # [M] int32
     out: torch.Tensor,  # [G, P, Q]
     odd_M: int,  # 2 * M + 1
     width: hl.constexpr,  # a power of two, at least G + 1; 0 for offsets that are clamped already
     block_m: hl.constexpr,
-    tma_X: hl.constexpr,  # X is read by TMA, which takes what is past the end of a window for zeros
-    tma_Y: hl.constexpr,
-    gathered: hl.constexpr,  # which operand is tokens, row r being that of token row_to_slot[r] // top_k; -1 for none
-    top_k: hl.constexpr,
+    tma: hl.constexpr,  # X and Y are read by TMA, which takes what is past the end of a window for zeros
 ) -> torch.Tensor:
     """Over the tiles of all groups; each program walks its group's rows."""
     G, P, Q = out.size()
@@ -75,25 +64,15 @@ def wgrad(
         acc = hl.zeros([tile_p, tile_q], dtype=torch.float32)
         for step in hl.tile(divide(end - start + (block_m - 1), block_m), block_size=1):
             row0 = start + step.id * block_m
-            stop = torch.minimum(row0 + block_m, end)
-            window = row0 + block_m - stop + hl.arange(block_m)
-            rows = row0.to(torch.int64) + hl.arange(block_m)
-            inside = rows < end
-            source = rows
-            if row_to_slot is not None:
-                source = divide(hl.load(row_to_slot, [rows], extra_mask=inside), top_k)
-            if tma_X:
-                x = unmasked(hl.load(X, [stop, window, tile_p]))
-            elif gathered == 0:
-                x = hl.load(X, [source, tile_p], extra_mask=inside[:, None])
+            if tma:
+                stop = torch.minimum(row0 + block_m, end)
+                rows = row0 + block_m - stop + hl.arange(block_m)
+                x = unmasked(hl.load(X, [stop, rows, tile_p]))
+                y = unmasked(hl.load(Y, [stop, rows, tile_q]))
             else:
-                x = hl.load(X, [rows, tile_p], extra_mask=inside[:, None])
-            if tma_Y:
-                y = unmasked(hl.load(Y, [stop, window, tile_q]))
-            elif gathered == 1:
-                y = hl.load(Y, [source, tile_q], extra_mask=inside[:, None])
-            else:
-                y = hl.load(Y, [rows, tile_q], extra_mask=inside[:, None])
+                rows = row0.to(torch.int64) + hl.arange(block_m)
+                x = hl.load(X, [rows, tile_p], extra_mask=(rows < end)[:, None])
+                y = hl.load(Y, [rows, tile_q], extra_mask=(rows < end)[:, None])
             acc = hl.dot(x.to(dtype).T, y.to(dtype), acc=acc)
         out[g.to(torch.int64), tile_p, tile_q] = acc.to(out.dtype)
     return out
@@ -110,10 +89,9 @@ def _windows(rows: torch.Tensor, block_m: int) -> torch.Tensor:
     return rows.as_strided((rows.size(0) - block_m + 1, block_m, rows.size(1)), (row, row, column))
 
 
-def _problem(
-    X: torch.Tensor, Y: torch.Tensor, out: torch.Tensor, M: int, gathered: int, clips: bool
-) -> configs.Problem:
+def _problem(X: torch.Tensor, Y: torch.Tensor, out: torch.Tensor, clips: bool) -> configs.Problem:
     G, P, Q = out.shape
+    M = X.size(0)
     dtype = torch.promote_types(X.dtype, Y.dtype)
     return configs.Problem(
         M=configs.floor_power_of_2(M),
@@ -122,12 +100,10 @@ def _problem(
         G=G,
         dtype=dtype,
         tf32=tf32_allowed(dtype),
-        tma=clips and min(P, Q) >= 16 and all(tma_readable(x) for i, x in enumerate((X, Y)) if i != gathered),
-        gathered=gathered,
+        tma=clips and min(P, Q) >= 16 and tma_readable(X) and tma_readable(Y),
         tma_out=min(P, Q) >= 16 and out.element_size() == 2 and tma_readable(out),
         # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
         wide_rows=2 * max(span(X), span(Y)) > INT32_MAX,
-        wide_tokens=gathered >= 0 and 2 * span((X, Y)[gathered]) > INT32_MAX,
         wide_out=span(out.select(0, 0)) > INT32_MAX,
     )
 
@@ -140,18 +116,13 @@ def launch(
     Y: torch.Tensor,  # [M, Q]
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [G, P, Q]
-    *,
-    row_to_slot: torch.Tensor | None = None,  # [M] int32
-    gathered: int = -1,  # 0 or 1 with row_to_slot: X, or Y, has a row of each token, [T, P] or [T, Q]
-    top_k: int = 1,  # slots of a token
 ) -> None:
     """Write the products to `out`. Nothing is checked; M, P, Q and G may not be 0.
 
     A kernel is compiled once for all that the key names. M is in it by its magnitude alone.
     """
-    M = X.size(0) if row_to_slot is None else row_to_slot.size(0)
     key = (
-        M.bit_length(),
+        X.size(0).bit_length(),
         X.dtype,
         X.stride(),
         X.data_ptr() % 16,
@@ -166,64 +137,49 @@ def launch(
         out.shape,
         out.stride(),
         out.data_ptr() % 16,
-        row_to_slot is not None and (gathered, top_k, row_to_slot.data_ptr() % 16),
         (X.dtype == torch.float32 or Y.dtype == torch.float32) and tf32_allowed(torch.float32),
     )
-    tensors = (X, Y, group_offsets, row_to_slot, out)
     plan = _plans.get(key)
     if plan is None:
-        _plans[key] = plan_and_launch(partial(_plan, gathered=gathered, top_k=top_k), *tensors)
+        _plans[key] = plan_and_launch(_plan, X, Y, group_offsets, out)
         return
-    plan(*tensors)
+    plan(X, Y, group_offsets, out)
 
 
 def _plan(
     X: torch.Tensor,
     Y: torch.Tensor,
     group_offsets: torch.Tensor,
-    row_to_slot: torch.Tensor | None,
     out: torch.Tensor,
-    gathered: int = -1,
-    top_k: int = 1,
     clips: bool = True,  # TMA may be relied upon to give zeros for what is outside of a tensor
 ) -> Callable[..., None]:
-    M = X.size(0) if row_to_slot is None else row_to_slot.size(0)
-    choice = configs.rule(_problem(X, Y, out, M, gathered, clips))
-    block_m, tma_X, tma_Y = choice.block_m, choice.tma_X, choice.tma_Y
+    choice = configs.rule(_problem(X, Y, out, clips))
+    block_m, tma = choice.block_m, choice.tma
     G = out.size(0)
     width = max(2, 1 << G.bit_length()) if G < configs.MOST_OFFSETS else 0
 
-    def view(rows: torch.Tensor, tma: bool) -> torch.Tensor:
+    def view(rows: torch.Tensor) -> torch.Tensor:
         return _windows(rows, block_m) if tma else rows
 
-    def like(rows: torch.Tensor, tma: bool) -> torch.Tensor:
-        # TMA has no use for Helion's limit on the elements of a tensor: show it fewer.
-        return without_ones(view(rows.narrow(0, 0, block_m), True) if tma else rows)
-
-    # Nor has `out`, whose groups are told apart in 64 bits.
+    # What the kernel is compiled for. TMA has no use for Helion's limit on the elements of a tensor: show it fewer;
+    # nor has `out`, whose groups are told apart in 64 bits.
+    like = partial(torch.narrow, dim=0, start=0, length=block_m) if tma else without_ones
     o = without_ones(out if choice.wide else out.narrow(0, 0, min(2, G)))
-    to = None if row_to_slot is None else without_ones(row_to_slot)
-    settled = (width, block_m, tma_X, tma_Y, gathered, top_k)
+    args = (without_ones(view(like(X))), without_ones(view(like(Y))), group_offsets, o, 3, width, block_m, tma)
     run = compile_kernel(
         wgrad,
-        (like(X, tma_X), like(Y, tma_Y), group_offsets, to, o, 3, *settled),
+        args,
         choice.config,
         wide=choice.wide,
         tf32=tf32_allowed(torch.promote_types(X.dtype, Y.dtype)),
-        prepare=lambda X, Y, *rest: (view(X, tma_X), view(Y, tma_Y), *rest),
-        clipped={i: block_m for i, tma in enumerate((tma_X, tma_Y)) if tma},
+        prepare=lambda X, Y, *rest: (view(X), view(Y), *rest),
+        clipped={0: block_m, 1: block_m} if tma else {},
     )
 
-    def plan(
-        X: torch.Tensor,
-        Y: torch.Tensor,
-        group_offsets: torch.Tensor,
-        row_to_slot: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        M = X.size(0) if row_to_slot is None else row_to_slot.size(0)
+    def plan(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: torch.Tensor) -> None:
+        M = X.size(0)
         if not width:
             group_offsets = checks.clamp_offsets(group_offsets, M)
-        run(X, Y, group_offsets, row_to_slot, out, 2 * M + 1, *settled)
+        run(X, Y, group_offsets, out, 2 * M + 1, width, block_m, tma)
 
     return plan

@@ -12,7 +12,7 @@ from moe_kernels import dispatch, reference
 from moe_kernels.form import Form
 from moe_kernels.ops.library import define
 from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
-from moe_kernels.ops.products import gathered_wgrad, grouped_gemm, grouped_gemm_wgrad
+from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 
 _FORM = "str activation, bool gated, bool interleaved, float alpha, float limit"
 
@@ -311,34 +311,15 @@ def _projection_gradients(
         if needed[1 + i]:
             result[1 + i] = _weight_gradient(rows, d, group_offsets, weight)
         if bias is not None and needed[3 + i]:
-            result[3 + i] = _bias_gradient(d, group_offsets, bias)
+            ones = d.new_ones(1, 1).expand(d.size(0), 1)
+            result[3 + i] = grouped_gemm_wgrad(ones, d, group_offsets, False, False, bias.dtype)[:, 0]
     return result
-
-
-def _bias_gradient(d: Tensor, group_offsets: Tensor, bias: Tensor) -> Tensor:
-    ones = d.new_ones(1, 1).expand(d.size(0), 1)
-    d_bias: Tensor = grouped_gemm_wgrad(ones, d, group_offsets, False, False, bias.dtype)[:, 0]
-    return d_bias
 
 
 def _weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
     """Lies in memory as `weight` does."""
     transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1
     d_weight: Tensor = grouped_gemm_wgrad(rows, d, group_offsets, False, transposed, weight.dtype)
-    return d_weight
-
-
-def _gathered_weight_gradient(
-    A: Tensor,
-    D: Tensor,
-    routing: tuple[Tensor, Tensor, Tensor],  # group_offsets, row_to_slot, slot_to_row
-    gathered: int,  # which of A and D has tokens
-    top_k: int,
-    weight: Tensor,
-) -> Tensor:
-    """Lies in memory as `weight` does."""
-    transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1
-    d_weight: Tensor = gathered_wgrad(A, D, *routing, gathered, top_k, transposed, weight.dtype)
     return d_weight
 
 
@@ -429,11 +410,10 @@ def _moe_mlp_gradient(
         _, h, h_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *form)
         del rows
         d_h = d_h_up = None  # of empty tensors
-    weighted = None
+    d_rows = weighted = None
     if d_out is not None:
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
         d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, h.dtype, "auto")
-        del d_rows
         d_h_by_act, d_h_up_by_act, weighted, d_gates = activate_backward(
             h, None if w_up is None else h_up, d_act, gates, row_to_slot, group_offsets, *form
         )
@@ -448,25 +428,20 @@ def _moe_mlp_gradient(
         d_sorted = _projection_gradients(needed, None, group_offsets, first, d_h, d_h_up)[0]
         d_hidden = None if d_sorted is None else combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
-    gather = group_offsets, row_to_slot, slot_to_row
-    d_first: list[Tensor | None] = [None] * 4
-    for i, weight, bias, d in ((0, w_in, b_in, d_h), (1, w_up, b_up, d_h_up)):
-        if weight is not None and d is not None:
-            if need[5 + i]:
-                d_first[i] = _gathered_weight_gradient(hidden, d, gather, 0, top_k, weight)
-            if bias is not None and need[8 + i]:
-                d_first[2 + i] = _bias_gradient(d, group_offsets, bias)
-    del d_h, d_h_up
-    if d_out is not None and weighted is not None:
+    needed = (False, need[5], need[6], need[8], need[9])
+    rows = scatter_rows(hidden, None, *routing, hidden.dtype) if any(need[5:7]) else None
+    d_first = _projection_gradients(needed, rows, group_offsets, first, d_h, d_h_up)[1:]
+    del d_h, d_h_up, rows
+    if d_out is not None and d_rows is not None:
         if need[7]:
-            d_w_out = _gathered_weight_gradient(weighted, d_out, gather, 1, top_k, w_out)
+            d_w_out = _weight_gradient(weighted, d_rows, group_offsets, w_out)
         if b_out is not None and need[10]:
             dtype = torch.promote_types(gates.dtype, torch.float32)
             weights = scatter_rows(d_out.new_ones(d_out.size(0), 1, dtype=dtype), gates, *routing, dtype)
-            d_b_out = gathered_wgrad(weights, d_out, *gather, 1, top_k, False, b_out.dtype)[:, 0]
+            d_b_out = grouped_gemm_wgrad(weights, d_rows, group_offsets, False, False, b_out.dtype)[:, 0]
         if b_out is not None and need[1]:
-            ones = d_out.new_ones(1, 1).expand(slot_to_row.size(0), 1)
-            biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_out.dtype, "auto")
+            ones = d_rows.new_ones(1, 1).expand(d_rows.size(0), 1)
+            biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_rows.dtype, "auto")
             d_gates = d_gates + dot_rows(d_out, biases, *routing, gates.dtype)
     d_w_in, d_w_up, d_b_in, d_b_up = d_first
     d_parameters = (d_w_in, d_w_up, d_w_out, d_b_in, d_b_up, d_b_out)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,24 +67,19 @@ def _wgrad(
         out = reference.grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype=out_dtype)
         return out[0] if shared else out
     out = A_packed.new_empty((group_offsets.size(0) - 1, K, d_out.size(1)), dtype=out_dtype)
-    _write_wgrad(A_packed, d_out, group_offsets, out, M)
-    return out[0] if shared else out
-
-
-def _write_wgrad(A: Tensor, D: Tensor, group_offsets: Tensor, out: Tensor, M: int, **routing: Any) -> None:
     if M == 0:
         out.zero_()
     elif out.numel() > 0:
         from moe_kernels.kernels import grouped_wgrad
 
-        launch: Callable[..., None] = partial(grouped_wgrad.launch, **routing)
-        if out.is_cpu:
+        if A_packed.is_cpu:
             # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
             result = torch.empty_like(out, dtype=torch.float32)
-            launch(widened(A), widened(D), group_offsets, result)
+            grouped_wgrad.launch(widened(A_packed), widened(d_out), group_offsets, result)
             out.copy_(result)
         else:
-            dispatch.on_device(out, launch, A, D, group_offsets, out)
+            dispatch.on_device(out, grouped_wgrad.launch, A_packed, d_out, group_offsets, out)
+    return out[0] if shared else out
 
 
 def _wgrad_fake(
@@ -116,68 +109,6 @@ def _wgrad_backward(ctx: Any, dd_B: Tensor) -> tuple[Tensor | None, ...]:
     return dA, dd_out, None, None, None, None
 
 
-def _gathered_wgrad(
-    A: Tensor,  # [M, K], or [T, K] if it is gathered
-    D: Tensor,  # [M, N], or [T, N] if it is gathered
-    group_offsets: Tensor,  # [G + 1]
-    row_to_slot: Tensor,  # [M]
-    slot_to_row: Tensor,  # [M], for gradients of this
-    gathered: int,  # 0 for A, 1 for D: its row r is that of token row_to_slot[r] // top_k
-    top_k: int,
-    transposed: bool,  # the result lies in memory as [G, N, K]
-    out_dtype: torch.dtype,
-) -> Tensor:  # [G, K, N]
-    """As `grouped_gemm_wgrad`, of tokens that are not sorted by expert."""
-    if transposed:
-        swapped = (row_to_slot, slot_to_row, 1 - gathered, top_k, False)
-        return _gathered_wgrad(D, A, group_offsets, *swapped, out_dtype).transpose(-2, -1)
-    if not dispatch.use_kernels(A):
-        tokens = (row_to_slot // top_k).long()
-        A, D = (x.index_select(0, tokens) if i == gathered else x for i, x in enumerate((A, D)))
-        return _wgrad(A, D, group_offsets, False, False, out_dtype)
-    out = A.new_empty((group_offsets.size(0) - 1, A.size(1), D.size(1)), dtype=out_dtype)
-    routing = {"row_to_slot": row_to_slot, "gathered": gathered, "top_k": top_k}
-    _write_wgrad(A, D, group_offsets, out, row_to_slot.size(0), **routing)
-    return out
-
-
-def _gathered_wgrad_fake(
-    A: Tensor,
-    D: Tensor,
-    group_offsets: Tensor,
-    row_to_slot: Tensor,
-    slot_to_row: Tensor,
-    gathered: int,
-    top_k: int,
-    transposed: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return _wgrad_fake(A, D, group_offsets, False, transposed, out_dtype)
-
-
-def _gathered_wgrad_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    A, D, *routing, ctx.gathered, ctx.top_k, _, _ = inputs
-    ctx.save_for_backward(needs(ctx, 1, A), needs(ctx, 0, D), *routing)
-    ctx.dtypes = A.dtype, D.dtype
-
-
-def _gathered_wgrad_backward(ctx: Any, dd_B: Tensor) -> tuple[Tensor | None, ...]:
-    from moe_kernels.ops.moves import combine_rows, scatter_rows  # which import this module's package
-
-    A, D, group_offsets, _, slot_to_row = ctx.saved_tensors
-    found: list[Tensor | None] = [None, None]
-    for i, other, weight in ((0, D, dd_B.transpose(-2, -1)), (1, A, dd_B)):
-        if ctx.needs_input_grad[i]:
-            dtype = ctx.dtypes[i]
-            if i != ctx.gathered:
-                other = scatter_rows(other, None, slot_to_row, group_offsets, ctx.top_k, other.dtype)
-            d = grouped_gemm(other, weight, group_offsets, None, dtype, "auto")
-            if i == ctx.gathered:
-                d = combine_rows(d, None, slot_to_row, group_offsets, ctx.top_k, dtype)
-            found[i] = d
-    return *found, *[None] * 7
-
-
 grouped_gemm = define(
     "grouped_gemm(Tensor A_packed, Tensor B, Tensor group_offsets, Tensor? bias, ScalarType out_dtype, str variant)"
     " -> Tensor",
@@ -193,12 +124,4 @@ grouped_gemm_wgrad = define(
     _wgrad_fake,
     _wgrad_setup,
     _wgrad_backward,
-)
-gathered_wgrad = define(
-    "gathered_wgrad(Tensor A, Tensor D, Tensor group_offsets, Tensor row_to_slot, Tensor slot_to_row, int gathered,"
-    " int top_k, bool transposed, ScalarType out_dtype) -> Tensor",
-    _gathered_wgrad,
-    _gathered_wgrad_fake,
-    _gathered_wgrad_setup,
-    _gathered_wgrad_backward,
 )
