@@ -767,3 +767,15 @@ def test_the_readme_is_written_and_checked(tmp_path: Path) -> None:
     assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
     results_of(record("a", base, 10.0), record("a", ours, 7.0)).write(tmp_path / "results/table.json")
     assert report.main([str(page), "--check"]) == 1
+
+
+def test_a_second_run_leaves_the_plots_to_the_first(tmp_path: Path) -> None:
+    base, ours = report.roles("table")
+    for name, us in (("table", 8.0), ("table-second-run", 7.0)):
+        results_of(record("a", base, 10.0), record("a", ours, us)).write(tmp_path / f"{name}.json")
+    names = ("table", "table-second-run")
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- table: {name}.json -->\n<!-- end of table -->\n" for name in names))
+    assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
+    text = page.read_text()
+    assert "| 1.25 |" in text and "| 1.43 |" in text and text.count("![table](table.png)") == 1

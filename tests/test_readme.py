@@ -1,4 +1,4 @@
-"""README.md's tables of measurements, and the plots beside them, are those that their JSON gives."""
+"""The pages' tables of measurements, and the plots beside them, are those that their JSON gives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 
 
-def test_tables_and_plots_match_the_results() -> None:
-    assert "<!-- table: " in README.read_text()
-    assert not report.readme(README, check=True), "run `python -m moe_kernels.bench.report`"
+@pytest.mark.parametrize("page", report.PAGES, ids=str)
+def test_tables_and_plots_match_the_results(page: Path) -> None:
+    assert "<!-- table: " in (ROOT / page).read_text()
+    assert not report.write_page(ROOT / page, check=True), "run `python -m moe_kernels.bench.report`"
 
 
 def test_a_changed_table_is_noticed(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Tables of what `bench` has measured: as text, as CSV, and in README.md.
+"""Tables of what `bench` has measured: as text, as CSV, and in README.md and benchmarks/README.md.
 
-    python -m moe_kernels.bench.report [--check] [README.md]
+    python -m moe_kernels.bench.report [--check] [PAGE ...]
 
-writes the tables and plots of a README anew. Between `<!-- table: FILE -->` and `<!-- end of table -->`, each on a line
-of its own, it puts what FILE, a JSON of `bench`, holds; the plots go beside FILE. With --check it writes nothing, and
-exits with 1 if anything would change.
+writes the tables and plots of these pages, or others, anew. Between `<!-- table: FILE -->` and `<!-- end of table -->`,
+each on a line of its own, it puts what FILE, a JSON of `bench`, holds, with a path from the page's folder. The plots go
+beside FILE, and have their names from its suites: a file that is not named after one, such as a second run's, is shown
+without. With --check it writes nothing, and exits with 1 if anything would change.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from moe_kernels.bench.providers import OPERATORS, Operator
 from moe_kernels.bench.run import FIELDS, Record, Results
 from moe_kernels.bench.suites import SUITES, WARM_CALLS
 
+PAGES = (Path("README.md"), Path("benchmarks/README.md"))
 SLOW = 0.98  # x the baseline below which a case is listed
 _BLOCK = re.compile(r"^<!-- table: (\S+) -->\n(.*?)^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
 _EAGER = {"host_us": "host us", "host_prepared_us": "host us, prepared", "peak_mb": "peak MB"}  # of eager calls only
@@ -313,8 +315,8 @@ def _code(label: str) -> str:
     return re.sub(r"\b(torch\.\w+|\w*grouped_gemm|moe_mlp)\b", r"`\1`", label)
 
 
-def readme(path: Path, check: bool) -> bool:
-    """Write the tables of the README at `path`, and the plots that they show; whether anything changes."""
+def write_page(path: Path, check: bool) -> bool:
+    """Write the tables of the page at `path`, and the plots that they show; whether anything changes."""
     from moe_kernels.bench import plots
 
     changed = False
@@ -324,7 +326,7 @@ def readme(path: Path, check: bool) -> bool:
         file = path.parent / match[1]
         results = Results.read(file)
         links = []
-        for picture in plots.pictures(results, file.parent):
+        for picture in plots.pictures(results, file.parent) if file.stem in results.suites else ():
             if not plots.is_of(picture, results):
                 changed = True
                 if not check:
@@ -341,13 +343,14 @@ def readme(path: Path, check: bool) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m moe_kernels.bench.report", description="Write the tables and plots of a README anew."
+        prog="python -m moe_kernels.bench.report", description="Write the tables and plots of pages anew."
     )
-    parser.add_argument("readme", nargs="?", type=Path, default=Path("README.md"), help="default: README.md")
+    pages = " and ".join(map(str, PAGES))
+    parser.add_argument("page", nargs="*", type=Path, default=PAGES, help=f"default: {pages}")
     parser.add_argument("--check", action="store_true", help="only say, by the exit status, whether all is as it is")
     options = parser.parse_args(argv)
-    changes = readme(options.readme, options.check)
-    return int(changes and options.check)
+    changed = [write_page(page, options.check) for page in options.page]
+    return int(any(changed) and options.check)
 
 
 if __name__ == "__main__":
