@@ -144,6 +144,13 @@ def test_swiglu_of_few_tokens(asked_for: list[Any], R: int) -> None:
     assert report["cp_async"] > 0
 
 
+@pytest.mark.parametrize("E", [8192, 4096], ids=["basic", "persistent"])
+def test_swiglu_of_more_than_2_to_the_31_elements_of_tokens(asked_for: list[Any], E: int) -> None:
+    """Of odd rows, which TMA cannot read."""
+    report = swiglu_report(asked_for, 600_000, 4099, 64, E, top_k=1)
+    assert "tl.int64" in report["code"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("M", "H", "I"), [(65536, 97, 259), (4096, 2048, 768), (100, 64, 64)])  # fmt: skip
 def test_swiglu_of_other_shapes(asked_for: list[Any], M: int, H: int, I: int, dtype: torch.dtype) -> None:  # noqa: E741
