@@ -345,7 +345,8 @@ def _moe_mlp(
     """The layer's result `[T, H]`, and if `keep` the rows' `h` and `h_up`, as `swiglu_ffn`."""
     top_k, R = gates.size(1), slot_to_row.size(0)
     first = (w_in, w_up, b_in, b_up, keep, Form(*form))
-    if _fusible(hidden, w_in, Form(*form)) and GATHER_BELOW_ROWS * w_in.size(0) > R:
+    few = 0 < R < GATHER_BELOW_ROWS * w_in.size(0) and w_in.numel() > 0
+    if few and _fusible(hidden, w_in, Form(*form)):
         act, h, h_up = _first_half(hidden, group_offsets, row_to_slot, top_k, *first)
     else:
         rows = scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, hidden.dtype)
