@@ -400,9 +400,8 @@ def _moe_mlp_gradient(
     routing = slot_to_row, group_offsets, top_k
     d_gates = d_w_out = d_b_out = None
     rows = None
-    if any(need[5:7]) or not ctx.keep:
-        rows = scatter_rows(hidden, None, *routing, hidden.dtype)
     if not ctx.keep:
+        rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         _, h, h_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *form)
         d_h = d_h_up = None  # of empty tensors
     if d_out is not None:
@@ -424,6 +423,8 @@ def _moe_mlp_gradient(
             biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_rows.dtype, "auto")
             d_gates = d_gates + dot_rows(d_out, biases, *routing, gates.dtype)
         del d_rows, found
+    if rows is None and any(need[5:7]):
+        rows = scatter_rows(hidden, None, *routing, hidden.dtype)
     d_rows, *first = _projection_gradients(
         (need[0], need[5], need[6], need[8], need[9]), rows, group_offsets, (w_in, w_up, b_in, b_up), d_h, d_h_up
     )
