@@ -299,7 +299,7 @@ def combine_rows(
     slots = rows[slot_to_row.long()].to(compute)
     if gates is not None:
         slots = slots * gates.reshape(-1, 1).to(compute)
-    slots = _kept(slots, slot_to_row, group_offsets).view(-1, top_k, rows.shape[1])
+    slots = _kept(slots, slot_to_row, group_offsets).view(len(slots) // top_k, top_k, rows.shape[1])
     # Not sum(1): the order of its additions is not specified.
     total = torch.zeros_like(slots[:, 0])
     for k in range(top_k):

@@ -110,7 +110,7 @@ def swiglu(
                 group = (region - 1).to(torch.int64)
                 source = rows
                 if row_to_slot is not None:
-                    source = divide(hl.load(row_to_slot, [rows], extra_mask=inside), top_k)
+                    source = divide(hl.load(row_to_slot, [rows], extra_mask=inside), top_k).to(rows.dtype)
                 for tile_h in hl.tile(H):
                     if mask_rows:
                         a = hl.load(A, [source, tile_h], extra_mask=inside[:, None])
@@ -176,7 +176,7 @@ def swiglu_persistent(
         rows = row0.to(torch.int64) + hl.arange(block_m)
         source = rows
         if row_to_slot is not None:
-            source = divide(hl.load(row_to_slot, [rows], extra_mask=rows < end), top_k)
+            source = divide(hl.load(row_to_slot, [rows], extra_mask=rows < end), top_k).to(rows.dtype)
         acc = hl.zeros([block_m, 2 * block_i], dtype=torch.float32)
         for tile_h in hl.tile(H):
             if tma_A:

@@ -50,7 +50,7 @@ def make(
 
     def weight(outputs: int, inputs: int) -> torch.Tensor:
         shape = (E, inputs, outputs) if transposed else (E, outputs, inputs)
-        return (2 * torch.randn(shape, device=device) * inputs**-0.5).to(dtype)
+        return (2 * torch.randn(shape, device=device) * max(inputs, 1) ** -0.5).to(dtype)
 
     tensors = {
         "hidden": torch.randn(T, H, device=device).to(dtype),
@@ -125,6 +125,15 @@ def test_few_tokens(device: str) -> None:
     tensors, ids, options = make({}, 2, 24, 40, 5, 4, device, torch.float32)
     ids[ids == 5] = 0
     assert_layer_close(tensors, ids, options)
+
+
+@pytest.mark.parametrize(("T", "H", "I"), [(0, 8, 16), (4, 0, 16), (4, 8, 0)])
+def test_extents_of_zero(T: int, H: int, I: int, device: str) -> None:  # noqa: E741
+    tensors, ids, options = make({"two": True, "bias": True}, T, H, I, 3, 2, device, torch.float32)
+    upstream = torch.randn(T, H, device=device)
+    ours = with_gradients(moe_mlp, tensors, ids, options, upstream)
+    expected = with_gradients(reference.moe_mlp, tensors, ids, options, upstream)
+    torch.testing.assert_close(ours, expected)
 
 
 def test_without_gradients_it_gives_the_same_bits(device: str) -> None:

@@ -66,8 +66,7 @@ def fake_inputs(task: tune.Task) -> tune.Inputs:
     return inputs
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["B [G, K, N]", "B [G, N, K] viewed"])
-@pytest.mark.parametrize("variant", ["basic", "persistent"])
+@pytest.mark.parametrize(("variant", "transposed"), [("basic", False), ("persistent", True)])
 def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, variant: str, transposed: bool) -> None:
     monkeypatch.setattr(benchmark_provider, "LocalBenchmarkProvider", Provider)
     monkeypatch.setattr(launch, "compile_kernel", lambda *_, **__: lambda *_: None)
