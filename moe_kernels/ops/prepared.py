@@ -1,4 +1,4 @@
-"""A layer's forward as its four launches alone, for calls like one that there has been.
+"""A layer's forward as its launches alone, for calls like one that there has been.
 
 With few tokens the kernels take less time than the host needs to find out what to launch. What it finds out depends on
 the kind of the tensors only: their shapes, strides, dtypes, device and alignment to 16 bytes.
