@@ -232,6 +232,7 @@ def on_device(like: Tensor, launch: Callable[..., Any], *args: Any) -> None:
             launch(*args)
 
 
+MOST_ROWS = 2**30 - 1  # twice as many and one are an int32
 _plans: Plans[tuple[Callable[..., None], int, torch.dtype]] = Plans()  # and N and dtype of the result
 
 
@@ -307,8 +308,8 @@ def _run(
         return out
     if group_offsets.size(0) == 1 or (K == 0 and bias is None):
         return out.zero_()
-    if M > 2**31 - 1:
-        raise ValueError(f"A_packed: expected at most 2**31 - 1 rows, got {M}")
+    if M > MOST_ROWS:
+        raise ValueError(f"A_packed: expected at most {MOST_ROWS} rows, got {M}")
 
     if A_packed.is_cpu:
         # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.

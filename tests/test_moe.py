@@ -195,9 +195,9 @@ def test_opcheck_of_the_activation() -> None:
     operators = torch.ops.moe_kernels
     opcheck(operators.activate.default, (h, None, *form))
     opcheck(operators.activate.default, (h, h.detach() + 1, *form))
-    opcheck(operators.activate_backward.default, (h, None, d, None, None, None, *form))
+    opcheck(operators.activate_backward.default, (h, None, d, None, None, None, False, *form))
     order = (routing.row_to_slot, routing.group_offsets)
-    opcheck(operators.activate_backward.default, (h, None, d, gates.double(), *order, *form))
+    opcheck(operators.activate_backward.default, (h, None, d, gates.double(), *order, True, *form))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

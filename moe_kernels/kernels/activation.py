@@ -137,7 +137,7 @@ def activate_backward(
 def weighted_backward(
     d_gate: torch.Tensor,  # [R, I], written
     d_up: torch.Tensor | None,  # [R, I], written
-    weighted: torch.Tensor,  # [R, I], written
+    weighted: torch.Tensor | None,  # [R, I], written
     dots: torch.Tensor,  # [R], written
     gate: torch.Tensor,  # [R, I]
     up: torch.Tensor | None,  # [R, I]
@@ -176,7 +176,8 @@ def weighted_backward(
                     dg, du = _gated_backward(g, u, w * d, name, alpha, limit)
                     d_gate[r, tile_i] = dg.to(d_gate.dtype)
                     d_up[r, tile_i] = du.to(d_gate.dtype)
-                weighted[r, tile_i] = (w * act).to(weighted.dtype)
+                if weighted is not None:
+                    weighted[r, tile_i] = (w * act).to(weighted.dtype)
                 dot = dot + torch.sum(act * d)
             # What act is made of may not have been written there.
             dots[slot] = torch.where(r < group_offsets[E], dot, 0.0).to(dots.dtype)

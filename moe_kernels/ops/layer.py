@@ -51,7 +51,7 @@ def _activate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _activate_gradient(ctx: Any, d_act: Tensor) -> tuple[Any, ...]:
     h, h_up = ctx.saved_tensors
-    d_h, d_h_up, _, _ = activate_backward(h, h_up, d_act, None, None, None, *ctx.form)
+    d_h, d_h_up, _, _ = activate_backward(h, h_up, d_act, None, None, None, False, *ctx.form)
     return d_h, None if h_up is None else d_h_up, *[None] * len(ctx.form)
 
 
@@ -62,16 +62,17 @@ def _activate_backward(
     gates: Tensor | None,  # [T, top_k]
     row_to_slot: Tensor | None,  # [R]
     group_offsets: Tensor | None,  # [E + 1]
+    weigh: bool,
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.activate_backward`, with empty tensors for what there is not."""
+    """As `reference.activate_backward`, with empty tensors for what there is not; weighted act only if `weigh`."""
     form = Form(*form)
     if not dispatch.use_kernels(h):
         found = reference.activate_backward(h, h_up, d_act, gates, row_to_slot, group_offsets, form)
         d_h, d_h_up, weighted, dots = (h.new_empty(0) if x is None else x for x in found)
-        return d_h, d_h_up, weighted, dots
+        return d_h, d_h_up, weighted if weigh else h.new_empty(0), dots
     gate, up = form.halves(h, h_up)
-    results = _activate_backward_fake(h, h_up, d_act, gates, row_to_slot, group_offsets, *form)
+    results = _activate_backward_fake(h, h_up, d_act, gates, row_to_slot, group_offsets, weigh, *form)
     d_h, d_h_up, weighted, dots = (_interpretable(x) for x in results)
     if gate.numel() == 0:
         dots.zero_()
@@ -84,7 +85,7 @@ def _activate_backward(
             tensors: tuple[Tensor | None, ...] = (d_gate, d_up, gate, up, d_act)
             dispatch.on_device(h, kernels.launch, kernels.activate_backward, tensors, *options)
         else:
-            tensors = (d_gate, d_up, weighted, dots.view(-1), gate, up, d_act, gates.reshape(-1))
+            tensors = (d_gate, d_up, weighted if weigh else None, dots.view(-1), gate, up, d_act, gates.reshape(-1))
             tensors = (*tensors, row_to_slot, group_offsets)
             dispatch.on_device(h, kernels.launch, kernels.weighted_backward, tensors, *options)
     d_h, d_h_up, weighted, dots = (
@@ -100,17 +101,18 @@ def _activate_backward_fake(
     gates: Tensor | None,
     row_to_slot: Tensor | None,
     group_offsets: Tensor | None,
+    weigh: bool,
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_h = h.new_empty(h.shape)
     d_h_up = h.new_empty(0) if h_up is None else h_up.new_empty(h_up.shape)
     if gates is None:
         return d_h, d_h_up, h.new_empty(0), h.new_empty(0)
-    return d_h, d_h_up, h.new_empty(d_act.shape), gates.new_empty(gates.shape)
+    return d_h, d_h_up, h.new_empty(d_act.shape if weigh else 0), gates.new_empty(gates.shape)
 
 
 def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit = inputs
+    *tensors, ctx.weigh, ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -123,7 +125,9 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
         inputs = [x.requires_grad_() if ctx.needs_input_grad[i] else x for i, x in enumerate(inputs)]
         h, h_up, d_act, gates, row_to_slot, group_offsets = inputs
-        outputs = reference.activate_backward(h, h_up, d_act, gates, row_to_slot, group_offsets, form)
+        outputs = list(reference.activate_backward(h, h_up, d_act, gates, row_to_slot, group_offsets, form))
+        if not ctx.weigh:
+            outputs[2] = None
     asked = [i for i in range(4) if ctx.needs_input_grad[i]]
     pairs = [(y, d) for y, d in zip(outputs, grads, strict=True) if y is not None and y.requires_grad]
     found = torch.autograd.grad(
@@ -134,7 +138,7 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         allow_unused=True,
     )
     by_input = dict(zip(asked, found, strict=True))
-    return *(by_input.get(i) for i in range(6)), *[None] * len(form)
+    return *(by_input.get(i) for i in range(6)), None, *[None] * len(form)
 
 
 activate = define(
@@ -146,7 +150,7 @@ activate = define(
 )
 activate_backward = define(
     "activate_backward(Tensor h, Tensor? h_up, Tensor d_act, Tensor? gates, Tensor? row_to_slot, Tensor? group_offsets,"
-    f" {_FORM}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f" bool weigh, {_FORM}) -> (Tensor, Tensor, Tensor, Tensor)",
     _activate_backward,
     _activate_backward_fake,
     _activate_backward_setup,
@@ -283,7 +287,7 @@ def _swiglu_ffn_gradient(
         d_h = d_h_up = None  # of empty tensors
     if d_act is not None:
         h_up = None if w_up is None else h_up
-        found = activate_backward(h, h_up, d_act, None, None, None, *ctx.form)
+        found = activate_backward(h, h_up, d_act, None, None, None, False, *ctx.form)
         d_h, d_h_up = _sum(found[0], d_h), _sum(found[1], d_h_up)
     d_rows, *weights = _projection_gradients(
         ctx.needs_input_grad[:1] + ctx.needs_input_grad[2:6], rows, group_offsets, (w_in, w_up, b_in, b_up), d_h, d_h_up
@@ -415,7 +419,7 @@ def _moe_mlp_gradient(
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
         d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, h.dtype, "auto")
         d_h_by_act, d_h_up_by_act, weighted, d_gates = activate_backward(
-            h, None if w_up is None else h_up, d_act, gates, row_to_slot, group_offsets, *form
+            h, None if w_up is None else h_up, d_act, gates, row_to_slot, group_offsets, need[7], *form
         )
         del d_act
         d_h, d_h_up = _sum(d_h_by_act, d_h), _sum(d_h_up_by_act, d_h_up)

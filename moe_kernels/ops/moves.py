@@ -13,8 +13,8 @@ from moe_kernels.ops.library import define, needs
 
 def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     R = topk_ids.numel()
-    if R > 2**31 - 1:  # not among the checks, where it would limit what torch.export traces
-        raise ValueError(f"topk_ids: expected at most 2**31 - 1 elements, got {R}")
+    if R > dispatch.MOST_ROWS:  # not among the checks, where it would limit what torch.export traces
+        raise ValueError(f"topk_ids: expected at most {dispatch.MOST_ROWS} elements, got {R}")
     if dispatch.use_kernels(topk_ids) and R > 0 and num_experts > 0:
         from moe_kernels.kernels import route
 

@@ -76,7 +76,7 @@ def prepare(
     """For checked tensors of a kind, which nobody records, if its first half is one kernel that multiplies 16 bits."""
     one_dtype = hidden.dtype == w_gate_up.dtype == w_down.dtype and hidden.dtype.itemsize == 2
     R, E = topk_ids.numel(), w_down.size(0)
-    if not (hidden.is_cuda and one_dtype and form.gated and 0 < R < 2**31 and w_gate_up.numel() > 0):
+    if not (hidden.is_cuda and one_dtype and form.gated and 0 < R <= dispatch.MOST_ROWS and w_gate_up.numel() > 0):
         return None
     from moe_kernels.kernels import route, swiglu_ffn
 

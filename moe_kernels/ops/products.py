@@ -66,6 +66,8 @@ def _wgrad(
     if not dispatch.use_kernels(A_packed):
         out = reference.grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype=out_dtype)
         return out[0] if shared else out
+    if M > dispatch.MOST_ROWS:
+        raise ValueError(f"A_packed: expected at most {dispatch.MOST_ROWS} rows, got {M}")
     out = A_packed.new_empty((group_offsets.size(0) - 1, K, d_out.size(1)), dtype=out_dtype)
     if M == 0:
         out.zero_()

@@ -197,13 +197,16 @@ def test_activations(activation: str, dtype: torch.dtype, device: str) -> None:
         torch.testing.assert_close(act, reference.activate(h, h_up, form), **tolerance)
         d = torch.randn(6, act.size(1), device=device).to(dtype)
         for arguments in ((None, None, None), order):
-            found = activate_backward(h, h_up, d, *arguments, *form)
+            found = activate_backward(h, h_up, d, *arguments, arguments is order, *form)
             expected = reference.activate_backward(h, h_up, d, *arguments, form)
             for x, y in zip(found, expected, strict=True):
                 if y is None:
                     assert x.numel() == 0
                 else:
                     torch.testing.assert_close(x, y, **tolerance)
+        unweighted = activate_backward(h, h_up, d, *order, False, *form)
+        assert unweighted[2].numel() == 0
+        assert all(torch.equal(x, y) for i, (x, y) in enumerate(zip(unweighted, found, strict=True)) if i != 2)
 
 
 def test_one_tensor_for_two_arguments_and_then_two(device: str) -> None:
@@ -213,7 +216,7 @@ def test_one_tensor_for_two_arguments_and_then_two(device: str) -> None:
     h, h_up, d = torch.randn(3, 6, 40, device=device)
     for tensors in ((h, h, d), (h, h_up, h), (h, h_up, h_up), (h, h_up, d)):
         expected = reference.activate_backward(*tensors, None, None, None, form)[:2]
-        torch.testing.assert_close(activate_backward(*tensors, None, None, None, *form)[:2], expected)
+        torch.testing.assert_close(activate_backward(*tensors, None, None, None, False, *form)[:2], expected)
     w_gate, w_up = torch.randn(2, 3, 24, 40, device=device) * 24**-0.5  # as the kernel takes them
     rows = torch.randn(30, 24, device=device)
     offsets = group_offsets_from_sizes(torch.tensor([10, 0, 20], device=device))
