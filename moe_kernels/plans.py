@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _MOST = 4096
+_every: list[Plans[Any]] = []
 
 
 class Plans(dict[tuple[Any, ...], _T]):
     """By everything that a plan depends on: the plan. It empties itself before it holds more than 4096."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        _every.append(self)
+
     def __setitem__(self, key: tuple[Any, ...], plan: _T) -> None:
         if len(self) >= _MOST:
             self.clear()
         super().__setitem__(key, plan)
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """In here all calls make plans of their own, as the first ones of a process."""
+    kept = [dict(plans) for plans in _every]
+    try:
+        for plans in _every:
+            plans.clear()
+        yield
+    finally:
+        for plans, known in zip(_every, kept, strict=False):
+            plans.clear()
+            plans.update(known)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_map_only
 from tritonbench.utils.triton_op import REGISTERED_BENCHMARKS, BenchmarkOperator, Mode
 
 from moe_kernels import configs
+from moe_kernels.plans import set_aside
 from tritonbench_ops.plots import plot
 
 _log = logging.getLogger(__name__)
@@ -26,8 +25,10 @@ def checked(provider: Callable[..., Callable[[], Any]]) -> Callable[..., Callabl
 
     @functools.wraps(provider)
     def build(self: Operator, *inputs: Any) -> Callable[[], Any]:
-        call = provider(self, *inputs)
-        self.check(call(), *inputs)
+        with configs.noted() as chosen:
+            call = provider(self, *inputs)
+            self.check(call(), *inputs)
+        self.chosen[provider.__name__] = chosen[-1][1] if chosen else None
         return call
 
     return build
@@ -50,6 +51,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
         super().__init__(tb_args, extra_args)
         if self.FWD_ONLY and self.mode not in (Mode.FWD, Mode.FWD_NO_GRAD):
             raise ValueError(f"--mode: {self.name} has fwd and fwd_no_grad, got {self.mode.value}")
+        self.chosen: dict[str, Any] = {}  # by provider what its first call chose, None if nothing
         if self.dtype is None:
             raise ValueError(f"--precision: expected bf16, fp16, fp32 or tf32, got {tb_args.precision}")
 
@@ -95,7 +97,9 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
     def best_config(self, fn: Any) -> Any:
         if fn._name in self.not_ours | self.ceilings:
             return super().best_config(fn)
-        return chosen_config(fn)
+        choice = self.chosen.get(fn._name)
+        first = choice is not None and self.mode in (Mode.FWD, Mode.FWD_NO_GRAD)
+        return described(choice) if first else chosen_config(fn)
 
     def plot(self) -> None:
         """Draw the results to <op>.png, in --output-dir or else in ~/tritonbench_plots/<op>."""
@@ -114,13 +118,13 @@ def chosen_config(call: Callable[[], Any]) -> dict[str, Any] | str:
     with contextlib.ExitStack() as stack:
         chosen = stack.enter_context(configs.noted())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # other threads would not be heard
-        for name, loaded in list(sys.modules.items()):
-            if name.startswith("moe_kernels.") and hasattr(loaded, "_plans"):  # a kept plan does not choose again
-                stack.enter_context(mock.patch.dict(loaded._plans, clear=True))
+        stack.enter_context(set_aside())  # a kept plan does not choose again
         call()
-    if not chosen:
-        return "plain PyTorch"
-    _, choice = chosen[-1]
+    return described(chosen[-1][1]) if chosen else "plain PyTorch"
+
+
+def described(choice: Any) -> dict[str, Any]:
+    """What a choice consists of, for `best_config`."""
     said = {
         name: getattr(choice, name) for name in ("variant", "block_m", "block_n", "source") if hasattr(choice, name)
     }
