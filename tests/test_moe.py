@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_kernels import MoE, group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
 from moe_kernels.form import ACTIVATIONS, Form
+from moe_kernels.ops import layer
 
 T, H, I, E, TOP_K = 4, 3, 2, 4, 2  # noqa: E741
 IDS = torch.tensor([[0, 2], [4, 1], [2, 2], [-1, 3]])  # two slots are dropped, and a token picks an expert twice
@@ -161,6 +163,30 @@ def test_the_backward_keeps_one_product_of_the_rows() -> None:
         call(moe_mlp, arguments)
     R = T * TOP_K
     assert [tuple(x.shape) for x in kept if x.dim() == 2 and len(x) == R] == [(R, 2 * I)]
+
+
+def test_what_the_backward_kept_ends_before_weights_gradients_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, ended = [], []
+    activate_backward, weight_gradient = layer.activate_backward, layer._weight_gradient
+
+    def note(h: Tensor, *rest: Any) -> Any:
+        kept.append(StorageWeakRef(h.untyped_storage()))
+        return activate_backward(h, *rest)
+
+    def look(*args: Any) -> Tensor:
+        ended.append(kept[-1].expired())
+        return weight_gradient(*args)
+
+    monkeypatch.setattr(layer, "activate_backward", note)
+    monkeypatch.setattr(layer, "_weight_gradient", look)
+    arguments = make({})
+    out, tensors = call(moe_mlp, arguments), list(arguments["tensors"].values())
+    upstream = torch.randn_like(out)
+    first = torch.autograd.grad(out, tensors, upstream, retain_graph=True)
+    assert ended == [False, False]
+    second = torch.autograd.grad(out, tensors, upstream)
+    assert ended[2:] == [True, True]
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -282,6 +282,7 @@ def _swiglu_ffn_gradient(
     ctx: Any, d_act: Tensor | None, d_h: Tensor | None, d_h_up: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     rows, group_offsets, w_in, w_up, b_in, b_up, h, h_up = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()  # as in the gradient of moe_mlp
     if not ctx.keep:
         _, h, h_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *ctx.form)
         d_h = d_h_up = None  # of empty tensors
@@ -289,6 +290,7 @@ def _swiglu_ffn_gradient(
         h_up = None if w_up is None else h_up
         found = activate_backward(h, h_up, d_act, None, None, None, False, *ctx.form)
         d_h, d_h_up = _sum(found[0], d_h), _sum(found[1], d_h_up)
+    del h, h_up
     d_rows, *weights = _projection_gradients(
         ctx.needs_input_grad[:1] + ctx.needs_input_grad[2:6], rows, group_offsets, (w_in, w_up, b_in, b_up), d_h, d_h_up
     )
@@ -403,6 +405,7 @@ def _moe_mlp_gradient(
     gate, so its gradient is <d_out @ w_out^T, act>, and act is made again from `h` on the way.
     """
     hidden, gates, group_offsets, row_to_slot, slot_to_row, *parameters, h, h_up = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()  # so that h ends below, unless the graph is kept for another backward
     w_in, w_up, w_out, b_in, b_up, b_out = parameters
     form = (ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
     need = ctx.needs_input_grad
@@ -424,6 +427,7 @@ def _moe_mlp_gradient(
         del d_act
         d_h, d_h_up = _sum(d_h_by_act, d_h), _sum(d_h_up_by_act, d_h_up)
         del d_h_by_act, d_h_up_by_act
+    del h, h_up
     # The first product's gradients before the second's, for what these need is smaller, and one or the other waits.
     first = (w_in, w_up, b_in, b_up)
     d_hidden = None
