@@ -31,3 +31,7 @@ class Form(NamedTuple):
             return both[..., ::2], both[..., 1::2]
         width = both.shape[-1] // 2
         return both.narrow(-1, 0, width), both.narrow(-1, width, width)
+
+    def parts(self, both: Tensor | None, up: Tensor | None, apart: bool) -> tuple[Tensor | None, Tensor | None]:
+        """The same of what may be missing, such as biases, where the weights are `apart` or not."""
+        return (both, up) if both is None or apart else self.halves(both, None)

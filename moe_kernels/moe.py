@@ -123,10 +123,10 @@ def moe_mlp(
     num_experts = w_gate_up.size(0)
     if validates:
         checks.validate_ids(topk_ids, num_experts)
-    if kind is not None and kind not in _prepared:
-        _prepared[kind] = prepare(hidden, topk_ids, gates, w_gate_up, w_down, w_up, transposed=transposed, form=form)
-    routing = ops.route(topk_ids, num_experts)
     w_in, w_up, w_out = (_columns(w, transposed) for w in (w_gate_up, w_up, w_down))
+    if kind is not None and kind not in _prepared:
+        _prepared[kind] = prepare(hidden, topk_ids, w_in, w_up, w_out, transposed, form)
+    routing = ops.route(topk_ids, num_experts)
     keep = _differentiated(hidden, gates, w_in, w_up, w_out, *biases)
     out: Tensor = ops.moe_mlp(hidden, gates, *routing, w_in, w_up, w_out, *biases, keep, *form)[0]
     return out

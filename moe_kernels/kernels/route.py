@@ -151,6 +151,11 @@ def place_slots(
     return slot_to_row
 
 
+def sorts(R: int, E: int) -> bool:
+    """Whether `launch` takes so many slots and experts; neither may be 0."""
+    return R <= RANK_UP_TO or E <= MOST_EXPERTS
+
+
 _plans: Plans[Callable[..., None]] = Plans()
 
 
@@ -160,7 +165,7 @@ def launch(
     row_to_slot: torch.Tensor,  # [R] int32
     slot_to_row: torch.Tensor,  # [R] int32
 ) -> Callable[..., None]:
-    """Fill the last three. Nothing is checked; R and E may not be 0, nor both above RANK_UP_TO and MOST_EXPERTS.
+    """Fill the last three. Nothing is checked, `sorts` included.
 
     The result does it again for other tensors of this kind.
     """

@@ -194,7 +194,7 @@ def _first_half(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     M = A.size(0) if row_to_slot is None else row_to_slot.size(0)
     dtype = torch.promote_types(A.dtype, w_in.dtype)
-    if _fused_is_faster(A, M, w_in, w_up, form):
+    if fused_is_faster(A, M, w_in, w_up, form):
         return _fused(A, M, group_offsets, row_to_slot, top_k, w_in, w_up, b_in, b_up, keep, form, dtype)
     if slot_to_row is not None:
         A = scatter_rows(A, None, slot_to_row, group_offsets, top_k, A.dtype)
@@ -228,18 +228,16 @@ def _fused(
     h = A.new_empty((M, w_in.size(2)), dtype=dtype) if keep else None
     h_up = torch.empty_like(act) if keep and w_up is not None else None
 
-    def halves(both: Tensor | None, up: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        return (both, up) if both is None or w_up is not None else form.halves(both, None)
-
     gate, up = form.halves(w_in, w_up)
-    tensors = (A, gate, up, group_offsets, row_to_slot, *halves(b_in, b_up), act, *halves(h, h_up))
+    (b_gate, b_up), (h_gate, h_of_up) = (form.parts(*x, apart=w_up is not None) for x in ((b_in, b_up), (h, h_up)))
+    tensors = (A, gate, up, group_offsets, row_to_slot, b_gate, b_up, act, h_gate, h_of_up)
     dispatch.on_device(A, kernels.launch, *tensors, top_k, form)
     if dtype != result_dtype:
         act, h, h_up = act.to(result_dtype), *(None if x is None else x.to(result_dtype) for x in (h, h_up))
     return act, h, h_up
 
 
-def _fused_is_faster(A: Tensor, M: int, w_in: Tensor, w_up: Tensor | None, form: Form) -> bool:
+def fused_is_faster(A: Tensor, M: int, w_in: Tensor, w_up: Tensor | None, form: Form) -> bool:
     """Whether one kernel does the whole first half, for `M` rows of `A`, or made of it."""
     if not form.gated or not dispatch.use_kernels(A) or M == 0 or w_in.numel() == 0:
         return False

@@ -18,7 +18,7 @@ def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     if dispatch.use_kernels(topk_ids) and R > 0 and num_experts > 0:
         from moe_kernels.kernels import route
 
-        if R <= route.RANK_UP_TO or num_experts <= route.MOST_EXPERTS:
+        if route.sorts(R, num_experts):
             sizes = (num_experts + 1, R, R)
             group_offsets, row_to_slot, slot_to_row = (topk_ids.new_empty(n, dtype=torch.int32) for n in sizes)
             dispatch.on_device(topk_ids, route.launch, topk_ids.reshape(-1), group_offsets, row_to_slot, slot_to_row)

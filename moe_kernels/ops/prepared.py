@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_kernels import dispatch
 from moe_kernels.form import Form
+from moe_kernels.ops.layer import fused_is_faster
 
 
 class Prepared:
@@ -50,7 +51,7 @@ class Prepared:
         if not self.transposed:
             w_gate_up, w_out, w_up = w_gate_up.mT, w_down.mT, None if w_up is None else w_up.mT
         gate, up = self.form.halves(w_gate_up, w_up)
-        biases = (gate_up_bias, up_bias) if gate_up_bias is None else self.form.halves(gate_up_bias, up_bias)
+        biases = self.form.parts(gate_up_bias, up_bias, apart=w_up is not None)
         act = hidden.new_empty((R, w_out.size(1)))
         first = (hidden, gate, up, group_offsets, row_to_slot, *biases, act, None, None)
         self.first = self.first(*first) or self.first
@@ -63,25 +64,19 @@ class Prepared:
 
 
 def prepare(
-    hidden: Tensor,
-    topk_ids: Tensor,
-    gates: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    w_up: Tensor | None,
-    *,
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    w_in: Tensor,  # [E, H, 2I], or [E, H, I] with w_up
+    w_up: Tensor | None,  # [E, H, I]
+    w_out: Tensor,  # [E, I, H]
     transposed: bool,
     form: Form,
 ) -> Prepared | None:
     """For checked tensors of a kind, which nobody records, if its first half is one kernel that multiplies 16 bits."""
-    one_dtype = hidden.dtype == w_gate_up.dtype == w_down.dtype and hidden.dtype.itemsize == 2
-    R, E = topk_ids.numel(), w_down.size(0)
-    if not (hidden.is_cuda and one_dtype and form.gated and 0 < R <= dispatch.MOST_ROWS and w_gate_up.numel() > 0):
+    one_dtype = hidden.dtype == w_in.dtype == w_out.dtype and hidden.dtype.itemsize == 2
+    R = topk_ids.numel()
+    if not (hidden.is_cuda and one_dtype and R <= dispatch.MOST_ROWS and fused_is_faster(hidden, R, w_in, w_up, form)):
         return None
-    from moe_kernels.kernels import route, swiglu_ffn
+    from moe_kernels.kernels import route
 
-    if R > route.RANK_UP_TO and E > route.MOST_EXPERTS:
-        return None
-    w_in = w_gate_up if transposed else w_gate_up.mT
-    up = w_up if transposed or w_up is None else w_up.mT
-    return Prepared(topk_ids.size(1), transposed, form) if swiglu_ffn.fuses(hidden, w_in, up, form, R) else None
+    return Prepared(topk_ids.size(1), transposed, form) if route.sorts(R, w_out.size(0)) else None

@@ -145,18 +145,22 @@ def test_without_gradients_it_gives_the_same_bits(device: str) -> None:
     assert torch.equal(run(moe_mlp, tensors, ids, options).detach(), inference)
 
 
-@pytest.mark.parametrize("name", ["SwiGLU", "gpt-oss"])
-def test_prepared_calls(name: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "up_bias"),
+    [("SwiGLU", True), ("gpt-oss", True), ("two weights, biases", True), ("two weights, biases", False)],
+)
+def test_prepared_calls(name: str, up_bias: bool, device: str) -> None:
     """The second call goes through launchers and the later ones through plans, each with tensors of its own."""
     prepared = None
-    for T in (6, 6, 6, 6):
-        tensors, ids, options = make(
-            LAYERS[name] | {"bias": True, "interleaved": False}, T, 24, 40, 5, 2, device, torch.float16
-        )
+    layer = LAYERS[name] | {"bias": True, "interleaved": False}
+    for _ in range(4):
+        tensors, ids, options = make(layer, 6, 24, 40, 5, 2, device, torch.float16)
+        if not up_bias:
+            del tensors["up_bias"]
         form = Form(options.get("activation", "silu"), True, False, 1.702, options.get("limit", 7.0))
         prepared = prepared or Prepared(2, options.get("transposed", False), form)
-        weights = (tensors["w_gate_up"], tensors["w_down"], None)
-        biases = (tensors["gate_up_bias"], None, tensors["down_bias"])
+        weights = (tensors["w_gate_up"], tensors["w_down"], tensors.get("w_up"))
+        biases = (tensors["gate_up_bias"], tensors.get("up_bias"), tensors["down_bias"])
         out = prepared(tensors["hidden"], ids, tensors["gates"], *weights, *biases)
         torch.testing.assert_close(out, run(moe_mlp, tensors, ids, options), rtol=2e-3, atol=2e-3)
         assert out.any()
