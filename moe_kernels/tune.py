@@ -510,8 +510,9 @@ def _bucket(task: Task, G: int, M: int) -> Bucket:
     from moe_kernels.configs import store
     from moe_kernels.kernels.launch import tf32_allowed
 
-    dtype = "tf32" if tf32_allowed(DTYPES[task.dtype]) else task.dtype
-    return store.Bucket(dtype, task.transposed, configs.floor_power_of_2(M // G), task.N, task.K, G)
+    dtype = DTYPES[task.dtype]
+    name = store.dtype_label(dtype, tf32_allowed(dtype))
+    return store.Bucket(name, task.transposed, configs.floor_power_of_2(M // G), task.N, task.K, G)
 
 
 def _known(task: Task, file: Path, gpu: str, device: torch.device) -> Entry | None:

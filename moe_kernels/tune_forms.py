@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from moe_kernels.configs import store, uniform, varied
 
 _Make = Callable[[Any], Callable[[], Any]]  # from a choice to a call, which returns the result
-_SHARED = 227 << 10  # bytes of shared memory that a program can have on sm90
 _FINALISTS = 5
 
 
@@ -28,8 +27,9 @@ def bucket(task: tune.Task) -> store.Bucket:
     from moe_kernels.configs import store
     from moe_kernels.kernels.launch import tf32_allowed
 
-    dtype = "tf32" if tf32_allowed(tune.DTYPES[task.dtype]) else task.dtype
-    return store.Bucket(dtype, task.transposed, task.M, task.N, task.K, task.G, task.op)
+    dtype = tune.DTYPES[task.dtype]
+    name = store.dtype_label(dtype, tf32_allowed(dtype))
+    return store.Bucket(name, task.transposed, task.M, task.N, task.K, task.G, task.op)
 
 
 def tune_one(task: tune.Task, device: torch.device, share: float) -> store.Entry:
@@ -65,6 +65,7 @@ def tune_one(task: tune.Task, device: torch.device, share: float) -> store.Entry
 
 def uniform_grid(problem: uniform.Problem) -> Iterator[uniform.Choice]:
     """torch.bmm and configs of the kernels that fit into an H200's shared memory."""
+    from moe_kernels.configs import SHARED_MEMORY
     from moe_kernels.configs import uniform as rules
 
     if problem.bmm:
@@ -78,7 +79,7 @@ def uniform_grid(problem: uniform.Problem) -> Iterator[uniform.Choice]:
         )
         for stages in (3, 4, 5, 6):
             shared = (stages * (block_m + block_n) * block_k) * size + block_m * block_n * problem.out_dtype.itemsize
-            if shared <= _SHARED:
+            if shared <= SHARED_MEMORY:
                 warps = 8 if block_m * block_n >= 128 * 128 else 4
                 yield rules.make(problem, (block_m, block_n, block_k), num_warps=warps, num_stages=stages)
 
@@ -94,6 +95,7 @@ def uniform_variations(choice: uniform.Choice) -> Iterator[uniform.Choice]:
 
 def varied_grid(problem: varied.Problem) -> Iterator[varied.Choice]:
     """Tiles from 32 x 32 to 256 x 128, by one or two workers per SM."""
+    from moe_kernels.configs import SHARED_MEMORY
     from moe_kernels.configs import varied as rules
 
     size = problem.dtype.itemsize
@@ -101,7 +103,7 @@ def varied_grid(problem: varied.Problem) -> Iterator[varied.Choice]:
         block_k = block_k * 2 // size
         warps = 8 if block_m * block_n >= 128 * 128 else 4
         for stages, per_sm in ((3, 1), (4, 1), (3, 2), (5, 2)):
-            if block_m * block_n <= 1 << 15 and per_sm * stages * (block_m + block_n) * block_k * size <= _SHARED:
+            if block_m * block_n <= 1 << 15 and per_sm * stages * (block_m + block_n) * block_k * size <= SHARED_MEMORY:
                 yield rules.make(len(problem.shapes), block_m, block_n, block_k, warps, stages, per_sm)
 
 

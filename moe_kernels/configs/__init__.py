@@ -6,7 +6,7 @@ The rule was written down from measurements on an H200.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -79,6 +79,7 @@ _TF32: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4,
 _IEEE: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4, 3, 4), 128: (64, 32, 8, 3, 4)}
 
 PERSISTENT_FROM_ROWS = 128
+SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM can have together, from sm90 on
 MAX_BLOCK_G = 1024  # offsets that a program looks at together
 
 
@@ -168,18 +169,20 @@ def tile_table(G: int, N: int) -> helion.Config:
 
 def bucket_of(problem: Problem) -> store.Bucket:
     """What `problem` is looked up by."""
-    dtype = "tf32" if problem.tf32 else str(problem.dtype).removeprefix("torch.")
-    if problem.out_dtype is not None:
-        dtype += f" to {str(problem.out_dtype).removeprefix('torch.')}"
+    dtype = store.dtype_label(problem.dtype, problem.tf32, problem.out_dtype)
     return store.Bucket(dtype, problem.transposed, problem.rows, problem.N, problem.K, problem.G)
+
+
+def candidates(device: torch.device | None, bucket: store.Bucket) -> Sequence[store.Found]:
+    """The tuned entries for this GPU, the nearest to `bucket` first; none for the interpreter, or without a device."""
+    if device is None or device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return ()
+    return store.near(store.gpu_of(device), bucket)
 
 
 def _tuned(problem: Problem, variant: str) -> Choice | None:
     """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
-    device = problem.device
-    if device is None or device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    for found in store.near(store.gpu_of(device), bucket_of(problem)):
+    for found in candidates(problem.device, bucket_of(problem)):
         choice = _adapted(found, problem)
         if variant in ("auto", choice.variant) and not discarded(choice) and why_illegal(choice, problem) is None:
             return choice

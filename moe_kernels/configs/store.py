@@ -111,6 +111,12 @@ def installed_versions() -> Versions:
     return Versions(*(metadata.version(package) for package in ("torch", "triton", "helion")))
 
 
+def dtype_label(dtype: torch.dtype, tf32: bool, out_dtype: torch.dtype | None = None) -> str:
+    """The `Bucket.dtype` of a product of `dtype`, and of its result's if that is another."""
+    name = "tf32" if tf32 else str(dtype).removeprefix("torch.")
+    return name if out_dtype in (None, dtype) else f"{name} to {str(out_dtype).removeprefix('torch.')}"
+
+
 def gpu_of(device: torch.device) -> Gpu:
     """The model of a CUDA device."""
     return Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))

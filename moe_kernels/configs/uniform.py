@@ -5,7 +5,6 @@ The rule was written down from measurements on an H200, where cuBLAS is ahead as
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +56,6 @@ class Choice:
 
 BMM = Choice("bmm")
 THIN = 64  # columns up to which the kernels here are faster than cuBLAS
-_SHARED = 227 << 10  # bytes of shared memory that the programs of an SM can have
 _SMS = 132
 
 
@@ -129,24 +127,22 @@ def _blocks(problem: Problem) -> tuple[int, int, int, int, int]:
     # One program on each SM has all its loads under way at once; where there is work for more, two share an SM.
     block_m, block_n, block_k = 64, fitting(64, problem.N), fitting(128, problem.K)
     tiles = problem.G * -(-problem.M // block_m) * -(-problem.N // block_n)
-    shared = _SHARED // (1 if tiles <= _SMS else 2) - block_m * block_n * problem.out_dtype.itemsize
+    shared = configs.SHARED_MEMORY // (1 if tiles <= _SMS else 2) - block_m * block_n * problem.out_dtype.itemsize
     stage = (block_m + block_n) * block_k * problem.dtype.itemsize
     return (block_m, block_n, block_k, 4, min(5, shared // stage))
 
 
 def bucket_of(problem: Problem) -> store.Bucket:
     """What `problem` is looked up by."""
-    dtype = "tf32" if problem.tf32 else str(problem.dtype).removeprefix("torch.")
-    if problem.out_dtype != problem.dtype:
-        dtype += f" to {str(problem.out_dtype).removeprefix('torch.')}"
+    dtype = store.dtype_label(problem.dtype, problem.tf32, problem.out_dtype)
     return store.Bucket(dtype, problem.b_columns, problem.M, problem.N, problem.K, problem.G, op="uniform")
 
 
 def _tuned(problem: Problem) -> Choice | None:
     """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
-    if problem.a_columns or problem.device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+    if problem.a_columns:
         return None
-    for found in store.near(store.gpu_of(problem.device), bucket_of(problem)):
+    for found in configs.candidates(problem.device, bucket_of(problem)):
         choice = adapted(found.entry, problem, str(found.file))
         if choice is not None and not configs.discarded(choice):
             return choice

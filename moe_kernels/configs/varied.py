@@ -5,7 +5,6 @@ The rule was written down from measurements on an H200.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -116,16 +115,16 @@ def bucket_of(problem: Problem) -> store.Bucket | None:
     if len(set(problem.shapes)) > 1:
         return None
     M, N, K = problem.shapes[0]
-    dtype = "tf32" if problem.tf32 else str(problem.dtype).removeprefix("torch.")
+    dtype = store.dtype_label(problem.dtype, problem.tf32)
     return store.Bucket(dtype, problem.b_columns, M, N, K, len(problem.shapes), op="varied")
 
 
 def _tuned(problem: Problem) -> Choice | None:
     """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
-    if problem.device.type != "cuda" or not problem.aligned or os.environ.get("TRITON_INTERPRET") == "1":
-        return None
     bucket = bucket_of(problem)
-    for found in store.near(store.gpu_of(problem.device), bucket) if bucket else ():
+    if bucket is None or not problem.aligned:
+        return None
+    for found in configs.candidates(problem.device, bucket):
         choice = adapted(found.entry, problem, str(found.file))
         if choice is not None and not configs.discarded(choice):
             return choice
