@@ -80,7 +80,7 @@ def check_grouped_gemm_wgrad(
             f"got shape {list(d_out.shape)}"
         )
     for name, value in (("d_out", d_out), ("group_offsets", group_offsets)):
-        _check_same_device(name, value, "A_packed", A_packed)
+        check_same_device(name, value, "A_packed", A_packed)
     if out_dtype is not None and out_dtype not in _supported(A_packed, reference):
         raise TypeError(_dtype_error("out_dtype", out_dtype, A_packed, reference))
     return torch.promote_types(A_packed.dtype, d_out.dtype) if out_dtype is None else out_dtype
@@ -102,7 +102,7 @@ def check_route(topk_ids: Tensor, gates: Tensor, num_experts: int) -> None:
         raise ValueError(f"topk_ids: expected shape [T, top_k] with top_k of at least 1, got {list(topk_ids.shape)}")
     if gates.shape != topk_ids.shape:
         raise ValueError(f"gates: expected shape {list(topk_ids.shape)} as topk_ids, got {list(gates.shape)}")
-    _check_same_device("gates", gates, "topk_ids", topk_ids)
+    check_same_device("gates", gates, "topk_ids", topk_ids)
     if isinstance(num_experts, bool) or not isinstance(num_experts, (int, torch.SymInt)):
         raise TypeError(f"num_experts: expected an int, got {type(num_experts).__name__}")
     if num_experts < 0:
@@ -132,7 +132,7 @@ def _check_moved(name: str, value: Tensor, extent: str, expected: int, routing: 
     _check_float_dtype(name, value.dtype, value, False)
     if value.dim() != 2 or value.shape[0] != expected:
         raise ValueError(f"{name}: expected shape [{extent}, H] with {extent} = {expected}, got {list(value.shape)}")
-    _check_same_device(name, value, "routing", routing.slot_to_row)
+    check_same_device(name, value, "routing", routing.slot_to_row)
 
 
 def check_swiglu_ffn(
@@ -158,7 +158,7 @@ def check_swiglu_ffn(
     E = w_gate_up.shape[0]
     if group_offsets.shape[0] != E + 1:
         raise ValueError(f"group_offsets: expected length E + 1 = {E + 1}, got {group_offsets.shape[0]}")
-    _check_same_device("group_offsets", group_offsets, "rows", rows)
+    check_same_device("group_offsets", group_offsets, "rows", rows)
 
 
 def check_moe_mlp(
@@ -188,7 +188,7 @@ def check_moe_mlp(
     T, H = hidden.shape
     if topk_ids.shape[0] != T:
         raise ValueError(f"topk_ids: expected T = {T} as in hidden {[T, H]}, got {list(topk_ids.shape)}")
-    _check_same_device("topk_ids", topk_ids, "hidden", hidden)
+    check_same_device("topk_ids", topk_ids, "hidden", hidden)
     width = W // 2 if form.gated and w_up is None else W
     down = (E, width, H) if transposed else (E, H, width)
     _check_operand("w_down", w_down, down, "hidden", hidden, reference)
@@ -222,7 +222,7 @@ def _check_first_weights(
     E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
     if width == "2I" and W % 2:
         raise ValueError(f"w_gate_up: expected shape {shape} with an even 2I, got {list(w_gate_up.shape)}")
-    _check_same_device("w_gate_up", w_gate_up, name, inputs)
+    check_same_device("w_gate_up", w_gate_up, name, inputs)
     optional = (("w_up", w_up, w_gate_up.shape), ("gate_up_bias", gate_up_bias, (E, W)), ("up_bias", up_bias, (E, W)))
     for operand_name, value, expected in optional:
         if value is not None:
@@ -249,7 +249,7 @@ def _check_operand(
     _check_float_dtype(name, value.dtype, other, reference)
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
-    _check_same_device(name, value, other_name, other)
+    check_same_device(name, value, other_name, other)
 
 
 def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
@@ -318,7 +318,7 @@ def _check_other_form(
             f"mat_b: expected {b_form} with K = {mat_a.shape[-1]} as in mat_a {list(mat_a.shape)}, "
             f"got {list(mat_b.shape)}"
         )
-    _check_same_device("mat_b", mat_b, "mat_a", mat_a)
+    check_same_device("mat_b", mat_b, "mat_a", mat_a)
     if form == (3, 3):
         if offs is not None:
             raise ValueError("offs: expected None for two 3-D operands, got a value")
@@ -330,7 +330,7 @@ def _check_other_form(
         check_index_vector("offs", offs)
         if form == (3, 2) and offs.shape[0] != mat_a.shape[0]:
             raise ValueError(f"offs: expected length G = {mat_a.shape[0]} for mat_a {a_form}, got {offs.shape[0]}")
-        _check_same_device("offs", offs, "mat_a", mat_a)
+        check_same_device("offs", offs, "mat_a", mat_a)
     if bias is not None:
         raise ValueError(f"bias: expected None for mat_a {a_form} with mat_b {b_form}, got a value")
     if out_dtype is not None and out_dtype not in _supported(mat_a, reference):
@@ -405,7 +405,7 @@ def _refuse_uniform(A: Tensor, B: Tensor, G: int, out_dtype: torch.dtype | None,
         K = A.shape[-1]
         expected = f"[G, K, N] = [{G}, {K}, N]" if B.dim() == 3 else f"[G * K, N] = [{G * K}, N]"
         raise ValueError(f"B: expected shape {expected} for A {list(A.shape)}, got {list(B.shape)}")
-    _check_same_device("B", B, "A", A)
+    check_same_device("B", B, "A", A)
     # Nothing else is left to be wrong.
     raise TypeError(_dtype_error("out_dtype", out_dtype, A, reference))
 
@@ -443,7 +443,7 @@ def check_varied(
             if tensor.dim() != 2:
                 raise ValueError(f"{name}[{p}]: expected a 2-D tensor, got shape {list(tensor.shape)}")
             if tensor.device != first.device:
-                _check_same_device(f"{name}[{p}]", tensor, "group_A[0]", first)
+                check_same_device(f"{name}[{p}]", tensor, "group_A[0]", first)
     for p, (a, b) in enumerate(zip(group_A, group_B, strict=True)):
         if a.shape[1] != b.shape[0]:
             raise ValueError(
@@ -573,7 +573,7 @@ def _refuse(
         )
     check_index_vector(offsets_name, offsets, min_length=leading)
     for name, value in ((B_name, B), (offsets_name, offsets)):
-        _check_same_device(name, value, A_name, A)
+        check_same_device(name, value, A_name, A)
     # Nothing else is left to be wrong.
     raise TypeError(_dtype_error("out_dtype", out_dtype, A, reference))
 
@@ -583,7 +583,7 @@ def _check_bias(bias: Tensor, mat_a: Tensor, mat_b: Tensor, reference: bool) -> 
     _check_float_dtype("bias", bias.dtype, mat_a, reference)
     if bias.shape != (mat_b.shape[0], mat_b.shape[2]):
         raise ValueError(f"bias: expected shape [G, N] = {[mat_b.shape[0], mat_b.shape[2]]}, got {list(bias.shape)}")
-    _check_same_device("bias", bias, "mat_a", mat_a)
+    check_same_device("bias", bias, "mat_a", mat_a)
 
 
 def _check_is_tensor(name: str, value: object) -> None:
@@ -596,7 +596,8 @@ def _check_float_dtype(name: str, dtype: torch.dtype, A: Tensor, reference: bool
         raise TypeError(_dtype_error(name, dtype, A, reference))
 
 
-def _check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+def check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError unless `value` is where `other` is."""
     if value.device != other.device:
         raise ValueError(
             f"{name}: expected on {other.device} with {other_name}, got on {value.device}; move one with .to()"

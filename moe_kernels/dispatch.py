@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.autograd import forward_ad as _forward_ad
 
 from moe_kernels import checks, packing, reference
 from moe_kernels.plans import Plans
+
+_Result = TypeVar("_Result")
 
 
 def grouped_gemm(
@@ -222,14 +224,13 @@ def use_kernels(A: Tensor) -> bool:
     return A.is_cpu and os.environ.get("TRITON_INTERPRET") == "1" and A.dtype != torch.float64
 
 
-def on_device(like: Tensor, launch: Callable[..., Any], *args: Any) -> None:
+def on_device(like: Tensor, launch: Callable[..., _Result], *args: Any) -> _Result:
     """`launch(*args)` with the device of `like` as the current one."""
     module = torch.xpu if like.is_xpu else torch.cuda
     if like.is_cpu or like.device.index == module.current_device():
-        launch(*args)
-    else:
-        with module.device(like.device):
-            launch(*args)
+        return launch(*args)
+    with module.device(like.device):
+        return launch(*args)
 
 
 MOST_ROWS = 2**30 - 1  # twice as many and one are an int32

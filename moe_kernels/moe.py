@@ -242,10 +242,7 @@ class MoE(nn.Module):
         Raises:
             TypeError, ValueError: as for `moe_mlp`; hidden states and parameters on two devices.
         """
-        if hidden.device != self.router.device:
-            raise ValueError(
-                f"hidden: expected on {self.router.device} with the layer, got on {hidden.device}; move one with .to()"
-            )
+        checks.check_same_device("hidden", hidden, "the layer", self.router)
         tokens = hidden.reshape(-1, hidden.size(-1))
         topk_ids, gates = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
         out = moe_mlp(

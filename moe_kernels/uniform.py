@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import checks, reference
-from moe_kernels.dispatch import autocast, unobserved, use_kernels
+from moe_kernels.dispatch import autocast, on_device, unobserved, use_kernels
 from moe_kernels.plans import Plans
 
 
@@ -101,8 +101,7 @@ def multiply(A: Tensor, B: Tensor, G: int, dtype: torch.dtype) -> Tensor:
         # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
         A, B = (x.float() if x.dtype == torch.bfloat16 else x for x in (A, B))
         return _planned(A, B, G, torch.float32).to(dtype)
-    with (torch.cuda if A.is_cuda else torch.xpu).device(A.device):
-        return _planned(A, B, G, dtype)
+    return on_device(A, _planned, A, B, G, dtype)
 
 
 def _planned(A: Tensor, B: Tensor, G: int, dtype: torch.dtype) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import helion
 import torch
 
-from moe_kernels.configs import PERSISTENT_FROM_ROWS, block_for, floor_power_of_2, offsets_block
+from moe_kernels.configs import PERSISTENT_FROM_ROWS, Access, block_for, floor_power_of_2, offsets_block
 
-__all__ = ["PERSISTENT_FROM_ROWS", "Access", "Choice", "Problem", "basic", "floor_power_of_2", "persistent", "rule"]
+__all__ = ["PERSISTENT_FROM_ROWS", "Choice", "Problem", "basic", "floor_power_of_2", "persistent", "rule"]
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,6 @@ class Problem:
     wide_out: bool  # nor does what is written
 
 
-class Access(NamedTuple):
-    """How memory is reached."""
-
-    tma_A: bool
-    tma_B: bool
-    tma_out: bool
-
-
 @dataclass(frozen=True)
 class Choice:
     """`persistent` or basic; the kernels' arguments `block_m` and `block_i`."""
@@ -51,7 +43,6 @@ class Choice:
     block_m: int
     block_i: int
     access: Access
-    wide: bool
     config: helion.Config
 
 
@@ -76,12 +67,13 @@ def basic(problem: Problem) -> Choice:
     block_i, block_k, num_warps, num_stages = presets[block_m]
     block_i, block_k = block_for(problem.I, block_i), block_for(problem.H, block_k)
     blocks = [block_m, block_i, offsets_block(problem.E), block_k]
-    indexing = [*_pointers(1 + problem.gathered), _by(tma_A), *[_by(tma_B)] * 2, *_pointers(_written(problem))]
+    before, after = _pointers(1 + problem.gathered), _pointers(problem.biases + _results(problem))
+    indexing = [*before, _by(tma_A), _by(tma_B), _by(tma_B), *after]
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [4]}
     if tma_A or tma_B:
         options["host_tensor_descriptors"] = True
     config = helion.Config(block_sizes=blocks, indexing=indexing, **options)
-    return Choice(False, block_m, block_i, Access(tma_A, tma_B, False), wide, config)
+    return Choice(False, block_m, block_i, Access(tma_A, tma_B, False, wide), config)
 
 
 def persistent(problem: Problem) -> Choice:
@@ -91,7 +83,7 @@ def persistent(problem: Problem) -> Choice:
     tma_A = problem.tma_A and block_m <= problem.M and not wide
     tma_B = problem.tma_B and not wide
     tma_out = problem.tma_out and tma_B
-    stores = [_by(tma_out)] * (3 if problem.keeps else 1)
+    stores = [_by(tma_out)] * _results(problem)
     tables, biases = _pointers(3 + problem.gathered), _pointers(problem.biases)
     options: dict[str, Any] = {"host_tensor_descriptors": True, "range_flattens": [True, None]} if tma_B else {}
     config = helion.Config(
@@ -103,12 +95,11 @@ def persistent(problem: Problem) -> Choice:
         num_stages=4,
         **options,
     )
-    return Choice(True, block_m, block_i, Access(tma_A, tma_B, tma_out), wide, config)
+    return Choice(True, block_m, block_i, Access(tma_A, tma_B, tma_out, wide), config)
 
 
-def _written(problem: Problem) -> int:
-    """Biases that are read and results that are written."""
-    return problem.biases + (3 if problem.keeps else 1)
+def _results(problem: Problem) -> int:
+    return 3 if problem.keeps else 1
 
 
 def _by(tma: bool) -> str:

@@ -37,13 +37,16 @@ def lookup(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def clamped(group_offsets: torch.Tensor, index: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
+    """Offsets at `index`, within 0 and M; 0 at -1."""
     offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index >= 0), min=0)
     return torch.minimum(offsets.to(torch.int64), M.to(torch.int64)).to(torch.int32)
 
 
 def running_max(offsets: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """The cumulative maximum of offsets that `previous` comes before."""
     return torch.maximum(hl.associative_scan(torch.maximum, offsets, dim=0), previous)
 
 
 def first_row(slot: torch.Tensor, region: torch.Tensor, region_start: torch.Tensor, block_m: int) -> torch.Tensor:
+    """Of the tile that a slot stands for in its region: the rows of a group, or those before or after all groups."""
     return region_start + (slot - divide(region_start, block_m) - region) * block_m

@@ -338,7 +338,7 @@ def _plan(
     problem = _problem(A, lies_as(gate), lies_as(up), E, (row_to_slot, *others), clips, pairs is not None)
     choice = configs.rule(problem)
     block_m = choice.block_m
-    tma_A, tma_B, tma_out = choice.access
+    tma_A, tma_B, tma_out, wide = choice.access
     biases = [None if x is None else without_ones(x) for x in others[:2]]
     outs = others[2:]
     # What the kernels are compiled for. TMA has no use for Helion's limit on the elements of a tensor: show it fewer.
@@ -348,7 +348,7 @@ def _plan(
         return w.narrow(0, 0, min(2, w.size(0))) if tma_B else without_ones(w, keep_first=True)
 
     to = None if row_to_slot is None else without_ones(row_to_slot)
-    compiled = partial(compile_kernel, config=choice.config, wide=choice.wide, tf32=problem.tf32)
+    compiled = partial(compile_kernel, config=choice.config, wide=wide, tf32=problem.tf32)
     options = (form.activation, form.alpha, form.limit)
 
     if not choice.persistent:

@@ -16,7 +16,7 @@ import torch
 
 from moe_kernels import configs
 from moe_kernels.configs import uniform as rules
-from moe_kernels.kernels.inline import unmasked as _unmasked
+from moe_kernels.kernels.inline import unmasked
 from moe_kernels.kernels.launch import (
     INT32_MAX,
     compile_kernel,
@@ -65,7 +65,7 @@ def uniform_folded(
                 b = B[tile_n.index + g * N, tile_k].T
             else:
                 b = B[tile_k.index + g * K, tile_n]
-            acc = hl.dot(_unmasked(a).to(dtype), _unmasked(b).to(dtype), acc=acc)
+            acc = hl.dot(unmasked(a).to(dtype), unmasked(b).to(dtype), acc=acc)
         out[tile_m.index + g * M, tile_n] = acc.to(out.dtype)
     return out
 
@@ -97,13 +97,13 @@ def uniform(
             else:
                 a = A[g, tile_m, tile_k]
             if tma_A:
-                a = _unmasked(a)
+                a = unmasked(a)
             if b_columns:
                 b = B[g, tile_n, tile_k].T
             else:
                 b = B[g, tile_k, tile_n]
             if tma_B:
-                b = _unmasked(b)
+                b = unmasked(b)
             acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
         out[g, tile_m, tile_n] = acc.to(out.dtype)
     return out
@@ -155,13 +155,16 @@ def plan(
     The result has `A`'s rank. The plan is for tensors with the shapes, strides, dtypes, device and alignment to 16
     bytes of these. Nothing is checked; no extent may be 0.
     """
-    a, b = (x if x.dim() == 3 else x.view(G, x.size(0) // G, x.size(1)) for x in (A, B))
+    a, b = _groups(A, G), _groups(B, G)
     M, N, K = a.size(1), b.size(2), a.size(2)
     shape = (G, M, N) if A.dim() == 3 else (G * M, N)
     a_columns, b_columns = (x.stride(1) == 1 != x.stride(2) for x in (a, b))
-    as_A, as_B = (_view(x, G, columns) for x, columns in ((a, a_columns), (b, b_columns)))
+
+    def stored(x: torch.Tensor, columns: bool) -> torch.Tensor:
+        return _groups(x, G).transpose(1, 2) if columns else _groups(x, G)
+
     out = A.new_empty((G, M, N), dtype=dtype)
-    problem = _problem(as_A(A), as_B(B), out, N, K, a_columns, b_columns)
+    problem = _problem(stored(A, a_columns), stored(B, b_columns), out, N, K, a_columns, b_columns)
     choice = choice or rules.choose(problem)
     if choice.kernel == "bmm":
         return _bmm(G, None if dtype == A.dtype else dtype)
@@ -174,7 +177,7 @@ def plan(
         flat = lambda x: x  # noqa: E731
 
     def prepare(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
-        return flat(as_A(A)), flat(as_B(B)), flat(out.view(G, M, N)), *rest
+        return flat(stored(A, a_columns)), flat(stored(B, b_columns)), flat(out.view(G, M, N)), *rest
 
     like = zip(prepare(A, B, out), (choice.tma_A, choice.tma_B, choice.tma_out), strict=True)
     run = compile_kernel(
@@ -209,21 +212,16 @@ def plan_and_call(
 
 def _bmm(G: int, out_dtype: torch.dtype | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     def bmm(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        a, b = (x if x.dim() == 3 else x.view(G, x.size(0) // G, x.size(1)) for x in (A, B))
+        a, b = _groups(A, G), _groups(B, G)
         out = torch.bmm(a, b) if out_dtype is None else torch.bmm(a, b, out_dtype=out_dtype)
         return out if A.dim() == 3 else out.view(-1, out.size(2))
 
     return bmm
 
 
-def _view(like: torch.Tensor, G: int, columns: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From an operand as it is given to `[G, _, _]`, the last two swapped if `columns`."""
-
-    def view(x: torch.Tensor) -> torch.Tensor:
-        x = x.view(like.shape) if x.dim() == 2 else x
-        return x.transpose(1, 2) if columns else x
-
-    return view
+def _groups(x: torch.Tensor, G: int) -> torch.Tensor:
+    """`[G, _, _]` of what may be given with the groups one below the other."""
+    return x if x.dim() == 3 else x.view(G, x.size(0) // G, x.size(1))
 
 
 def _like(tensor: torch.Tensor, tma: bool) -> torch.Tensor:

@@ -12,7 +12,7 @@ from moe_kernels import dispatch, reference
 from moe_kernels.form import Form
 from moe_kernels.ops.library import define
 from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
-from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
+from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad, lies_transposed
 
 _FORM = "str activation, bool gated, bool interleaved, float alpha, float limit"
 
@@ -315,15 +315,13 @@ def _projection_gradients(
         if needed[1 + i]:
             result[1 + i] = _weight_gradient(rows, d, group_offsets, weight)
         if bias is not None and needed[3 + i]:
-            ones = d.new_ones(1, 1).expand(d.size(0), 1)
-            result[3 + i] = grouped_gemm_wgrad(ones, d, group_offsets, False, False, bias.dtype)[:, 0]
+            result[3 + i] = bias_gradient(d, group_offsets, bias.dtype)
     return result
 
 
 def _weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
     """Lies in memory as `weight` does."""
-    transposed = weight.stride(-1) != 1 and weight.stride(-2) == 1
-    d_weight: Tensor = grouped_gemm_wgrad(rows, d, group_offsets, False, transposed, weight.dtype)
+    d_weight: Tensor = grouped_gemm_wgrad(rows, d, group_offsets, False, lies_transposed(weight), weight.dtype)
     return d_weight
 
 

@@ -32,7 +32,7 @@ def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     A_packed, B, group_offsets, bias, _, variant = inputs
     ctx.save_for_backward(needs(ctx, 1, A_packed), needs(ctx, 0, B), group_offsets)
     ctx.dtypes = A_packed.dtype, B.dtype, None if bias is None else bias.dtype
-    ctx.shared, ctx.transposed, ctx.variant = B.dim() == 2, B.stride(-1) != 1 and B.stride(-2) == 1, variant
+    ctx.shared, ctx.transposed, ctx.variant = B.dim() == 2, lies_transposed(B), variant
 
 
 def _grouped_gemm_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -44,9 +44,20 @@ def _grouped_gemm_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]
     if ctx.needs_input_grad[1]:
         dB = grouped_gemm_wgrad(A_packed, d_out, group_offsets, ctx.shared, ctx.transposed, b_dtype)
     if ctx.needs_input_grad[3]:
-        ones = d_out.new_ones(1, 1).expand(d_out.size(0), 1)
-        d_bias = grouped_gemm_wgrad(ones, d_out, group_offsets, False, False, bias_dtype)[:, 0]
+        d_bias = bias_gradient(d_out, group_offsets, bias_dtype)
     return dA, dB, None, d_bias, None, None
+
+
+def bias_gradient(d_out: Tensor, group_offsets: Tensor, dtype: torch.dtype) -> Tensor:  # [M, N] -> [G, N]
+    """Each group's sum of rows."""
+    ones = d_out.new_ones(1, 1).expand(d_out.size(0), 1)
+    sums: Tensor = grouped_gemm_wgrad(ones, d_out, group_offsets, False, False, dtype)[:, 0]
+    return sums
+
+
+def lies_transposed(weight: Tensor) -> bool:
+    """Whether `weight [..., K, N]` lies in memory as `[..., N, K]`."""
+    return weight.stride(-1) != 1 and weight.stride(-2) == 1
 
 
 def _wgrad(
