@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moe_kernels import checks, dispatch, expert_modules, ops
 from moe_kernels.form import Form
-from moe_kernels.ops.prepared import Prepared, prepare
+from moe_kernels.ops.layer import unsorted_is_faster
+from moe_kernels.ops.prepared import Prepared, PreparedUnsorted, prepare
 from moe_kernels.plans import Plans
 from moe_kernels.routing import topk_softmax
 
@@ -126,13 +127,17 @@ def moe_mlp(
     w_in, w_up, w_out = (_columns(w, transposed) for w in (w_gate_up, w_up, w_down))
     if kind is not None and kind not in _prepared:
         _prepared[kind] = prepare(hidden, topk_ids, w_in, w_up, w_out, transposed, form)
-    routing = ops.route(topk_ids, num_experts)
     keep = _differentiated(hidden, gates, w_in, w_up, w_out, *biases)
+    plain = torch.compiler.is_dynamo_compiling() or dispatch.unobserved(*tensors)
+    if plain and not keep and unsorted_is_faster(hidden, topk_ids, w_in, w_out):
+        few: Tensor = ops.moe_mlp_unsorted(hidden, topk_ids, gates, w_in, w_up, w_out, *biases, *form)
+        return few
+    routing = ops.route(topk_ids, num_experts)
     out: Tensor = ops.moe_mlp(hidden, gates, *routing, w_in, w_up, w_out, *biases, keep, *form)[0]
     return out
 
 
-_prepared: Plans[Prepared | None] = Plans()
+_prepared: Plans[Prepared | PreparedUnsorted | None] = Plans()
 
 
 def _kind(x: Tensor | None) -> tuple[Any, ...] | None:

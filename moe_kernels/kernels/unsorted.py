@@ -1,0 +1,213 @@
+"""A layer of experts for a token or two: products of matrices and vectors, a slot at a time, and nothing is sorted.
+
+A slot is one of a token's top_k choices. Its expert is read from `topk_ids` where it is needed, so that the layer is
+two kernels. An expert that two tokens chose is read twice. An id outside `0..E - 1` drops its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import helion
+import helion.language as hl
+import torch
+
+from moe_kernels.form import Form
+from moe_kernels.kernels.activation import activated
+from moe_kernels.kernels.inline import halve
+from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
+from moe_kernels.plans import Plans
+
+_BLOCK = 1024  # elements of a weight's row that a program reads at once
+
+
+def _config(width: int) -> helion.Config:
+    """A weight's row per program: small ones, many on an SM, keep the most loads under way."""
+    return helion.Config(block_sizes=[1, max(16, min(_BLOCK, 1 << (width - 1).bit_length()))], num_warps=4)
+
+
+@kernel(lambda act, hidden, *_: _config(hidden.size(1)))
+def first_half(
+    act: torch.Tensor,  # [T * top_k, I], written
+    hidden: torch.Tensor,  # [T, H]
+    topk_ids: torch.Tensor,  # [T * top_k]
+    gate: torch.Tensor,  # [E, I, H]
+    up: torch.Tensor | None,  # [E, I, H]
+    gate_bias: torch.Tensor | None,  # [E, I]
+    up_bias: torch.Tensor | None,  # [E, I]
+    programs: int,  # at least T * top_k; odd
+    odd_R: int,  # 2 * T * top_k + 1
+    top_k: hl.constexpr,
+    name: hl.constexpr,
+    alpha: hl.constexpr,
+    limit: hl.constexpr,
+) -> torch.Tensor:
+    """A program per slot and block of columns. Rows of dropped slots are not written."""
+    hl.pdl_wait()
+    hl.pdl_launch_dependents()
+    H = hidden.size(1)
+    I = act.size(1)  # noqa: E741
+    E = gate.size(0)
+    block_i = hl.register_block_size(1, 16)
+    block_h = hl.register_block_size(16, 4096)
+    for tile_s, tile_i in hl.tile([programs, I], block_size=[1, block_i]):
+        zero = hl.zeros([], dtype=torch.int32)
+        slot = tile_s.id + zero
+        if slot < halve(odd_R, zero):
+            expert = topk_ids[slot].to(torch.int64)
+            if (expert >= 0) & (expert < E):
+                token = (slot // top_k).to(torch.int64)
+                sum_gate = hl.zeros([tile_i, block_h], dtype=torch.float32)
+                sum_up = hl.zeros([tile_i, block_h], dtype=torch.float32)
+                for tile_h in hl.tile(H, block_size=block_h):
+                    x = hidden[token, tile_h].to(torch.float32)[None, :]
+                    sum_gate = sum_gate + gate[expert, tile_i, tile_h].to(torch.float32) * x
+                    if up is not None:
+                        sum_up = sum_up + up[expert, tile_i, tile_h].to(torch.float32) * x
+                h_gate = torch.sum(sum_gate, dim=1)
+                if gate_bias is not None:
+                    h_gate = h_gate + gate_bias[expert, tile_i].to(torch.float32)
+                if up is None:
+                    result = activated(h_gate, None, name, alpha, limit)
+                else:
+                    h_up = torch.sum(sum_up, dim=1)
+                    if up_bias is not None:
+                        h_up = h_up + up_bias[expert, tile_i].to(torch.float32)
+                    result = activated(h_gate, h_up, name, alpha, limit)
+                act[slot.to(torch.int64), tile_i] = result.to(act.dtype)
+    return act
+
+
+@kernel(lambda out, act, *_: _config(act.size(1)))
+def second_half(
+    out: torch.Tensor,  # [T, H], written
+    act: torch.Tensor,  # [T * top_k, I]
+    topk_ids: torch.Tensor,  # [T * top_k]
+    gates: torch.Tensor,  # [T * top_k]
+    weight: torch.Tensor,  # [E, H, I]
+    bias: torch.Tensor | None,  # [E, H]
+    programs: int,  # at least T; odd
+    odd_T: int,  # 2 * T + 1
+    top_k: hl.constexpr,
+) -> torch.Tensor:
+    """A program per token and block of columns, which adds up the token's slots in float32."""
+    hl.pdl_wait()
+    H = out.size(1)
+    I = act.size(1)  # noqa: E741
+    E = weight.size(0)
+    block_h = hl.register_block_size(1, 16)
+    block_i = hl.register_block_size(16, 4096)
+    for tile_t, tile_h in hl.tile([programs, H], block_size=[1, block_h]):
+        zero = hl.zeros([], dtype=torch.int32)
+        t = tile_t.id + zero
+        if t < halve(odd_T, zero):
+            sums = hl.zeros([tile_h, block_i], dtype=torch.float32)
+            total = hl.zeros([tile_h], dtype=torch.float32)
+            for k in hl.static_range(top_k):
+                slot = t * top_k + k
+                expert = topk_ids[slot].to(torch.int64)
+                kept = (expert >= 0) & (expert < E)
+                factor = torch.where(kept, gates[slot].to(torch.float32), 0.0)
+                row = slot.to(torch.int64)
+                for tile_i in hl.tile(I, block_size=block_i):
+                    w = hl.load(weight, [expert, tile_h, tile_i], extra_mask=kept)
+                    x = factor * hl.load(act, [row, tile_i], extra_mask=kept).to(torch.float32)
+                    sums = sums + w.to(torch.float32) * x[None, :]
+                if bias is not None:
+                    b = hl.load(bias, [expert, tile_h], extra_mask=kept)
+                    total = total + factor * b.to(torch.float32)
+            total = total + torch.sum(sums, dim=1)
+            out[t.to(torch.int64), tile_h] = total.to(out.dtype)
+    return out
+
+
+_Optional = torch.Tensor | None
+_plans: Plans[Callable[..., None]] = Plans()
+
+
+def takes(w_in: torch.Tensor, w_out: torch.Tensor) -> bool:
+    """Whether the weights, `[E, H, 2I]` and `[E, I, H]`, lie in memory with what is summed over side by side."""
+    return w_in.stride(1) == w_out.stride(1) == 1
+
+
+def launch(
+    out: torch.Tensor,  # [T, H], written
+    act: torch.Tensor,  # [R, I], written; R is T * top_k
+    hidden: torch.Tensor,  # [T, H]
+    topk_ids: torch.Tensor,  # [R]
+    gates: torch.Tensor,  # [R]
+    gate: torch.Tensor,  # [E, H, I]
+    up: _Optional,  # [E, H, I]
+    w_out: torch.Tensor,  # [E, I, H]
+    gate_bias: _Optional,  # [E, I]
+    up_bias: _Optional,  # [E, I]
+    out_bias: _Optional,  # [E, H]
+    form: Form,
+) -> Callable[..., None]:
+    """Write a layer's result, and on the way what stands between its products. Nothing is checked; no tensor may be
+    empty. The result does it again for other tensors of this kind, all but the last argument.
+    """
+    tensors = (out, act, hidden, topk_ids, gates, gate, up, w_out, gate_bias, up_bias, out_bias)
+    key = (
+        form,
+        out.device,
+        *(None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _plan(*tensors, form=form)
+    plan(*tensors)
+    return plan
+
+
+def _plan(
+    out: torch.Tensor,
+    act: torch.Tensor,
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gates: torch.Tensor,
+    gate: torch.Tensor,
+    up: _Optional,
+    w_out: torch.Tensor,
+    gate_bias: _Optional,
+    up_bias: _Optional,
+    out_bias: _Optional,
+    form: Form,
+) -> Callable[..., None]:
+    T, R = out.size(0), act.size(0)
+    top_k = R // T
+    wide = max(span(w) for w in (gate, up, w_out) if w is not None) > INT32_MAX
+
+    def compiled(kernel: Any, args: Sequence[Any], width: int) -> Callable[..., None]:
+        def by_rows(*args: Any) -> list[Any]:
+            """Weights [E, inputs, outputs] as they lie in memory."""
+            return [arg.mT if isinstance(arg, torch.Tensor) and arg.dim() == 3 else arg for arg in args]
+
+        like = [
+            without_ones(arg, keep_first=arg.dim() == 3) if isinstance(arg, torch.Tensor) else arg
+            for arg in by_rows(*args)
+        ]
+        return compile_kernel(kernel, like, _config(width), wide=wide, prepare=by_rows)
+
+    settled = (top_k, form.activation, form.alpha, form.limit)
+    first = compiled(first_half, (act, hidden, topk_ids, gate, up, gate_bias, up_bias, 3, 3, *settled), hidden.size(1))
+    second = compiled(second_half, (out, act, topk_ids, gates, w_out, out_bias, 3, 3, top_k), act.size(1))
+
+    def plan(
+        out: torch.Tensor,
+        act: torch.Tensor,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        gates: torch.Tensor,
+        gate: torch.Tensor,
+        up: _Optional,
+        w_out: torch.Tensor,
+        gate_bias: _Optional,
+        up_bias: _Optional,
+        out_bias: _Optional,
+    ) -> None:
+        first(act, hidden, topk_ids, gate, up, gate_bias, up_bias, R | 1, 2 * R + 1, *settled)
+        second(out, act, topk_ids, gates, w_out, out_bias, T | 1, 2 * T + 1, top_k)
+
+    return plan
