@@ -132,6 +132,7 @@ def test_every_moe_case_can_be_made_and_told_apart(device: str) -> None:
 
 def test_moe_cases_hold_the_models_from_decode_to_training() -> None:
     found = cases.moe_cases("cuda")
+    assert len(found) < 50  # a case takes 9 s with --cudagraph
     layers = Counter(case.layer for case in found)
     for model in (
         "mixtral-8x7b",
@@ -142,12 +143,11 @@ def test_moe_cases_hold_the_models_from_decode_to_training() -> None:
         "gpt-oss-20b",
         "gpt-oss-120b",
         "llama-4-scout",
-        "llama-4-maverick",
         "olmoe",
         "glm-4.5",
         "kimi-k2",
     ):
-        assert layers[f"{model} up"] >= 3 and layers[f"{model} down"] >= 1
+        assert layers[f"{model} up"] >= 3
     by_name = {(case.layer, case.M, case.sizes): case for case in found}
     assert by_name["qwen3-30b up", 65536, "zipf"][:4] == (128, 65536, 1536, 2048)
     assert by_name["mixtral-8x7b down", 16384, "softmax"][:4] == (8, 16384, 4096, 14336)
