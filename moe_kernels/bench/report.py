@@ -186,12 +186,13 @@ def _transformers_table(results: Results) -> list[str]:
         speeds = {name: record["tokens_per_s"] for name, record in found.items() if record["tokens_per_s"]}
         best = max((value for name, value in speeds.items() if name != names[0]), default=None)
         rows[-1].append(_number(speeds[names[0]] / best, 2) if best and names[0] in speeds else "-")
-    head = ["sequences x tokens", *(f"`{name}`" for name in names), f"`{names[0]}` x the best other"]
+    head = ["part, sequences x tokens", *(f"`{name}`" for name in names), f"`{names[0]}` x the best other"]
     return [
         f"{_where(meta)}, transformers {meta['transformers']}: tokens per second of {meta['model']}, medians of "
-        "interleaved rounds. In decoding steps, generate takes batched_mm for grouped_mm on a GPU; compiled: with a "
-        "static cache and transformers' own torch.compile. First calls are not counted; with compiling they took "
-        f"{', '.join(f'{seconds:.0f} s ({name})' for name, seconds in first.items())} in all.",
+        "interleaved rounds. decode: `generate` from a short prompt, where on a GPU each step after it takes "
+        "`batched_mm` for `grouped_mm`; compiled: the same with a static cache and transformers' own `torch.compile`. "
+        "First calls, which compile, are not counted; those of all parts together took "
+        f"{', '.join(f'{seconds:.0f} s (`{name}`)' for name, seconds in first.items())}.",
         "",
         *_markdown_rows(head, rows),
     ]
