@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from moe_kernels import __main__ as cli
-from moe_kernels.bench import command, ffn, peers, plots, report, run
+from moe_kernels.bench import command, ffn, peers, plots, report, run, tritonbench
 from moe_kernels.bench.providers import OPERATORS, Inputs, Operator, Provider, _sample
 from moe_kernels.bench.suites import MODELS, SUITES, Case, layer, layer_cases, of_shapes, several
 from moe_kernels.testing import group_sizes_for
@@ -779,3 +779,41 @@ def test_a_second_run_leaves_the_plots_to_the_first(tmp_path: Path) -> None:
     assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
     text = page.read_text()
     assert "| 1.25 |" in text and "| 1.43 |" in text and text.count("![table](table.png)") == 1
+
+
+TRITONBENCH = """\
+(G, sizes);loop-latency;loop-tflops;fast (packed)-latency;fast (packed)-tflops;fast (packed)-speedup;none-latency
+(8, 'zipf');0.2;50.0;0.1;100.0;2.0;not supported
+(4, 'one');0.0124;1.0;"wrong; by
+much";;;not supported
+(2, 'one');0.09;10.0;0.18;5.0;0.5;not supported
+average;0.1;20.3;0.093;35.0;0.83;
+"""
+
+
+def test_a_csv_of_tritonbench(tmp_path: Path) -> None:
+    """A provider that failed on an input counts for nothing there, and one without any number is left out."""
+    found = tritonbench.read(TRITONBENCH)
+    assert found.names == ["8, zipf", "4, one", "2, one"] and tritonbench.plotted(found) == ["tflops", "speedup"]
+    assert found.providers["fast (packed)"]["speedup"] == [2.0, None, 0.5]
+    assert tritonbench.markdown(found).splitlines() == [
+        "| G, sizes | loop us | fast (packed) x |",
+        "|---|---|---|",
+        "| 8, zipf | 200 | 2.00 |",
+        "| 4, one | 12.4 | - |",
+        "| 2, one | 90.0 | 0.50 |",
+        "| geometric mean |  | 1.00 |",
+    ]
+    file, page = tmp_path / "op.csv", tmp_path / "page.md"
+    file.write_text(TRITONBENCH)
+    page.write_text("<!-- table: op.csv -->\n<!-- end of table -->\n")
+    assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
+    assert tritonbench.markdown(found) in page.read_text() and "![op](op.png)" in page.read_text()
+    assert plots.is_of(tmp_path / "op.png", found)
+    file.write_text(TRITONBENCH.replace(";50.0;", ";51.0;"))
+    assert report.main([str(page), "--check"]) == 1
+
+
+def test_a_csv_of_tritonbench_without_numbers() -> None:
+    for text in ("x_val\naverage\n", "x_val;loop-latency\n1;no\naverage;\n"):
+        assert tritonbench.plotted(tritonbench.read(text)) == []

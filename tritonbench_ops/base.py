@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
-from tritonbench.utils.triton_op import REGISTERED_BENCHMARKS, BenchmarkOperator, Mode
+from tritonbench.utils.triton_op import BenchmarkOperator, Mode
 
 from moe_kernels import configs
+from moe_kernels.bench import plots, tritonbench
 from moe_kernels.plans import set_aside
-from tritonbench_ops.plots import plot
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
     DEFAULT_METRICS = ["latency", "tflops", "speedup", "accuracy"]  # noqa: RUF012
     FWD_ONLY = True
     not_ours: frozenset[str] = frozenset()  # providers of which `best_config` knows nothing
-    ceilings = frozenset({"dense_ceiling"})  # providers that compute something else
+    ceilings = frozenset({tritonbench.CEILING})  # providers that compute something else
 
     def __init__(self, tb_args: Any, extra_args: list[str] | None = None):
         super().__init__(tb_args, extra_args)
@@ -96,16 +97,25 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
 
     def best_config(self, fn: Any) -> Any:
         if fn._name in self.not_ours | self.ceilings:
-            return super().best_config(fn)
+            theirs = super().best_config(fn)
+            return None if theirs == "unknown" else theirs
         choice = self.chosen.get(fn._name)
         first = choice is not None and self.mode in (Mode.FWD, Mode.FWD_NO_GRAD)
         return described(choice) if first else chosen_config(fn)
 
     def plot(self) -> None:
         """Draw the results to <op>.png, in --output-dir or else in ~/tritonbench_plots/<op>."""
+        text = io.StringIO()
+        self.output.write_csv_to_file(text)
+        found = tritonbench.read(text.getvalue())
+        problem = plots.missing() or (None if tritonbench.plotted(found) else "no tflops, gbps or speedup to plot")
+        if problem:
+            print(f"--plot: {problem}")
+            return
         folder = self.tb_args.output_dir or Path.home() / "tritonbench_plots" / self.name
-        labels = {name: backend.label for name, backend in REGISTERED_BENCHMARKS[self.name].items()}
-        plot(self.output.result, labels, self.required_metrics, Path(folder) / f"{self.name}.png")
+        file = Path(folder) / f"{self.name}.png"
+        tritonbench.draw(found, file)
+        print(f"Plot saved to {file}")
 
 
 def gigabytes_per_second(moved: int, metrics: Any) -> float | None:

@@ -134,7 +134,7 @@ def varied_cases(device: str) -> list[VariedCase]:
     return [*cubes, mixed, worked, experts]
 
 
-def extent(values: Sequence[int]) -> str:
-    """'128' if all values are 128, otherwise '128..1024'."""
+def extent(values: Sequence[int]) -> int | str:
+    """128 if all values are 128, otherwise '128..1024'."""
     low, high = min(values), max(values)
-    return str(low) if low == high else f"{low}..{high}"
+    return low if low == high else f"{low}..{high}"

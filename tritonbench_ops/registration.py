@@ -32,6 +32,9 @@ def register() -> None:
         ImportError: TritonBench, or a package that it needs, is not installed; the text has the command that does it.
     """
     import_tritonbench()
+    helion = logging.getLogger("helion")
+    if helion.level == logging.NOTSET:
+        helion.setLevel(logging.WARNING)  # TritonBench shows every library's INFO: here a line for each compiled kernel
     _add_operators()
     _add_providers()
 

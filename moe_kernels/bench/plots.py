@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from moe_kernels.bench.tritonbench import Inputs
+
 INSTALL = "pip install 'moe-kernels[bench]'"
 _KEY = "Results"  # of the PNG text chunk that says which results a plot is of
 _COLORS = ("#9a9a9a", "#d1495b", "#edae49", "#00798c", "#30638e", "#76b041", "#8d6a9f", "#5c4742", "#2e4057", "#f08a4b")
@@ -42,7 +44,6 @@ def pictures(results: Results, folder: Path) -> list[Path]:
 
 def draw(results: Results, folder: Path) -> None:
     """Write all plots of `results` into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
     for picture in pictures(results, folder):
         suite = picture.stem.removesuffix("-roofline").removesuffix("-cubes")
         part = results.of(suite)
@@ -54,17 +55,23 @@ def draw(results: Results, folder: Path) -> None:
             figure = _matrix(part)
         else:
             figure = _bars(part)
-        figure.savefig(picture, dpi=90, bbox_inches="tight", metadata={_KEY: fingerprint(results)})
+        save(figure, picture, results)
 
 
-def fingerprint(results: Results) -> str:
+def save(figure: Figure, picture: Path, results: Results | Inputs) -> None:
+    """Write a plot of `results` as a PNG, from which `is_of` can tell."""
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=90, bbox_inches="tight", metadata={_KEY: fingerprint(results)})
+
+
+def fingerprint(results: Results | Inputs) -> str:
     """A hash of all that the plots show."""
     content = json.dumps(vars(results), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def is_of(picture: Path, results: Results) -> bool:
-    """Whether a PNG that `draw` wrote shows `results`."""
+def is_of(picture: Path, results: Results | Inputs) -> bool:
+    """Whether a PNG that `save` wrote shows `results`."""
     return picture.exists() and _text_chunks(picture.read_bytes()).get(_KEY) == fingerprint(results)
 
 

@@ -3,15 +3,17 @@
     python -m moe_kernels.bench.report [--check] [PAGE ...]
 
 writes the tables and plots of these pages, or others, anew. Between `<!-- table: FILE -->` and `<!-- end of table -->`,
-each on a line of its own, it puts what FILE, a JSON of `bench`, holds, with a path from the page's folder. The plots go
-beside FILE, and have their names from its suites: a file that is not named after one, such as a second run's, is shown
-without. With --check it writes nothing, and exits with 1 if anything would change.
+each on a line of its own, it puts what FILE, a JSON of `bench` or a CSV of TritonBench, holds, with a path from the
+page's folder. The plots go beside FILE. Those of a JSON have their names from its suites: a file that is not named
+after one, such as a second run's, is shown without. With --check it writes nothing, and exits with 1 if anything would
+change.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import io
 import math
 import re
@@ -19,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_kernels.bench import tritonbench
 from moe_kernels.bench.providers import OPERATORS, Operator
 from moe_kernels.bench.run import FIELDS, Record, Results
 from moe_kernels.bench.suites import SUITES, WARM_CALLS
@@ -325,15 +328,23 @@ def write_page(path: Path, check: bool) -> bool:
     def block(match: re.Match[str]) -> str:
         nonlocal changed
         file = path.parent / match[1]
-        results = Results.read(file)
-        links = []
-        for picture in plots.pictures(results, file.parent) if file.stem in results.suites else ():
-            if not plots.is_of(picture, results):
-                changed = True
-                if not check:
-                    plots.draw(results, file.parent)
-            links.append(f"![{picture.stem}]({picture.relative_to(path.parent)})\n")
-        return f"<!-- table: {match[1]} -->\n{markdown(results)}\n{''.join(links)}<!-- end of table -->"
+        results: Results | tritonbench.Inputs
+        if file.suffix == ".csv":
+            results = tritonbench.read(file.read_text(encoding="utf-8"))
+            text, pictures = tritonbench.markdown(results), [file.with_suffix(".png")]
+            draw = functools.partial(tritonbench.draw, results, *pictures)
+        else:
+            results = Results.read(file)
+            text, pictures = markdown(results), []
+            if file.stem in results.suites:
+                pictures = plots.pictures(results, file.parent)
+            draw = functools.partial(plots.draw, results, file.parent)
+        if not all(plots.is_of(picture, results) for picture in pictures):
+            changed = True
+            if not check:
+                draw()
+        links = "".join(f"![{picture.stem}]({picture.relative_to(path.parent)})\n" for picture in pictures)
+        return f"<!-- table: {match[1]} -->\n{text}\n{links}<!-- end of table -->"
 
     text = path.read_text(encoding="utf-8")
     wanted = _BLOCK.sub(block, text)

@@ -1,0 +1,112 @@
+"""What TritonBench has measured, from the CSV that it writes: a table, and a plot, which needs matplotlib."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+CEILING = "dense_ceiling"  # a provider of this name computes something else
+_AXES = {"tflops": "TFLOP/s", "gbps": "GB/s", "speedup": "times as fast as {}"}
+_MARKERS = "osD^vPX<>"
+
+
+@dataclass
+class Inputs:
+    """What was measured of each input; None where a provider failed or was left out."""
+
+    title: str  # what an input's name consists of
+    names: list[str]
+    baseline: str  # the provider that the others' "speedup" is compared with
+    providers: dict[str, dict[str, list[float | None]]]  # by label and metric, a number for each input
+
+
+def read(text: str) -> Inputs:
+    """From a CSV, less what has no number at all, and the averages, which count a provider that failed as 0."""
+    [title, *columns], *rows = csv.reader(io.StringIO(text), delimiter=";")
+    rows = [row for row in rows if row[0] != "average"]
+    providers: dict[str, dict[str, list[float | None]]] = {}
+    for i, column in enumerate(columns, 1):
+        label, _, metric = column.rpartition("-")
+        numbers = [_number(row[i]) for row in rows]
+        if any(number is not None for number in numbers):
+            providers.setdefault(label, {})[metric] = numbers
+    baseline = columns[0].rpartition("-")[0] if columns else ""
+    return Inputs(title.strip("()"), [_name(row[0]) for row in rows], baseline, providers)
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def _name(cell: str) -> str:
+    """ "8, 64, zipf" for "(8, 64, 'zipf')" """
+    return ", ".join(map(str, ast.literal_eval(cell))) if cell.startswith("(") else cell
+
+
+def markdown(found: Inputs) -> str:
+    """A table: the baseline's time for each input, how many times as fast the others were, and the means of that."""
+    times = found.providers[found.baseline]["latency"]
+    rows = [[name, _microseconds(ms)] for name, ms in zip(found.names, times, strict=True)]
+    head, means = [found.title, f"{found.baseline} us"], ["geometric mean", ""]
+    for label, metrics in found.providers.items():
+        if "speedup" in metrics:
+            head.append(f"{label} x")
+            for row, ratio in zip(rows, metrics["speedup"], strict=True):
+                row.append("-" if ratio is None else f"{ratio:.2f}")
+            logs = [math.log(ratio) for ratio in metrics["speedup"] if ratio]
+            means.append(f"{math.exp(sum(logs) / len(logs)):.2f}")
+    lines = ["| " + " | ".join(row) + " |" for row in (head, *rows, means)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
+
+
+def _microseconds(ms: float | None) -> str:
+    return "-" if ms is None else f"{1e3 * ms:.{0 if ms >= 0.1 else 1}f}"
+
+
+def plotted(found: Inputs) -> list[str]:
+    """The metrics that `draw` shows."""
+    return [name for name in _AXES if any(name in metrics for metrics in found.providers.values())]
+
+
+def draw(found: Inputs, picture: Path) -> None:
+    """Write a PNG: a line for each input, in a panel for each metric, and on it a mark for each provider."""
+    from matplotlib.figure import Figure
+
+    from moe_kernels.bench import plots
+
+    count, shown = len(found.names), plotted(found)
+    figure = Figure(figsize=(3 + 4 * len(shown), 1.5 + 0.2 * count), layout="constrained")
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for axes, metric in zip(panels, shown, strict=True):
+        for i, (label, metrics) in enumerate(found.providers.items()):
+            if metric in metrics and not (metric == "speedup" and label.startswith(CEILING)):
+                numbers = [math.nan if number is None else number for number in metrics[metric]]
+                axes.plot(
+                    numbers,
+                    range(count),
+                    linestyle="none",
+                    marker=_MARKERS[i % len(_MARKERS)],
+                    markersize=4.5,
+                    color=f"C{i}",
+                    alpha=0.8,
+                    label=label,
+                )
+        axes.set_xlabel(_AXES[metric].format(found.baseline), fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+        if metric == "speedup":
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.axvline(1, color="black", linewidth=0.8)
+    panels[0].set_yticks(range(count), found.names)
+    panels[0].set_ylim(count - 0.5, -0.5)
+    panels[0].set_ylabel(found.title, fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)
+    plots.save(figure, picture, found)
