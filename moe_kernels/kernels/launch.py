@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import helion
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from helion.runtime.settings import default_autotuner_fn
 from triton.runtime import interpreter
 
@@ -89,8 +91,23 @@ def compile_kernel(
     if interpreted():
         interpret = _compile_interpreted(kernel, args, config, wide)
         return lambda *args: interpret(*prepare(*args))
-    run = _variant(kernel, wide, tf32).bind(tuple(args)).compile_config(config)
-    return _Launcher(run, prepare, clipped, fixed)
+    return _Launcher(_compiled(_variant(kernel, wide, tf32), args, config), prepare, clipped, fixed)
+
+
+_one_at_a_time = threading.Lock()
+
+
+def _compiled(kernel: helion.Kernel[Any], args: Sequence[Any], config: helion.Config) -> Callable[..., Any]:
+    """Helion's generated function.
+
+    Once there is a process group, Helion asks PyTorch which tensors are in symmetric memory. Where PyTorch cannot tell,
+    as in 2.11, it would take all for such, and compile every grid as a loop of one program per SM.
+    """
+    with _one_at_a_time, ExitStack() as stack:
+        if not hasattr(symmetric_memory, "is_symm_mem_tensor"):
+            none_is = mock.patch.object(symmetric_memory, "is_symm_mem_tensor", lambda _: False, create=True)
+            stack.enter_context(none_is)
+        return kernel.bind(tuple(args)).compile_config(config)
 
 
 def plan_and_launch(make: Callable[..., Callable[..., None]], *tensors: Any) -> Callable[..., None]:
@@ -149,7 +166,7 @@ def _compile_interpreted(
     kept = {
         k: v for k, v in config.config.items() if k not in ("indexing", "host_tensor_descriptors", "range_flattens")
     }
-    run = _variant(kernel, wide, False).bind(tuple(args)).compile_config(helion.Config(**kept))
+    run = _compiled(_variant(kernel, wide, False), args, helion.Config(**kept))
 
     def launch(*args: Any) -> Any:
         with _lean_interpreter():

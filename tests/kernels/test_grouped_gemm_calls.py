@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 
 from moe_kernels import checks, dispatch, grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
 from moe_kernels.kernels import grouped_gemm as kernels
 from moe_kernels.kernels import launch
+from moe_kernels.plans import set_aside
 from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for, make_inputs
 
 variants = pytest.mark.parametrize("variant", ["basic", "persistent"])
@@ -311,3 +315,29 @@ def test_more_than_2_to_the_31_elements(
     middle = M // 2
     g = int((group_offsets <= middle).sum()) - 1
     torch.testing.assert_close(out[middle].double(), A[middle].double() @ B[g].double(), rtol=1e-2, atol=2e-2)
+
+
+def test_a_process_group_changes_nothing_in_a_kernel(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a torch that cannot tell which tensors are in symmetric memory, too."""
+    made = []
+
+    def compiled(*args: Any) -> Any:
+        made.append(inspect.getsource(run := real(*args)))
+        return run
+
+    real = launch._compiled
+    monkeypatch.setattr(launch, "_compiled", compiled)
+    monkeypatch.delattr(symmetric_memory, "is_symm_mem_tensor", raising=False)
+    A, B, offsets = make_inputs([3, 0, 30], 32, 48, dtype=torch.float16, device=device)
+    with set_aside():
+        alone = grouped_gemm_jagged(A, B, offsets)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with set_aside():
+            assert torch.equal(grouped_gemm_jagged(A, B, offsets), alone)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(made) == 2
+    assert made[0] == made[1]
