@@ -252,19 +252,17 @@ class Inputs:
 
 
 def alternatives(problem: Problem) -> list[Choice]:
-    """The rule's choice for `problem` at other heights, and by the other kernel."""
+    """The rule's choices for `problem` with other tiles, and by the other kernel."""
     from moe_kernels import configs
 
     found = []
-    for variant in ("persistent", "basic"):
-        if variant == "persistent" and problem.rows < 32:
-            continue
-        by_rule = configs.rule(problem, variant)
-        heights = {by_rule.block_m, by_rule.block_m // 2, by_rule.block_m * 2}
-        for block_m in sorted(heights & ({64, 128} if variant == "persistent" else {16, 32, 64, 128})):
-            # A tile of 64 rows has work for 4 warps.
-            warps = by_rule.config.config["num_warps"] if block_m == by_rule.block_m or block_m == 128 else 4
-            found.append(_with(by_rule, block_m=block_m, num_warps=warps))
+    if problem.rows >= 32:
+        found += [configs.rule(problem, "persistent", tile) for tile in configs.tiles(problem)]
+    basic = configs.rule(problem, "basic")
+    warps = basic.config.config["num_warps"]
+    for block_m in sorted({basic.block_m // 2, basic.block_m, basic.block_m * 2} & {16, 32, 64, 128}):
+        # A tile of 64 rows has work for 4 warps.
+        found.append(_with(basic, block_m=block_m, num_warps=warps if block_m in (basic.block_m, 128) else 4))
     return [choice for choice in found if configs.why_illegal(choice, problem) is None]
 
 

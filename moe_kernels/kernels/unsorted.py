@@ -23,8 +23,9 @@ _BLOCK = 1024  # elements of a weight's row that a program reads at once
 
 
 def _config(width: int) -> helion.Config:
-    """A weight's row per program: small ones, many on an SM, keep the most loads under way."""
-    return helion.Config(block_sizes=[1, max(16, min(_BLOCK, 1 << (width - 1).bit_length()))], num_warps=4)
+    """A weight's row per program, or two long ones: small programs, many on an SM, keep the most loads under way."""
+    rows = 1 if width <= 4096 else 2
+    return helion.Config(block_sizes=[rows, max(16, min(_BLOCK, 1 << (width - 1).bit_length()))], num_warps=4)
 
 
 @kernel(lambda act, hidden, *_: _config(hidden.size(1)))

@@ -463,7 +463,7 @@ moe_mlp = define(
 )
 
 
-UNSORTED_UP_TO = 1  # tokens
+UNSORTED_UP_TO = 2  # tokens
 
 
 def unsorted_is_faster(hidden: Tensor, topk_ids: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
