@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from moe_kernels import checks, dispatch, expert_modules, ops
 from moe_kernels.form import Form
-from moe_kernels.ops.layer import unsorted_is_faster
-from moe_kernels.ops.prepared import Prepared, PreparedUnsorted, prepare
+from moe_kernels.ops.layer import one_token_is_faster
+from moe_kernels.ops.prepared import Prepared, PreparedForOneToken, prepare
 from moe_kernels.plans import Plans
 from moe_kernels.routing import topk_softmax
 
@@ -129,15 +129,15 @@ def moe_mlp(
         _prepared[kind] = prepare(hidden, topk_ids, w_in, w_up, w_out, transposed, form)
     keep = _differentiated(hidden, gates, w_in, w_up, w_out, *biases)
     plain = torch.compiler.is_dynamo_compiling() or dispatch.unobserved(*tensors)
-    if plain and not keep and unsorted_is_faster(hidden, topk_ids, w_in, w_out):
-        few: Tensor = ops.moe_mlp_unsorted(hidden, topk_ids, gates, w_in, w_up, w_out, *biases, *form)
-        return few
+    if plain and not keep and one_token_is_faster(hidden, topk_ids, w_in, w_out):
+        one: Tensor = ops.moe_mlp_of_one_token(hidden, topk_ids, gates, w_in, w_up, w_out, *biases, *form)
+        return one
     routing = ops.route(topk_ids, num_experts)
     out: Tensor = ops.moe_mlp(hidden, gates, *routing, w_in, w_up, w_out, *biases, keep, *form)[0]
     return out
 
 
-_prepared: Plans[Prepared | PreparedUnsorted | None] = Plans()
+_prepared: Plans[Prepared | PreparedForOneToken | None] = Plans()
 
 
 def _kind(x: Tensor | None) -> tuple[Any, ...] | None:

@@ -208,8 +208,8 @@ def test_opcheck(name: str, keep: bool) -> None:
         operators.moe_mlp.default,
         (tensors["hidden"], tensors["gates"], *routing, w_in, w_up, w_out, *biases, keep, *form),
     )
-    first = (tensors["hidden"], IDS, tensors["gates"], w_in, w_up, w_out, *biases)
-    opcheck(operators.moe_mlp_unsorted.default, (*(None if x is None else x.detach() for x in first), *form))
+    first = (tensors["hidden"][:1], IDS[:1], tensors["gates"][:1], w_in, w_up, w_out, *biases)
+    opcheck(operators.moe_mlp_of_one_token.default, (*(None if x is None else x.detach() for x in first), *form))
     opcheck(
         operators.swiglu_ffn.default,
         (torch.randn(8, H, dtype=torch.float64), routing[0], w_in, w_up, *biases[:2], keep, *form),

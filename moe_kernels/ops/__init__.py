@@ -14,13 +14,13 @@ Every operator is functional, and every gradient is made of the same operators, 
     swiglu_ffn(rows)     act = activate(rows @ w_in)          of the above
     moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   of the above
 
-`moe_mlp_unsorted` is the same for few tokens, by two kernels of its own, without a gradient. The second order of
+`moe_mlp_of_one_token` is the same for one token, by two kernels of its own, without a gradient. The second order of
 `activate` goes through plain PyTorch. The functions of these names here are what the rest of the package calls. In
 eager mode, where nothing records, they go past torch.library, which costs the host more than some kernels take.
 """
 
 from moe_kernels.ops.forms import uniform_grouped_gemm, varied_grouped_gemm
-from moe_kernels.ops.layer import activate, activate_backward, moe_mlp, moe_mlp_unsorted, swiglu_ffn
+from moe_kernels.ops.layer import activate, activate_backward, moe_mlp, moe_mlp_of_one_token, swiglu_ffn
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 
@@ -32,7 +32,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_wgrad",
     "moe_mlp",
-    "moe_mlp_unsorted",
+    "moe_mlp_of_one_token",
     "route",
     "scatter_rows",
     "swiglu_ffn",

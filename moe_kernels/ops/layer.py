@@ -1,4 +1,4 @@
-"""What an expert layer does around its products: activate, activate_backward, swiglu_ffn, moe_mlp, moe_mlp_unsorted."""
+"""What an expert layer does around its products: activate, swiglu_ffn, moe_mlp, and what these are made of."""
 
 from __future__ import annotations
 
@@ -463,26 +463,23 @@ moe_mlp = define(
 )
 
 
-UNSORTED_UP_TO = 2  # tokens
-
-
-def unsorted_is_faster(hidden: Tensor, topk_ids: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
-    """Whether there are so few tokens that their slots need not be sorted by expert."""
-    if hidden.size(0) > UNSORTED_UP_TO or not dispatch.use_kernels(hidden):
+def one_token_is_faster(hidden: Tensor, topk_ids: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
+    """Whether there is one token, for which the kernels that sort nothing are faster."""
+    if hidden.size(0) != 1 or not dispatch.use_kernels(hidden):
         return False
     if hidden.is_cpu and torch.bfloat16 in (hidden.dtype, w_in.dtype, w_out.dtype):
         return False  # Triton's interpreter truncates it
     if not all([x.numel() > 0 for x in (hidden, topk_ids, w_in, w_out)]):
         return False
-    from moe_kernels.kernels import unsorted
+    from moe_kernels.kernels import one_token
 
-    return unsorted.takes(w_in, w_out)
+    return one_token.takes(w_in, w_out)
 
 
-def _moe_mlp_unsorted(
-    hidden: Tensor,  # [T, H]
-    topk_ids: Tensor,  # [T, top_k]
-    gates: Tensor,  # [T, top_k]
+def _moe_mlp_of_one_token(
+    hidden: Tensor,  # [1, H]
+    topk_ids: Tensor,  # [1, top_k]
+    gates: Tensor,  # [1, top_k]
     w_in: Tensor,  # [E, H, 2I] or [E, H, I]
     w_up: Tensor | None,  # [E, H, I]
     w_out: Tensor,  # [E, I, H]
@@ -491,33 +488,33 @@ def _moe_mlp_unsorted(
     b_out: Tensor | None,  # [E, H]
     *form: Any,
 ) -> Tensor:
-    """The layer's result `[T, H]`, of a few tokens; it has no gradient."""
+    """The layer's result `[1, H]`; it has no gradient."""
     halves = Form(*form)
     if not dispatch.use_kernels(hidden):
         others: dict[str, Any] = {"w_up": w_up, "gate_up_bias": b_in, "up_bias": b_up, "down_bias": b_out}
         return reference.moe_mlp(hidden, topk_ids, gates, w_in, w_out, transposed=True, **others, **halves._asdict())
-    from moe_kernels.kernels import unsorted
+    from moe_kernels.kernels import one_token
 
-    out = _moe_mlp_unsorted_fake(hidden, topk_ids, gates, w_in, w_up, w_out)
+    out = _moe_mlp_of_one_token_fake(hidden, topk_ids, gates, w_in, w_up, w_out)
     dtype = torch.promote_types(hidden.dtype, w_in.dtype)
     act = hidden.new_empty((topk_ids.numel(), _width(w_in, w_up, halves)), dtype=dtype)
     biases = halves.parts(b_in, b_up, apart=w_up is not None)
     slots = topk_ids.reshape(-1), gates.reshape(-1)
     tensors = (out, act, hidden, *slots, *halves.halves(w_in, w_up), w_out, *biases, b_out)
-    dispatch.on_device(hidden, unsorted.launch, *tensors, halves)
+    dispatch.on_device(hidden, one_token.launch, *tensors, halves)
     return out
 
 
-def _moe_mlp_unsorted_fake(
+def _moe_mlp_of_one_token_fake(
     hidden: Tensor, topk_ids: Tensor, gates: Tensor, w_in: Tensor, w_up: Tensor | None, w_out: Tensor, *_: Any
 ) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, w_in.dtype), w_out.dtype)
     return hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=dtype)
 
 
-moe_mlp_unsorted = define(
-    "moe_mlp_unsorted(Tensor hidden, Tensor topk_ids, Tensor gates, Tensor w_in, Tensor? w_up, Tensor w_out,"
+moe_mlp_of_one_token = define(
+    "moe_mlp_of_one_token(Tensor hidden, Tensor topk_ids, Tensor gates, Tensor w_in, Tensor? w_up, Tensor w_out,"
     f" Tensor? b_in, Tensor? b_up, Tensor? b_out, {_FORM}) -> Tensor",
-    _moe_mlp_unsorted,
-    _moe_mlp_unsorted_fake,
+    _moe_mlp_of_one_token,
+    _moe_mlp_of_one_token_fake,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_kernels import dispatch
 from moe_kernels.form import Form
-from moe_kernels.ops.layer import fused_is_faster, unsorted_is_faster
+from moe_kernels.ops.layer import fused_is_faster, one_token_is_faster
 
 
 class Prepared:
@@ -63,27 +63,27 @@ class Prepared:
         return out
 
 
-class PreparedUnsorted:
-    """The same for calls with few tokens."""
+class PreparedForOneToken:
+    """The same for calls with one token."""
 
     def __init__(self, transposed: bool, form: Form):
-        from moe_kernels.kernels import unsorted
+        from moe_kernels.kernels import one_token
 
         self.transposed, self.form = transposed, form
-        self.launch: Callable[..., Any] = partial(unsorted.launch, form=form)
+        self.launch: Callable[..., Any] = partial(one_token.launch, form=form)
 
     def __call__(
         self,
-        hidden: Tensor,  # [T, H]
-        topk_ids: Tensor,  # [T, top_k]
-        gates: Tensor,  # [T, top_k]
+        hidden: Tensor,  # [1, H]
+        topk_ids: Tensor,  # [1, top_k]
+        gates: Tensor,  # [1, top_k]
         w_gate_up: Tensor,  # and the next ones as for `Prepared`
         w_down: Tensor,
         w_up: Tensor | None,
         gate_up_bias: Tensor | None,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
-    ) -> Tensor:  # [T, H]
+    ) -> Tensor:  # [1, H]
         w_out = w_down
         if not self.transposed:
             w_gate_up, w_out, w_up = w_gate_up.mT, w_down.mT, None if w_up is None else w_up.mT
@@ -104,12 +104,12 @@ def prepare(
     w_out: Tensor,  # [E, I, H]
     transposed: bool,
     form: Form,
-) -> Prepared | PreparedUnsorted | None:
+) -> Prepared | PreparedForOneToken | None:
     """For checked tensors of a kind, which nobody records, if its first half is one kernel that multiplies 16 bits."""
     one_dtype = hidden.dtype == w_in.dtype == w_out.dtype and hidden.dtype.itemsize == 2
     R = topk_ids.numel()
-    if hidden.is_cuda and one_dtype and unsorted_is_faster(hidden, topk_ids, w_in, w_out):
-        return PreparedUnsorted(transposed, form)
+    if hidden.is_cuda and one_dtype and one_token_is_faster(hidden, topk_ids, w_in, w_out):
+        return PreparedForOneToken(transposed, form)
     if not (hidden.is_cuda and one_dtype and R <= dispatch.MOST_ROWS and fused_is_faster(hidden, R, w_in, w_up, form)):
         return None
     from moe_kernels.kernels import route

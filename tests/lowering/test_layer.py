@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import compile_for_sm90, ptxas_says, stand_ins
 
 from moe_kernels.form import Form
-from moe_kernels.kernels import activation, grouped_gemm, grouped_wgrad, launch, permute, route, swiglu_ffn
+from moe_kernels.kernels import activation, grouped_gemm, grouped_wgrad, launch, one_token, permute, route, swiglu_ffn
 
 SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
 
@@ -28,7 +28,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return lambda *_: None
 
     monkeypatch.setattr(grouped_gemm, "compile_kernel", note)
-    for module in (activation, grouped_wgrad, permute, route, swiglu_ffn):
+    for module in (activation, grouped_wgrad, one_token, permute, route, swiglu_ffn):
         monkeypatch.setattr(module, "compile_kernel", note)
         monkeypatch.setattr(module, "_plans", {})
     return asked_for
@@ -105,6 +105,21 @@ def test_moves(asked_for: list[Any], T: int, top_k: int, H: int) -> None:
         permute.launch(permute.dot_rows, (gates, tokens, rows), *indices)
     for report in lean_reports(asked_for):
         assert report["shared"] < 1024
+
+
+@pytest.mark.parametrize(
+    ("H", "I", "E", "top_k"), [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 256, 8), (97, 50, 4, 1)]
+)
+def test_one_token(asked_for: list[Any], H: int, I: int, E: int, top_k: int) -> None:  # noqa: E741
+    with stand_ins():
+        form = Form("silu", True, False, 1.0, 1.0)
+        slots = empty(top_k, dtype=torch.int64), empty(top_k, dtype=torch.float32)
+        weights = (*form.halves(empty(E, 2 * I, H).mT, None), empty(E, H, I).mT)
+        one_token.launch(empty(1, H), empty(top_k, I), empty(1, H), *slots, *weights, None, None, None, form)
+    first, second = lean_reports(asked_for)
+    if H % 16 == 0:
+        assert "ld.global.v4" in first["ptx"]
+        assert "ld.global.v4" in second["ptx"]
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "clamped_swiglu"])

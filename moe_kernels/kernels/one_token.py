@@ -1,7 +1,7 @@
-"""A layer of experts for a token or two: products of matrices and vectors, a slot at a time, and nothing is sorted.
+"""A layer of experts for one token: products of matrices and a vector, a slot at a time, and nothing is sorted.
 
-A slot is one of a token's top_k choices. Its expert is read from `topk_ids` where it is needed, so that the layer is
-two kernels. An expert that two tokens chose is read twice. An id outside `0..E - 1` drops its slot.
+A slot is one of the token's top_k choices. Its expert is read from `topk_ids` where it is needed, so that the layer is
+two kernels. An id outside `0..E - 1` drops its slot.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ def _config(width: int) -> helion.Config:
 
 @kernel(lambda act, hidden, *_: _config(hidden.size(1)))
 def first_half(
-    act: torch.Tensor,  # [T * top_k, I], written
-    hidden: torch.Tensor,  # [T, H]
-    topk_ids: torch.Tensor,  # [T * top_k]
+    act: torch.Tensor,  # [top_k, I], written
+    hidden: torch.Tensor,  # [1, H]
+    topk_ids: torch.Tensor,  # [top_k]
     gate: torch.Tensor,  # [E, I, H]
     up: torch.Tensor | None,  # [E, I, H]
     gate_bias: torch.Tensor | None,  # [E, I]
     up_bias: torch.Tensor | None,  # [E, I]
-    programs: int,  # at least T * top_k; odd
-    odd_R: int,  # 2 * T * top_k + 1
-    top_k: hl.constexpr,
+    programs: int,  # at least top_k; odd
+    odd_k: int,  # 2 * top_k + 1
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
@@ -52,17 +51,16 @@ def first_half(
     E = gate.size(0)
     block_i = hl.register_block_size(1, 16)
     block_h = hl.register_block_size(16, 4096)
-    for tile_s, tile_i in hl.tile([programs, I], block_size=[1, block_i]):
+    for tile_k, tile_i in hl.tile([programs, I], block_size=[1, block_i]):
         zero = hl.zeros([], dtype=torch.int32)
-        slot = tile_s.id + zero
-        if slot < halve(odd_R, zero):
+        slot = tile_k.id + zero
+        if slot < halve(odd_k, zero):
             expert = topk_ids[slot].to(torch.int64)
             if (expert >= 0) & (expert < E):
-                token = (slot // top_k).to(torch.int64)
                 sum_gate = hl.zeros([tile_i, block_h], dtype=torch.float32)
                 sum_up = hl.zeros([tile_i, block_h], dtype=torch.float32)
                 for tile_h in hl.tile(H, block_size=block_h):
-                    x = hidden[token, tile_h].to(torch.float32)[None, :]
+                    x = hidden[zero, tile_h].to(torch.float32)[None, :]
                     sum_gate = sum_gate + gate[expert, tile_i, tile_h].to(torch.float32) * x
                     if up is not None:
                         sum_up = sum_up + up[expert, tile_i, tile_h].to(torch.float32) * x
@@ -76,50 +74,45 @@ def first_half(
                     if up_bias is not None:
                         h_up = h_up + up_bias[expert, tile_i].to(torch.float32)
                     result = activated(h_gate, h_up, name, alpha, limit)
-                act[slot.to(torch.int64), tile_i] = result.to(act.dtype)
+                act[slot, tile_i] = result.to(act.dtype)
     return act
 
 
 @kernel(lambda out, act, *_: _config(act.size(1)))
 def second_half(
-    out: torch.Tensor,  # [T, H], written
-    act: torch.Tensor,  # [T * top_k, I]
-    topk_ids: torch.Tensor,  # [T * top_k]
-    gates: torch.Tensor,  # [T * top_k]
+    out: torch.Tensor,  # [1, H], written
+    act: torch.Tensor,  # [top_k, I]
+    topk_ids: torch.Tensor,  # [top_k]
+    gates: torch.Tensor,  # [top_k]
     weight: torch.Tensor,  # [E, H, I]
     bias: torch.Tensor | None,  # [E, H]
-    programs: int,  # at least T; odd
-    odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per token and block of columns, which adds up the token's slots in float32."""
+    """A program per block of columns, which adds up the slots in float32."""
     hl.pdl_wait()
     H = out.size(1)
     I = act.size(1)  # noqa: E741
     E = weight.size(0)
     block_h = hl.register_block_size(1, 16)
     block_i = hl.register_block_size(16, 4096)
-    for tile_t, tile_h in hl.tile([programs, H], block_size=[1, block_h]):
+    for tile_h in hl.tile(H, block_size=block_h):
         zero = hl.zeros([], dtype=torch.int32)
-        t = tile_t.id + zero
-        if t < halve(odd_T, zero):
-            sums = hl.zeros([tile_h, block_i], dtype=torch.float32)
-            total = hl.zeros([tile_h], dtype=torch.float32)
-            for k in hl.static_range(top_k):
-                slot = t * top_k + k
-                expert = topk_ids[slot].to(torch.int64)
-                kept = (expert >= 0) & (expert < E)
-                factor = torch.where(kept, gates[slot].to(torch.float32), 0.0)
-                row = slot.to(torch.int64)
-                for tile_i in hl.tile(I, block_size=block_i):
-                    w = hl.load(weight, [expert, tile_h, tile_i], extra_mask=kept)
-                    x = factor * hl.load(act, [row, tile_i], extra_mask=kept).to(torch.float32)
-                    sums = sums + w.to(torch.float32) * x[None, :]
-                if bias is not None:
-                    b = hl.load(bias, [expert, tile_h], extra_mask=kept)
-                    total = total + factor * b.to(torch.float32)
-            total = total + torch.sum(sums, dim=1)
-            out[t.to(torch.int64), tile_h] = total.to(out.dtype)
+        sums = hl.zeros([tile_h, block_i], dtype=torch.float32)
+        total = hl.zeros([tile_h], dtype=torch.float32)
+        for k in hl.static_range(top_k):
+            slot = zero + k
+            expert = topk_ids[slot].to(torch.int64)
+            kept = (expert >= 0) & (expert < E)
+            factor = torch.where(kept, gates[slot].to(torch.float32), 0.0)
+            for tile_i in hl.tile(I, block_size=block_i):
+                w = hl.load(weight, [expert, tile_h, tile_i], extra_mask=kept)
+                x = factor * hl.load(act, [slot, tile_i], extra_mask=kept).to(torch.float32)
+                sums = sums + w.to(torch.float32) * x[None, :]
+            if bias is not None:
+                b = hl.load(bias, [expert, tile_h], extra_mask=kept)
+                total = total + factor * b.to(torch.float32)
+        total = total + torch.sum(sums, dim=1)
+        out[zero, tile_h] = total.to(out.dtype)
     return out
 
 
@@ -133,11 +126,11 @@ def takes(w_in: torch.Tensor, w_out: torch.Tensor) -> bool:
 
 
 def launch(
-    out: torch.Tensor,  # [T, H], written
-    act: torch.Tensor,  # [R, I], written; R is T * top_k
-    hidden: torch.Tensor,  # [T, H]
-    topk_ids: torch.Tensor,  # [R]
-    gates: torch.Tensor,  # [R]
+    out: torch.Tensor,  # [1, H], written
+    act: torch.Tensor,  # [top_k, I], written
+    hidden: torch.Tensor,  # [1, H]
+    topk_ids: torch.Tensor,  # [top_k]
+    gates: torch.Tensor,  # [top_k]
     gate: torch.Tensor,  # [E, H, I]
     up: _Optional,  # [E, H, I]
     w_out: torch.Tensor,  # [E, I, H]
@@ -176,24 +169,23 @@ def _plan(
     out_bias: _Optional,
     form: Form,
 ) -> Callable[..., None]:
-    T, R = out.size(0), act.size(0)
-    top_k = R // T
+    top_k = act.size(0)
     wide = max(span(w) for w in (gate, up, w_out) if w is not None) > INT32_MAX
 
-    def compiled(kernel: Any, args: Sequence[Any], width: int) -> Callable[..., None]:
-        def by_rows(*args: Any) -> list[Any]:
-            """Weights [E, inputs, outputs] as they lie in memory."""
-            return [arg.mT if isinstance(arg, torch.Tensor) and arg.dim() == 3 else arg for arg in args]
+    def by_rows(*args: Any) -> list[Any]:
+        """Weights [E, inputs, outputs] as they lie in memory."""
+        return [arg.mT if isinstance(arg, torch.Tensor) and arg.dim() == 3 else arg for arg in args]
 
+    def compiled(kernel: Any, args: Sequence[Any], width: int) -> Callable[..., None]:
         like = [
             without_ones(arg, keep_first=arg.dim() == 3) if isinstance(arg, torch.Tensor) else arg
             for arg in by_rows(*args)
         ]
         return compile_kernel(kernel, like, _config(width), wide=wide, prepare=by_rows)
 
-    settled = (top_k, form.activation, form.alpha, form.limit)
+    settled = (form.activation, form.alpha, form.limit)
     first = compiled(first_half, (act, hidden, topk_ids, gate, up, gate_bias, up_bias, 3, 3, *settled), hidden.size(1))
-    second = compiled(second_half, (out, act, topk_ids, gates, w_out, out_bias, 3, 3, top_k), act.size(1))
+    second = compiled(second_half, (out, act, topk_ids, gates, w_out, out_bias, top_k), act.size(1))
 
     def plan(
         out: torch.Tensor,
@@ -208,7 +200,7 @@ def _plan(
         up_bias: _Optional,
         out_bias: _Optional,
     ) -> None:
-        first(act, hidden, topk_ids, gate, up, gate_bias, up_bias, R | 1, 2 * R + 1, *settled)
-        second(out, act, topk_ids, gates, w_out, out_bias, T | 1, 2 * T + 1, top_k)
+        first(act, hidden, topk_ids, gate, up, gate_bias, up_bias, top_k | 1, 2 * top_k + 1, *settled)
+        second(out, act, topk_ids, gates, w_out, out_bias, top_k)
 
     return plan
