@@ -252,17 +252,13 @@ class Inputs:
 
 
 def alternatives(problem: Problem) -> list[Choice]:
-    """The rule's choices for `problem` with other tiles, and by the other kernel."""
+    """The rule's choices for `problem` at other heights, and by the other kernel."""
     from moe_kernels import configs
 
-    found = []
-    if problem.rows >= 32:
-        found += [configs.rule(problem, "persistent", tile) for tile in configs.tiles(problem)]
-    basic = configs.rule(problem, "basic")
-    warps = basic.config.config["num_warps"]
-    for block_m in sorted({basic.block_m // 2, basic.block_m, basic.block_m * 2} & {16, 32, 64, 128}):
-        # A tile of 64 rows has work for 4 warps.
-        found.append(_with(basic, block_m=block_m, num_warps=warps if block_m in (basic.block_m, 128) else 4))
+    found = [configs.rule(problem, "persistent", block_m) for block_m in (64, 128) if problem.rows >= 32]
+    by_rule = configs.rule(problem, "basic").block_m
+    heights = {by_rule // 2, by_rule, by_rule * 2} & {16, 32, 64, 128}
+    found += [configs.rule(problem, "basic", block_m) for block_m in sorted(heights)]
     return [choice for choice in found if configs.why_illegal(choice, problem) is None]
 
 

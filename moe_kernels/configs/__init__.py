@@ -73,6 +73,7 @@ class Choice:
 _Presets = dict[int, tuple[int, int, int, int, int]]
 # block_m: (block_n, block_k, num_warps, num_stages, l2_grouping); the first two with TMA and for 16-bit types
 _BASIC: _Presets = {16: (128, 128, 4, 4, 4), 32: (128, 64, 4, 4, 4), 64: (128, 64, 4, 4, 4), 128: (256, 64, 8, 4, 4)}
+_PERSISTENT: _Presets = {64: (256, 64, 4, 5, 16), 128: (256, 64, 8, 4, 16)}
 _POINTERS: _Presets = {16: (64, 64, 4, 3, 4), 32: (64, 64, 4, 3, 4), 64: (128, 32, 4, 3, 4), 128: (128, 32, 8, 3, 4)}
 _TF32: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4, 3, 4), 128: (128, 32, 8, 3, 4)}
 _IEEE: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4, 3, 4), 128: (64, 32, 8, 3, 4)}
@@ -80,35 +81,6 @@ _IEEE: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4,
 PERSISTENT_FROM_ROWS = 128
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM can have together, from sm90 on
 MAX_BLOCK_G = 1024  # offsets that a program looks at together
-
-
-class Tile(NamedTuple):
-    """Of the persistent kernel, with TMA and for 16-bit types."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    per_sm: int  # programs
-
-
-_LARGE = Tile(128, 256, 64, 8, 4, 1)
-_LOW = Tile(64, 256, 64, 4, 5, 1)  # less of it is wasted at the end of a group
-_NARROW = Tile(128, 128, 64, 4, 3, 2)  # one program stores while the other multiplies
-
-
-def tiles(problem: Problem) -> tuple[Tile, ...]:
-    """The tiles that the persistent kernel may take, the best first."""
-    if problem.out_dtype is not None or not _access(problem, "persistent", _LARGE.block_m).tma_out:
-        return (_LARGE,)
-    first = _LARGE
-    if problem.N % _LARGE.block_n == 0:
-        if problem.rows == 512:
-            first = _NARROW if problem.K <= 2048 else _LOW
-        elif problem.rows == 256 and problem.K >= 1024:
-            first = _LOW
-    return (first, *(tile for tile in (_LARGE, _LOW, _NARROW) if tile != first))
 
 
 def choose(problem: Problem, variant: str = "auto") -> Choice:
@@ -124,20 +96,12 @@ def note(problem: Any, choice: Any) -> None:
         made.append((problem, choice))
 
 
-def rule(problem: Problem, variant: str = "auto", tile: Tile | None = None) -> Choice:
-    """The choice where nothing has been tuned: it compiles everywhere. Or the persistent kernel's with `tile`."""
+def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) -> Choice:
+    """The choice where nothing has been tuned: it compiles everywhere. With a `block_m`, the one for that."""
     if variant == "auto":
         variant = "persistent" if problem.rows >= PERSISTENT_FROM_ROWS else "basic"
-    presets = _BASIC
-    if variant == "persistent":
-        tile = tile or tiles(problem)[0]
-        block_m, presets = (
-            tile.block_m,
-            {tile.block_m: (tile.block_n, tile.block_k, tile.num_warps, tile.num_stages, 16)},
-        )
-    else:
-        # Half of a tile that is twice the mean is wasted; two tiles instead of one read the weight twice.
-        block_m = next(block for rows, block in ((128, 128), (32, 64), (16, 32), (0, 16)) if problem.rows >= rows)
+    presets = _PERSISTENT if variant == "persistent" else _BASIC
+    block_m = block_m or (_persistent_height(problem) if variant == "persistent" else _basic_height(problem))
     access = _access(problem, variant, block_m)
     if problem.dtype == torch.float32:
         presets = _TF32 if problem.tf32 else _IEEE
@@ -151,8 +115,6 @@ def rule(problem: Problem, variant: str = "auto", tile: Tile | None = None) -> C
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [l2_grouping]}
     if variant == "persistent":
         options["pid_type"] = "persistent_interleaved"
-        if tile is not None and tile.per_sm > 1:
-            options["num_sm_multiplier"] = tile.per_sm
         if access.tma_A and access.tma_B:
             options["range_flattens"] = [True, None]  # overlaps one tile's stores with the next one's loads
         if access.tma_out:
@@ -162,6 +124,17 @@ def rule(problem: Problem, variant: str = "auto", tile: Tile | None = None) -> C
         blocks = [block_m, block_n, offsets_block(problem.G), block_k]
     options |= _indexing(variant, problem.has_bias, access)
     return Choice(variant, block_m, access, helion.Config(block_sizes=blocks, **options))
+
+
+def _basic_height(problem: Problem) -> int:
+    # Half of a tile that is twice the mean is wasted; two tiles instead of one read the weight twice.
+    return next(block for rows, block in ((128, 128), (32, 64), (16, 32), (0, 16)) if problem.rows >= rows)
+
+
+def _persistent_height(problem: Problem) -> int:
+    # 64 waste less at the ends of groups, 128 read weights less often: see benchmarks/notes.md.
+    whole = problem.N % 256 == 0 and problem.out_dtype is None and _access(problem, "persistent", 128).tma_out
+    return 64 if whole and problem.rows == 512 and problem.K > 2048 else 128
 
 
 def _access(problem: Problem, variant: str, block_m: int) -> Access:

