@@ -20,6 +20,7 @@ from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, 
 from moe_kernels.plans import Plans
 
 _BLOCK = 1024  # elements of a weight's row that a program reads at once
+_MOST_SLOTS = 16  # the second kernel has a loop for each: 128 would take most of a minute to compile
 
 
 def _config(width: int) -> helion.Config:
@@ -120,9 +121,11 @@ _Optional = torch.Tensor | None
 _plans: Plans[Callable[..., None]] = Plans()
 
 
-def takes(w_in: torch.Tensor, w_out: torch.Tensor) -> bool:
-    """Whether the weights, `[E, H, 2I]` and `[E, I, H]`, lie in memory with what is summed over side by side."""
-    return w_in.stride(1) == w_out.stride(1) == 1
+def takes(top_k: int, w_in: torch.Tensor, w_out: torch.Tensor) -> bool:
+    """Whether the slots are few, and the weights, `[E, H, 2I]` and `[E, I, H]`, lie in memory with what is summed over
+    side by side.
+    """
+    return top_k <= _MOST_SLOTS and w_in.stride(1) == w_out.stride(1) == 1
 
 
 def launch(

@@ -464,7 +464,7 @@ moe_mlp = define(
 
 
 def one_token_is_faster(hidden: Tensor, topk_ids: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
-    """Whether there is one token, for which the kernels that sort nothing are faster."""
+    """Whether there is one token, and the kernels that sort nothing take it: they are faster."""
     if hidden.size(0) != 1 or not dispatch.use_kernels(hidden):
         return False
     if hidden.is_cpu and torch.bfloat16 in (hidden.dtype, w_in.dtype, w_out.dtype):
@@ -473,7 +473,7 @@ def one_token_is_faster(hidden: Tensor, topk_ids: Tensor, w_in: Tensor, w_out: T
         return False
     from moe_kernels.kernels import one_token
 
-    return one_token.takes(w_in, w_out)
+    return one_token.takes(topk_ids.size(1), w_in, w_out)
 
 
 def _moe_mlp_of_one_token(

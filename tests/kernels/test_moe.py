@@ -162,6 +162,19 @@ def test_one_token(name: str, dtype: torch.dtype, device: str, monkeypatch: pyte
     assert not run(moe_mlp, tensors, ids, options).any()
 
 
+def test_one_token_with_many_slots(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For more than a few, the kernels of one token would take long to compile."""
+    monkeypatch.setattr(one_token, "_plans", Plans())
+    monkeypatch.setattr(one_token, "_MOST_SLOTS", 2)
+    for top_k, plans in ((3, 0), (2, 1)):
+        tensors, ids, options = make({}, 1, 16, 8, 3, top_k, device, torch.float16)
+        exact = run(reference.moe_mlp, in_float64(tensors), ids.cpu(), options).to(device)
+        expected = run(reference.moe_mlp, tensors, ids, options)
+        out = run(moe_mlp, tensors, ids, options)
+        assert_within_budget(out, expected, exact, scale=16 * exact.abs().max().item())
+        assert len(one_token._plans) == plans
+
+
 @pytest.mark.parametrize(("T", "H", "I"), [(0, 8, 16), (4, 0, 16), (4, 8, 0)])
 def test_extents_of_zero(T: int, H: int, I: int, device: str) -> None:  # noqa: E741
     tensors, ids, options = make({"two": True, "bias": True}, T, H, I, 3, 2, device, torch.float32)
