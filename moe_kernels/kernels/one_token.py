@@ -173,7 +173,8 @@ def _plan(
     form: Form,
 ) -> Callable[..., None]:
     top_k = act.size(0)
-    wide = max(span(w) for w in (gate, up, w_out) if w is not None) > INT32_MAX
+    tensors = (out, act, hidden, topk_ids, gates, gate, up, w_out, gate_bias, up_bias, out_bias)
+    wide = max(span(t) for t in tensors if t is not None) > INT32_MAX
 
     def by_rows(*args: Any) -> list[Any]:
         """Weights [E, inputs, outputs] as they lie in memory."""

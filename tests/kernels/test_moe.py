@@ -162,6 +162,54 @@ def test_one_token(name: str, dtype: torch.dtype, device: str, monkeypatch: pyte
     assert not run(moe_mlp, tensors, ids, options).any()
 
 
+@pytest.mark.parametrize(("E", "H", "I", "top_k"), [(1, 1, 1, 1), (1, 8, 8, 1), (3, 1, 5, 2), (3, 5, 1, 2)])
+def test_one_token_of_small_extents_and_odd_strides(
+    E: int,
+    H: int,
+    I: int,  # noqa: E741
+    top_k: int,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(one_token, "_plans", Plans())
+    tensors, _, options = make({"bias": True}, 1, H, I, E, top_k, device, torch.float16)
+    tensors["hidden"] = torch.randn(H, 3, device=device).half()[:, 1:2].T
+    tensors["gates"] = tensors["gates"][:, :1].expand(1, top_k)
+    ids = torch.randint(E, (1, 2 * top_k), dtype=torch.int32, device=device)[:, ::2]
+    exact = run(reference.moe_mlp, in_float64(tensors), ids.cpu(), options).to(device)
+    out = run(moe_mlp, tensors, ids, options)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+    assert len(one_token._plans) == 1
+
+
+@pytest.mark.parametrize("name", ["hidden", "topk_ids", "gates", "down_bias"])
+def test_one_token_with_a_long_span(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses are computed in 64 bits also where a small tensor is a view that spans more than 2^31 elements."""
+    wide = []
+
+    def compiled(*args: Any, **options: Any) -> Any:
+        wide.append(options["wide"])
+        return compile_kernel(*args, **options)
+
+    compile_kernel = one_token.compile_kernel
+    monkeypatch.setattr(one_token, "compile_kernel", compiled)
+    monkeypatch.setattr(one_token, "_plans", Plans())
+    monkeypatch.setattr(one_token, "INT32_MAX", 1000)
+    tensors, ids, options = make({"bias": True}, 1, 8, 8, 3, 2, device, torch.float16)
+
+    def far_apart(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x] * 1001, -1)[..., 0]
+
+    if name == "topk_ids":
+        ids = far_apart(ids)
+    else:
+        tensors[name] = far_apart(tensors[name])
+    exact = run(reference.moe_mlp, in_float64(tensors), ids.cpu(), options).to(device)
+    out = run(moe_mlp, tensors, ids, options)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+    assert wide == [True, True]
+
+
 def test_one_token_with_many_slots(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For more than a few, the kernels of one token would take long to compile."""
     monkeypatch.setattr(one_token, "_plans", Plans())
