@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from moe_kernels.bench.tritonbench import Inputs
+    from moe_kernels.bench.tritonbench import Measured
 
 INSTALL = "pip install 'moe-kernels[bench]'"
 _KEY = "Results"  # of the PNG text chunk that says which results a plot is of
@@ -58,19 +58,19 @@ def draw(results: Results, folder: Path) -> None:
         save(figure, picture, results)
 
 
-def save(figure: Figure, picture: Path, results: Results | Inputs) -> None:
+def save(figure: Figure, picture: Path, results: Results | Measured) -> None:
     """Write a plot of `results` as a PNG, from which `is_of` can tell."""
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=90, bbox_inches="tight", metadata={_KEY: fingerprint(results)})
 
 
-def fingerprint(results: Results | Inputs) -> str:
+def fingerprint(results: Results | Measured) -> str:
     """A hash of all that the plots show."""
     content = json.dumps(vars(results), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def is_of(picture: Path, results: Results | Inputs) -> bool:
+def is_of(picture: Path, results: Results | Measured) -> bool:
     """Whether a PNG that `save` wrote shows `results`."""
     return picture.exists() and _text_chunks(picture.read_bytes()).get(_KEY) == fingerprint(results)
 

@@ -328,7 +328,7 @@ def write_page(path: Path, check: bool) -> bool:
     def block(match: re.Match[str]) -> str:
         nonlocal changed
         file = path.parent / match[1]
-        results: Results | tritonbench.Inputs
+        results: Results | tritonbench.Measured
         if file.suffix == ".csv":
             results = tritonbench.read(file.read_text(encoding="utf-8"))
             text, pictures = tritonbench.markdown(results), [file.with_suffix(".png")]

@@ -15,7 +15,7 @@ _MARKERS = "osD^vPX<>"
 
 
 @dataclass
-class Inputs:
+class Measured:
     """What was measured of each input; None where a provider failed or was left out."""
 
     title: str  # what an input's name consists of
@@ -24,7 +24,7 @@ class Inputs:
     providers: dict[str, dict[str, list[float | None]]]  # by label and metric, a number for each input
 
 
-def read(text: str) -> Inputs:
+def read(text: str) -> Measured:
     """From a CSV, less what has no number at all, and the averages, which count a provider that failed as 0."""
     [title, *columns], *rows = csv.reader(io.StringIO(text), delimiter=";")
     rows = [row for row in rows if row[0] != "average"]
@@ -35,7 +35,7 @@ def read(text: str) -> Inputs:
         if any(number is not None for number in numbers):
             providers.setdefault(label, {})[metric] = numbers
     baseline = columns[0].rpartition("-")[0] if columns else ""
-    return Inputs(title.strip("()"), [_name(row[0]) for row in rows], baseline, providers)
+    return Measured(title.strip("()"), [_name(row[0]) for row in rows], baseline, providers)
 
 
 def _number(cell: str) -> float | None:
@@ -50,7 +50,7 @@ def _name(cell: str) -> str:
     return ", ".join(map(str, ast.literal_eval(cell))) if cell.startswith("(") else cell
 
 
-def markdown(found: Inputs) -> str:
+def markdown(found: Measured) -> str:
     """A table: the baseline's time for each input, how many times as fast the others were, and the means of that."""
     times = found.providers[found.baseline]["latency"]
     rows = [[name, _microseconds(ms)] for name, ms in zip(found.names, times, strict=True)]
@@ -70,12 +70,12 @@ def _microseconds(ms: float | None) -> str:
     return "-" if ms is None else f"{1e3 * ms:.{0 if ms >= 0.1 else 1}f}"
 
 
-def plotted(found: Inputs) -> list[str]:
+def plotted(found: Measured) -> list[str]:
     """The metrics that `draw` shows."""
     return [name for name in _AXES if any(name in metrics for metrics in found.providers.values())]
 
 
-def draw(found: Inputs, picture: Path) -> None:
+def draw(found: Measured, picture: Path) -> None:
     """Write a PNG: a line for each input, in a panel for each metric, and on it a mark for each provider."""
     from matplotlib.figure import Figure
 

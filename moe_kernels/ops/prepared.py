@@ -105,7 +105,9 @@ def prepare(
     transposed: bool,
     form: Form,
 ) -> Prepared | PreparedForOneToken | None:
-    """For checked tensors of a kind, which nobody records, if its first half is one kernel that multiplies 16 bits."""
+    """For checked tensors of a kind, which nobody records: if hidden states and weights have one 16-bit dtype, and
+    there is one token, or the first half is one kernel.
+    """
     one_dtype = hidden.dtype == w_in.dtype == w_out.dtype and hidden.dtype.itemsize == 2
     R = topk_ids.numel()
     if hidden.is_cuda and one_dtype and one_token_is_faster(hidden, topk_ids, w_in, w_out):
