@@ -385,6 +385,26 @@ def test_graph_capture_of_forward_and_backward(T: int, device: str) -> None:
 
 
 @pytest.mark.gpu
+def test_graph_capture_of_one_token(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_token, "_plans", Plans())
+    tensors, ids, options = make({}, 1, 512, 256, 16, 4, device, torch.bfloat16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(moe_mlp, tensors, ids, options)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(moe_mlp, tensors, ids, options)
+    assert len(one_token._plans) == 1
+    for first in (0, 3, 14):  # then some ids are none of an expert
+        ids.copy_(torch.arange(first, first + 4)[None])
+        tensors["hidden"].normal_()
+        graph.replay()
+        assert torch.equal(captured, run(moe_mlp, tensors, ids, options))
+
+
+@pytest.mark.gpu
 def test_compiled(device: str) -> None:
     torch.use_deterministic_algorithms(False)
     compiled = torch.compile(moe_mlp, fullgraph=True, dynamic=True)
