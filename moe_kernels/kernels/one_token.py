@@ -88,6 +88,7 @@ def second_half(
     weight: torch.Tensor,  # [E, H, I]
     bias: torch.Tensor | None,  # [E, H]
     top_k: hl.constexpr,
+    rounds: hl.constexpr,  # each slot's row to the dtype of `out` before it is weighted, so that it may overflow
 ) -> torch.Tensor:
     """A program per block of columns, which adds up the slots in float32."""
     hl.pdl_wait()
@@ -107,9 +108,17 @@ def second_half(
             factor = torch.where(kept, gates[slot].to(torch.float32), 0.0)
             for tile_i in hl.tile(I, block_size=block_i):
                 w = hl.load(weight, [expert, tile_h, tile_i], extra_mask=kept)
-                x = factor * hl.load(act, [slot, tile_i], extra_mask=kept).to(torch.float32)
+                x = hl.load(act, [slot, tile_i], extra_mask=kept).to(torch.float32)
+                if not rounds:
+                    x = factor * x
                 sums = sums + w.to(torch.float32) * x[None, :]
-            if bias is not None:
+            if rounds:
+                row = torch.sum(sums, dim=1)
+                if bias is not None:
+                    row = row + hl.load(bias, [expert, tile_h], extra_mask=kept).to(torch.float32)
+                total = total + factor * row.to(out.dtype).to(torch.float32)
+                sums = hl.zeros([tile_h, block_i], dtype=torch.float32)
+            elif bias is not None:
                 b = hl.load(bias, [expert, tile_h], extra_mask=kept)
                 total = total + factor * b.to(torch.float32)
         total = total + torch.sum(sums, dim=1)
@@ -172,7 +181,7 @@ def _plan(
     out_bias: _Optional,
     form: Form,
 ) -> Callable[..., None]:
-    top_k = act.size(0)
+    top_k, rounds = act.size(0), out.dtype == torch.float16
     tensors = (out, act, hidden, topk_ids, gates, gate, up, w_out, gate_bias, up_bias, out_bias)
     wide = max(span(t) for t in tensors if t is not None) > INT32_MAX
 
@@ -189,7 +198,7 @@ def _plan(
 
     settled = (form.activation, form.alpha, form.limit)
     first = compiled(first_half, (act, hidden, topk_ids, gate, up, gate_bias, up_bias, 3, 3, *settled), hidden.size(1))
-    second = compiled(second_half, (out, act, topk_ids, gates, w_out, out_bias, top_k), act.size(1))
+    second = compiled(second_half, (out, act, topk_ids, gates, w_out, out_bias, top_k, rounds), act.size(1))
 
     def plan(
         out: torch.Tensor,
@@ -205,6 +214,6 @@ def _plan(
         out_bias: _Optional,
     ) -> None:
         first(act, hidden, topk_ids, gate, up, gate_bias, up_bias, top_k | 1, 2 * top_k + 1, *settled)
-        second(out, act, topk_ids, gates, w_out, out_bias, top_k)
+        second(out, act, topk_ids, gates, w_out, out_bias, top_k, rounds)
 
     return plan

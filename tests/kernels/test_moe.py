@@ -210,6 +210,20 @@ def test_one_token_with_a_long_span(name: str, device: str, monkeypatch: pytest.
     assert wide == [True, True]
 
 
+def test_one_token_overflows_as_others_do(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_token, "_plans", Plans())
+    tensors, ids, options = make({"bias": True}, 1, 24, 16, 3, 2, device, torch.float16)
+    ids.copy_(torch.tensor([[0, 2]]))
+    tensors["w_down"][2] *= 2e4  # a row's results are over 65504 here and there; a tenth of them is not
+    tensors["gates"].copy_(torch.tensor([[1.0, 0.1]]))
+    expected = run(reference.moe_mlp, tensors, ids, options)
+    out = run(moe_mlp, tensors, ids, options)
+    assert len(one_token._plans) == 1
+    assert expected.isinf().any()
+    assert expected.isfinite().any()
+    torch.testing.assert_close(out, expected, rtol=0.0, atol=2e-3 * 65504)
+
+
 def test_one_token_with_many_slots(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For more than a few, the kernels of one token would take long to compile."""
     monkeypatch.setattr(one_token, "_plans", Plans())
