@@ -817,3 +817,14 @@ def test_a_csv_of_tritonbench(tmp_path: Path) -> None:
 def test_a_csv_of_tritonbench_without_numbers() -> None:
     for text in ("x_val\naverage\n", "x_val;loop-latency\n1;no\naverage;\n"):
         assert tritonbench.plotted(tritonbench.read(text)) == []
+
+
+def test_a_csv_of_tritonbench_whose_baseline_failed() -> None:
+    text = "(n,);base-latency;ours-latency;ours-speedup;zero-speedup\n(1,);;0.01;nan;0.0\n(2,);;0.02;;0.0\n"
+    assert tritonbench.markdown(tritonbench.read(text)).splitlines() == [
+        "| n, | base us | zero x |",
+        "|---|---|---|",
+        "| 1 | - | 0.00 |",
+        "| 2 | - | 0.00 |",
+        "| geometric mean |  | - |",
+    ]

@@ -40,9 +40,10 @@ def read(text: str) -> Measured:
 
 def _number(cell: str) -> float | None:
     try:
-        return float(cell)
+        number = float(cell)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 def _name(cell: str) -> str:
@@ -52,7 +53,7 @@ def _name(cell: str) -> str:
 
 def markdown(found: Measured) -> str:
     """A table: the baseline's time for each input, how many times as fast the others were, and the means of that."""
-    times = found.providers[found.baseline]["latency"]
+    times = found.providers.get(found.baseline, {}).get("latency", [None] * len(found.names))
     rows = [[name, _microseconds(ms)] for name, ms in zip(found.names, times, strict=True)]
     head, means = [found.title, f"{found.baseline} us"], ["geometric mean", ""]
     for label, metrics in found.providers.items():
@@ -61,7 +62,7 @@ def markdown(found: Measured) -> str:
             for row, ratio in zip(rows, metrics["speedup"], strict=True):
                 row.append("-" if ratio is None else f"{ratio:.2f}")
             logs = [math.log(ratio) for ratio in metrics["speedup"] if ratio]
-            means.append(f"{math.exp(sum(logs) / len(logs)):.2f}")
+            means.append(f"{math.exp(sum(logs) / len(logs)):.2f}" if logs else "-")
     lines = ["| " + " | ".join(row) + " |" for row in (head, *rows, means)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
 
