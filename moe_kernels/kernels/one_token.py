@@ -162,27 +162,14 @@ def launch(
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _plan(*tensors, form=form)
+        plan = _plans[key] = _plan(tensors, form)
     plan(*tensors)
     return plan
 
 
-def _plan(
-    out: torch.Tensor,
-    act: torch.Tensor,
-    hidden: torch.Tensor,
-    topk_ids: torch.Tensor,
-    gates: torch.Tensor,
-    gate: torch.Tensor,
-    up: _Optional,
-    w_out: torch.Tensor,
-    gate_bias: _Optional,
-    up_bias: _Optional,
-    out_bias: _Optional,
-    form: Form,
-) -> Callable[..., None]:
+def _plan(tensors: Sequence[Any], form: Form) -> Callable[..., None]:
+    out, act, hidden, topk_ids, gates, gate, up, w_out, gate_bias, up_bias, out_bias = tensors
     top_k, rounds = act.size(0), out.dtype == torch.float16
-    tensors = (out, act, hidden, topk_ids, gates, gate, up, w_out, gate_bias, up_bias, out_bias)
     wide = max(span(t) for t in tensors if t is not None) > INT32_MAX
 
     def by_rows(*args: Any) -> list[Any]:
@@ -200,19 +187,8 @@ def _plan(
     first = compiled(first_half, (act, hidden, topk_ids, gate, up, gate_bias, up_bias, 3, 3, *settled), hidden.size(1))
     second = compiled(second_half, (out, act, topk_ids, gates, w_out, out_bias, top_k, rounds), act.size(1))
 
-    def plan(
-        out: torch.Tensor,
-        act: torch.Tensor,
-        hidden: torch.Tensor,
-        topk_ids: torch.Tensor,
-        gates: torch.Tensor,
-        gate: torch.Tensor,
-        up: _Optional,
-        w_out: torch.Tensor,
-        gate_bias: _Optional,
-        up_bias: _Optional,
-        out_bias: _Optional,
-    ) -> None:
+    def plan(*tensors: _Optional) -> None:
+        out, act, hidden, topk_ids, gates, gate, up, w_out, gate_bias, up_bias, out_bias = tensors
         first(act, hidden, topk_ids, gate, up, gate_bias, up_bias, top_k | 1, 2 * top_k + 1, *settled)
         second(out, act, topk_ids, gates, w_out, out_bias, top_k, rounds)
 
