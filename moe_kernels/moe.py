@@ -113,8 +113,9 @@ def moe_mlp(
     biases = (gate_up_bias, up_bias, down_bias)
     tensors = (hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases)
     validates = checks.validation_enabled(validate)
+    unobserved = dispatch.unobserved(*tensors)
     kind = None
-    if not validates and dispatch.unobserved(*tensors) and not torch._C._is_any_autocast_enabled():
+    if not validates and unobserved and not torch._C._is_any_autocast_enabled():
         kind = (form, transposed, *map(_kind, tensors))
         prepared = _prepared.get(kind)
         if prepared is not None and hidden.get_device() == torch.cuda.current_device():
@@ -128,7 +129,7 @@ def moe_mlp(
     if kind is not None and kind not in _prepared:
         _prepared[kind] = prepare(hidden, topk_ids, w_in, w_up, w_out, transposed, form)
     keep = _differentiated(hidden, gates, w_in, w_up, w_out, *biases)
-    plain = torch.compiler.is_dynamo_compiling() or dispatch.unobserved(*tensors)
+    plain = unobserved or torch.compiler.is_dynamo_compiling()
     if plain and not keep and one_token_is_faster(hidden, topk_ids, w_in, w_out):
         one: Tensor = ops.moe_mlp_of_one_token(hidden, topk_ids, gates, w_in, w_up, w_out, *biases, *form)
         return one

@@ -300,8 +300,7 @@ def search(problem: Problem, seeds: Sequence[Choice], inputs: Inputs, budget: in
         return config if configs.why_illegal(replace(start, config=config), problem) is None else None
 
     def baseline(*args: Any) -> Any:
-        bound = launch._variant(kernel, start.access.wide, problem.tf32).bind(args)
-        return bound.compile_config(start.config)(*args)
+        return launch._compiled(launch._variant(kernel, start.access.wide, problem.tf32), args, start.config)(*args)
 
     tuned: helion.Kernel[Any] = helion.kernel(
         kernel.fn,
@@ -465,24 +464,16 @@ def _storing(choice: Choice, *, tma_out: bool, epilogue_subtile: int | None = No
     return _with(replace(choice, access=access), epilogue_subtile=epilogue_subtile, **indexing)
 
 
-def _with(
-    choice: Choice,
-    *,
-    block_m: int | None = None,
-    block: tuple[int, int] | None = None,
-    **changed: Any,
-) -> Choice:
+def _with(choice: Choice, *, block: tuple[int, int] | None = None, **changed: Any) -> Choice:
     """`choice` with something of its config changed; `block` is (index, size)."""
     import helion
 
     values = {name: value for name, value in {**choice.config.config, **changed}.items() if value is not None}
     blocks = list(values["block_sizes"])
-    if block_m is not None and choice.variant == "basic":
-        blocks[0] = block_m
     if block is not None:
         blocks[block[0]] = block[1]
     values["block_sizes"] = blocks
-    return replace(choice, block_m=block_m or choice.block_m, config=helion.Config(**values))
+    return replace(choice, config=helion.Config(**values))
 
 
 def _plan(choice: Choice | None, inputs: Inputs) -> Callable[..., None]:

@@ -65,7 +65,7 @@ def tune_one(task: tune.Task, device: torch.device, share: float) -> store.Entry
 
 def uniform_grid(problem: uniform.Problem) -> Iterator[uniform.Choice]:
     """torch.bmm and configs of the kernels that fit into an H200's shared memory."""
-    from moe_kernels.configs import SHARED_MEMORY
+    from moe_kernels.configs import SHARED_MEMORY, fitting
     from moe_kernels.configs import uniform as rules
 
     if problem.bmm:
@@ -74,7 +74,7 @@ def uniform_grid(problem: uniform.Problem) -> Iterator[uniform.Choice]:
     size = problem.dtype.itemsize
     for block_m, block_n, block_k in itertools.product((64, 128), (256, 128, 64, 32), (128, 64, 256)):
         block_m, block_n, block_k = (
-            rules.fitting(block, extent)
+            fitting(block, extent)
             for block, extent in zip((block_m, block_n, block_k), (problem.M, problem.N, problem.K), strict=True)
         )
         for stages in (3, 4, 5, 6):

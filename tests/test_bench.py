@@ -796,7 +796,7 @@ def test_a_csv_of_tritonbench(tmp_path: Path) -> None:
     found = tritonbench.read(TRITONBENCH)
     assert found.names == ["8, zipf", "4, one", "2, one"] and tritonbench.plotted(found) == ["tflops", "speedup"]
     assert found.providers["fast (packed)"]["speedup"] == [2.0, None, 0.5]
-    assert tritonbench.markdown(found).splitlines() == [
+    assert report.of_tritonbench(found).splitlines() == [
         "| G, sizes | loop us | fast (packed) x |",
         "|---|---|---|",
         "| 8, zipf | 200 | 2.00 |",
@@ -808,7 +808,7 @@ def test_a_csv_of_tritonbench(tmp_path: Path) -> None:
     file.write_text(TRITONBENCH)
     page.write_text("<!-- table: op.csv -->\n<!-- end of table -->\n")
     assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
-    assert tritonbench.markdown(found) in page.read_text() and "![op](op.png)" in page.read_text()
+    assert report.of_tritonbench(found) in page.read_text() and "![op](op.png)" in page.read_text()
     assert plots.is_of(tmp_path / "op.png", found)
     file.write_text(TRITONBENCH.replace(";50.0;", ";51.0;"))
     assert report.main([str(page), "--check"]) == 1
@@ -821,7 +821,7 @@ def test_a_csv_of_tritonbench_without_numbers() -> None:
 
 def test_a_csv_of_tritonbench_whose_baseline_failed() -> None:
     text = "(n,);base-latency;ours-latency;ours-speedup;zero-speedup\n(1,);;0.01;nan;0.0\n(2,);;0.02;;0.0\n"
-    assert tritonbench.markdown(tritonbench.read(text)).splitlines() == [
+    assert report.of_tritonbench(tritonbench.read(text)).splitlines() == [
         "| n, | base us | zero x |",
         "|---|---|---|",
         "| 1 | - | 0.00 |",

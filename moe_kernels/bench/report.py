@@ -15,8 +15,8 @@ import argparse
 import csv
 import functools
 import io
-import math
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,7 +117,7 @@ def summary(results: Results) -> str:
             ratios = [(ratio, case) for case in cases if (ratio := speedup(case, ours, timing)) is not None]
             if not ratios:
                 continue
-            mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+            mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
             lines.append(
                 f"{suite}, {timing}: {ours} is {mean:.3f} times as fast as {base} "
                 f"(geometric mean of {len(ratios)} cases, {min(r for r, _ in ratios):.3f} at worst)"
@@ -234,6 +234,21 @@ def _expert_parallel_table(results: Results) -> list[str]:
 SCRIPTS = {"transformers": _transformers_table, "expert_parallel": _expert_parallel_table}  # suites of benchmarks/*.py
 
 
+def of_tritonbench(found: tritonbench.Measured) -> str:
+    """A table: the baseline's time for each input, how many times as fast the others were, and the means of that."""
+    times = found.providers.get(found.baseline, {}).get("latency", [None] * len(found.names))
+    rows = [[name, _number(ms and 1e3 * ms)] for name, ms in zip(found.names, times, strict=True)]
+    head, means = [found.title, f"{found.baseline} us"], ["geometric mean", ""]
+    for label, metrics in found.providers.items():
+        if "speedup" in metrics:
+            head.append(f"{label} x")
+            for row, ratio in zip(rows, metrics["speedup"], strict=True):
+                row.append(_number(ratio, 2))
+            ratios = [ratio for ratio in metrics["speedup"] if ratio]
+            means.append(_number(statistics.geometric_mean(ratios) if ratios else None, 2))
+    return "\n".join([*_markdown_rows(head, [*rows, means]), ""])
+
+
 def has_layers(results: Results) -> bool:
     """Whether all cases are layers of models at several token counts, which make a matrix."""
     return all(_LAYER.fullmatch(record["case"]) for record in results.records)
@@ -331,7 +346,7 @@ def write_page(path: Path, check: bool) -> bool:
         results: Results | tritonbench.Measured
         if file.suffix == ".csv":
             results = tritonbench.read(file.read_text(encoding="utf-8"))
-            text, pictures = tritonbench.markdown(results), [file.with_suffix(".png")]
+            text, pictures = of_tritonbench(results), [file.with_suffix(".png")]
             draw = functools.partial(tritonbench.draw, results, *pictures)
         else:
             results = Results.read(file)

@@ -1,4 +1,4 @@
-"""What TritonBench has measured, from the CSV that it writes: a table, and a plot, which needs matplotlib."""
+"""What TritonBench has measured, from the CSV that it writes, and a plot of it, which needs matplotlib."""
 
 from __future__ import annotations
 
@@ -49,26 +49,6 @@ def _number(cell: str) -> float | None:
 def _name(cell: str) -> str:
     """ "8, 64, zipf" for "(8, 64, 'zipf')" """
     return ", ".join(map(str, ast.literal_eval(cell))) if cell.startswith("(") else cell
-
-
-def markdown(found: Measured) -> str:
-    """A table: the baseline's time for each input, how many times as fast the others were, and the means of that."""
-    times = found.providers.get(found.baseline, {}).get("latency", [None] * len(found.names))
-    rows = [[name, _microseconds(ms)] for name, ms in zip(found.names, times, strict=True)]
-    head, means = [found.title, f"{found.baseline} us"], ["geometric mean", ""]
-    for label, metrics in found.providers.items():
-        if "speedup" in metrics:
-            head.append(f"{label} x")
-            for row, ratio in zip(rows, metrics["speedup"], strict=True):
-                row.append("-" if ratio is None else f"{ratio:.2f}")
-            logs = [math.log(ratio) for ratio in metrics["speedup"] if ratio]
-            means.append(f"{math.exp(sum(logs) / len(logs)):.2f}" if logs else "-")
-    lines = ["| " + " | ".join(row) + " |" for row in (head, *rows, means)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
-
-
-def _microseconds(ms: float | None) -> str:
-    return "-" if ms is None else f"{1e3 * ms:.{0 if ms >= 0.1 else 1}f}"
 
 
 def plotted(found: Measured) -> list[str]:

@@ -101,7 +101,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     if variant == "auto":
         variant = "persistent" if problem.rows >= PERSISTENT_FROM_ROWS else "basic"
     presets = _PERSISTENT if variant == "persistent" else _BASIC
-    block_m = block_m or (_persistent_height(problem) if variant == "persistent" else _basic_height(problem))
+    block_m = block_m or (_persistent_height(problem) if variant == "persistent" else basic_height(problem.rows))
     access = _access(problem, variant, block_m)
     if problem.dtype == torch.float32:
         presets = _TF32 if problem.tf32 else _IEEE
@@ -126,9 +126,10 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     return Choice(variant, block_m, access, helion.Config(block_sizes=blocks, **options))
 
 
-def _basic_height(problem: Problem) -> int:
+def basic_height(rows: int) -> int:
+    """The rows of a tile of the basic kernels, for so many per group."""
     # Half of a tile that is twice the mean is wasted; two tiles instead of one read the weight twice.
-    return next(block for rows, block in ((128, 128), (32, 64), (16, 32), (0, 16)) if problem.rows >= rows)
+    return next(block for least, block in ((128, 128), (32, 64), (16, 32), (0, 16)) if rows >= least)
 
 
 def _persistent_height(problem: Problem) -> int:
@@ -165,6 +166,11 @@ def block_for(n: int, most: int) -> int:
     return min(max(16, floor_power_of_2(n)), most)
 
 
+def fitting(block: int, extent: int) -> int:
+    """`block`, or less where a smaller power of two, from 16 on, covers `extent` at once."""
+    return min(block, max(16, 1 << (extent - 1).bit_length()))
+
+
 def offsets_block(G: int) -> int:
     return min(1 << G.bit_length(), MAX_BLOCK_G)  # at least G + 1
 
@@ -172,6 +178,12 @@ def offsets_block(G: int) -> int:
 def tile_table(G: int, N: int) -> helion.Config:
     """The config of the kernel that lists the persistent kernel's tiles."""
     return helion.Config(block_sizes=[offsets_block(G), block_for(N, 64)], num_warps=1)
+
+
+def by_rows(width: int) -> helion.Config:
+    """The config of kernels that move rows of `width`, or compute them element by element."""
+    block = fitting(1024, width)
+    return helion.Config(block_sizes=[block], num_warps=max(1, block // 256))
 
 
 def bucket_of(problem: Problem) -> store.Bucket:

@@ -8,7 +8,7 @@ from typing import Any
 import helion
 import torch
 
-from moe_kernels.configs import PERSISTENT_FROM_ROWS, Access, block_for, floor_power_of_2, offsets_block
+from moe_kernels.configs import PERSISTENT_FROM_ROWS, Access, basic_height, block_for, floor_power_of_2, offsets_block
 
 __all__ = ["PERSISTENT_FROM_ROWS", "Choice", "Problem", "basic", "floor_power_of_2", "persistent", "rule"]
 
@@ -59,7 +59,7 @@ def rule(problem: Problem) -> Choice:
 
 def basic(problem: Problem) -> Choice:
     """The rule's config of `swiglu`."""
-    block_m = next(block for rows, block in ((32, 64), (16, 32), (0, 16)) if problem.rows >= rows)
+    block_m = min(basic_height(problem.rows), 64)
     wide = problem.wide or problem.wide_out
     tma_A = problem.tma_A and block_m <= problem.M and not wide
     tma_B = problem.tma_B and not wide

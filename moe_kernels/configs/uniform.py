@@ -88,7 +88,7 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
     """
     tma_A, tma_B, tma_out = problem.tma_A, problem.tma_B, problem.tma_out
     extents = (problem.M, problem.N, problem.K)
-    block_m, block_n, block_k = (fitting(block, size) for block, size in zip(block_sizes, extents, strict=True))
+    block_m, block_n, block_k = (configs.fitting(block, size) for block, size in zip(block_sizes, extents, strict=True))
     if tma_A or tma_B or tma_out:
         options["host_tensor_descriptors"] = True
     return Choice(
@@ -111,11 +111,6 @@ def foldable(problem: Problem, block_m: int, block_k: int) -> bool:
     return problem.flat and problem.tma_A and problem.tma_B and whole
 
 
-def fitting(block: int, extent: int) -> int:
-    """`block`, or less where a smaller power of two, from 16 on, covers `extent` at once."""
-    return min(block, max(16, 1 << (extent - 1).bit_length()))
-
-
 def _blocks(problem: Problem) -> tuple[int, int, int, int, int]:
     """(block_m, block_n, block_k, num_warps, num_stages)"""
     if problem.dtype == torch.float32:
@@ -125,7 +120,7 @@ def _blocks(problem: Problem) -> tuple[int, int, int, int, int]:
     if problem.M > 64 and problem.N > THIN:
         return (128, 512 // problem.out_dtype.itemsize, 64, 8, 3)
     # One program on each SM has all its loads under way at once; where there is work for more, two share an SM.
-    block_m, block_n, block_k = 64, fitting(64, problem.N), fitting(128, problem.K)
+    block_m, block_n, block_k = 64, configs.fitting(64, problem.N), configs.fitting(128, problem.K)
     tiles = problem.G * -(-problem.M // block_m) * -(-problem.N // block_n)
     shared = configs.SHARED_MEMORY // (1 if tiles <= _SMS else 2) - block_m * block_n * problem.out_dtype.itemsize
     stage = (block_m + block_n) * block_k * problem.dtype.itemsize

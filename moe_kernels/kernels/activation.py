@@ -13,16 +13,10 @@ import helion
 import helion.language as hl
 import torch
 
+from moe_kernels.configs import by_rows
 from moe_kernels.kernels.inline import halve
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
 from moe_kernels.plans import Plans
-
-_BLOCK = 1024  # elements of a row that a program looks at together
-
-
-def _config(width: int) -> helion.Config:
-    block = max(16, min(_BLOCK, 1 << (width - 1).bit_length()))
-    return helion.Config(block_sizes=[block], num_warps=max(1, block // 256))
 
 
 def _erf(x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +72,7 @@ def activated(gate: torch.Tensor, up: torch.Tensor | None, name: str, alpha: flo
     return nonlinear(gate, name, alpha) * up
 
 
-@kernel(lambda act, *_: _config(act.size(1)))
+@kernel(lambda act, *_: by_rows(act.size(1)))
 def activate(
     act: torch.Tensor,  # [R, I], written
     gate: torch.Tensor,  # [R, I]
@@ -103,7 +97,7 @@ def activate(
     return act
 
 
-@kernel(lambda d_gate, *_: _config(d_gate.size(1)))
+@kernel(lambda d_gate, *_: by_rows(d_gate.size(1)))
 def activate_backward(
     d_gate: torch.Tensor,  # [R, I], written
     d_up: torch.Tensor | None,  # [R, I], written
@@ -133,7 +127,7 @@ def activate_backward(
     return d_gate
 
 
-@kernel(lambda d_gate, *_: _config(d_gate.size(1)))
+@kernel(lambda d_gate, *_: by_rows(d_gate.size(1)))
 def weighted_backward(
     d_gate: torch.Tensor,  # [R, I], written
     d_up: torch.Tensor | None,  # [R, I], written
@@ -227,6 +221,6 @@ def launch(
         like = [None if t is None else without_ones(t) for t in tensors]
         # R may double before there is a new plan.
         wide = max(2 * span(t) for t in tensors if t is not None) > INT32_MAX
-        plan = compile_kernel(kernel, (*like, 3, 3, name, alpha, limit), _config(width), wide=wide)
+        plan = compile_kernel(kernel, (*like, 3, 3, name, alpha, limit), by_rows(width), wide=wide)
         _plans[key] = plan
     plan(*tensors, R | 1, 2 * R + 1, name, alpha, limit)

@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -103,10 +103,8 @@ def _compiled(kernel: helion.Kernel[Any], args: Sequence[Any], config: helion.Co
     Once there is a process group, Helion asks PyTorch which tensors are in symmetric memory. Where PyTorch cannot tell,
     as in 2.11, it would take all for such, and compile every grid as a loop of one program per SM.
     """
-    with _one_at_a_time, ExitStack() as stack:
-        if not hasattr(symmetric_memory, "is_symm_mem_tensor"):
-            none_is = mock.patch.object(symmetric_memory, "is_symm_mem_tensor", lambda _: False, create=True)
-            stack.enter_context(none_is)
+    none_is = mock.patch.object(symmetric_memory, "is_symm_mem_tensor", lambda _: False, create=True)
+    with _one_at_a_time, nullcontext() if hasattr(symmetric_memory, "is_symm_mem_tensor") else none_is:
         return kernel.bind(tuple(args)).compile_config(config)
 
 

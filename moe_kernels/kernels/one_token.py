@@ -13,6 +13,7 @@ import helion
 import helion.language as hl
 import torch
 
+from moe_kernels.configs import fitting
 from moe_kernels.form import Form
 from moe_kernels.kernels.activation import activated
 from moe_kernels.kernels.inline import halve
@@ -26,7 +27,7 @@ _MOST_SLOTS = 16  # the second kernel has a loop for each: 128 would take most o
 def _config(width: int) -> helion.Config:
     """A weight's row per program, or two long ones: small programs, many on an SM, keep the most loads under way."""
     rows = 1 if width <= 4096 else 2
-    return helion.Config(block_sizes=[rows, max(16, min(_BLOCK, 1 << (width - 1).bit_length()))], num_warps=4)
+    return helion.Config(block_sizes=[rows, fitting(_BLOCK, width)], num_warps=4)
 
 
 @kernel(lambda act, hidden, *_: _config(hidden.size(1)))

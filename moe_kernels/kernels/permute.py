@@ -18,19 +18,13 @@ import helion
 import helion.language as hl
 import torch
 
+from moe_kernels.configs import by_rows
 from moe_kernels.kernels.inline import halve
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
 from moe_kernels.plans import Plans
 
-_BLOCK = 1024  # elements of a row that a program moves at once
 
-
-def _config(H: int) -> helion.Config:
-    block = max(16, min(_BLOCK, 1 << (H - 1).bit_length()))
-    return helion.Config(block_sizes=[block], num_warps=max(1, block // 256))
-
-
-@kernel(lambda rows, *_: _config(rows.size(1)))
+@kernel(lambda rows, *_: by_rows(rows.size(1)))
 def scatter_rows(
     rows: torch.Tensor,  # [R, H], written
     tokens: torch.Tensor,  # [T, H]
@@ -60,7 +54,7 @@ def scatter_rows(
     return rows
 
 
-@kernel(lambda tokens, *_: _config(tokens.size(1)))
+@kernel(lambda tokens, *_: by_rows(tokens.size(1)))
 def combine_rows(
     tokens: torch.Tensor,  # [T, H], written
     rows: torch.Tensor,  # [R, H]
@@ -91,7 +85,7 @@ def combine_rows(
     return tokens
 
 
-@kernel(lambda dots, tokens, *_: _config(tokens.size(1)))
+@kernel(lambda dots, tokens, *_: by_rows(tokens.size(1)))
 def dot_rows(
     dots: torch.Tensor,  # [T, top_k], written
     tokens: torch.Tensor,  # [T, H]
@@ -152,7 +146,7 @@ def launch(
         # R may double before there is a new plan.
         wide = max(2 * span(t) for t in tensors if t is not None) > INT32_MAX
         args = (*like, without_ones(slot_to_row), group_offsets, 3, 3, top_k)
-        plan = _plans[key] = _plan(compile_kernel(kernel, args, _config(H), wide=wide), top_k)
+        plan = _plans[key] = _plan(compile_kernel(kernel, args, by_rows(H), wide=wide), top_k)
     plan(tensors, slot_to_row, group_offsets)
     return plan
 

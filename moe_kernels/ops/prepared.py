@@ -47,13 +47,10 @@ class Prepared:
         group_offsets, row_to_slot, slot_to_row = (slots.new_empty(n, dtype=torch.int32) for n in (E + 1, R, R))
         self.route = self.route(slots, group_offsets, row_to_slot, slot_to_row) or self.route
 
-        w_out = w_down
-        if not self.transposed:
-            w_gate_up, w_out, w_up = w_gate_up.mT, w_down.mT, None if w_up is None else w_up.mT
-        gate, up = self.form.halves(w_gate_up, w_up)
+        *weights, w_out = _by_columns(w_gate_up, w_down, w_up, self.transposed, self.form)
         biases = self.form.parts(gate_up_bias, up_bias, apart=w_up is not None)
         act = hidden.new_empty((R, w_out.size(1)))
-        first = (hidden, gate, up, group_offsets, row_to_slot, *biases, act, None, None)
+        first = (hidden, *weights, group_offsets, row_to_slot, *biases, act, None, None)
         self.first = self.first(*first) or self.first
 
         rows = hidden.new_empty((R, w_out.size(2)))
@@ -84,16 +81,22 @@ class PreparedForOneToken:
         up_bias: Tensor | None,
         down_bias: Tensor | None,
     ) -> Tensor:  # [1, H]
-        w_out = w_down
-        if not self.transposed:
-            w_gate_up, w_out, w_up = w_gate_up.mT, w_down.mT, None if w_up is None else w_up.mT
-        weights = (*self.form.halves(w_gate_up, w_up), w_out)
+        weights = _by_columns(w_gate_up, w_down, w_up, self.transposed, self.form)
         biases = (*self.form.parts(gate_up_bias, up_bias, apart=w_up is not None), down_bias)
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        act = hidden.new_empty((topk_ids.numel(), w_out.size(1)))
+        act = hidden.new_empty((topk_ids.numel(), weights[-1].size(1)))
         slots = topk_ids.reshape(-1), gates.reshape(-1)
         self.launch = self.launch(out, act, hidden, *slots, *weights, *biases) or self.launch
         return out
+
+
+def _by_columns(
+    w_gate_up: Tensor, w_down: Tensor, w_up: Tensor | None, transposed: bool, form: Form
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gate and up `[E, H, I]`, and down `[E, I, H]`."""
+    if not transposed:
+        w_gate_up, w_down, w_up = w_gate_up.mT, w_down.mT, None if w_up is None else w_up.mT
+    return *form.halves(w_gate_up, w_up), w_down
 
 
 def prepare(
