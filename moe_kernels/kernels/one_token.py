@@ -27,7 +27,7 @@ _MOST_SLOTS = 16  # the second kernel has a loop for each: 128 would take most o
 def _config(width: int) -> helion.Config:
     """A weight's row per program, or two long ones: small programs, many on an SM, keep the most loads under way."""
     rows = 1 if width <= 4096 else 2
-    return helion.Config(block_sizes=[rows, fitting(_BLOCK, width)], num_warps=4)
+    return helion.Config(block_sizes=[fitting(_BLOCK, width), rows], num_warps=4)
 
 
 @kernel(lambda act, hidden, *_: _config(hidden.size(1)))
@@ -51,9 +51,8 @@ def first_half(
     H = hidden.size(1)
     I = act.size(1)  # noqa: E741
     E = gate.size(0)
-    block_i = hl.register_block_size(1, 16)
     block_h = hl.register_block_size(16, 4096)
-    for tile_k, tile_i in hl.tile([programs, I], block_size=[1, block_i]):
+    for tile_k, tile_i in hl.tile([programs, I], block_size=[1, None]):
         zero = hl.zeros([], dtype=torch.int32)
         slot = tile_k.id + zero
         if slot < halve(odd_k, zero):
@@ -96,9 +95,8 @@ def second_half(
     H = out.size(1)
     I = act.size(1)  # noqa: E741
     E = weight.size(0)
-    block_h = hl.register_block_size(1, 16)
     block_i = hl.register_block_size(16, 4096)
-    for tile_h in hl.tile(H, block_size=block_h):
+    for tile_h in hl.tile(H):
         zero = hl.zeros([], dtype=torch.int32)
         sums = hl.zeros([tile_h, block_i], dtype=torch.float32)
         total = hl.zeros([tile_h], dtype=torch.float32)
