@@ -13,7 +13,8 @@ products in a call, `best_config` is that of the last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ from tritonbench_ops.registration import skip, warn_once
 _TRANSFORMERS = OPERATORS["ffn"].providers["transformers"].installed
 if not _TRANSFORMERS:
     warn_once("transformers: the package transformers is not installed")
+
+
+@contextmanager
+def _stream_of_captures() -> Iterator[None]:
+    """Where a forward has to run if its backward is to be captured: autograd runs a backward on its forward's stream,
+    and a capture takes no stream but its own.
+    """
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream):
+        yield
+    torch.cuda.synchronize()
 
 
 class Operator(base.Operator):
@@ -88,7 +100,8 @@ class Operator(base.Operator):
         return self.layer.hidden, self.layer.topk_ids, self.layer.gates, self.layer.w_gate_up, self.layer.w_down
 
     def get_bwd_fn(self, fwd_fn: Callable[[], Tensor]) -> Callable[[], dict[str, Tensor]]:
-        layer, out = self.layer, fwd_fn()
+        with _stream_of_captures() if self.use_cuda_graphs else nullcontext():
+            layer, out = self.layer, fwd_fn()
 
         def call() -> dict[str, Tensor]:
             return ffn.gradients(layer, out, retain_graph=True)
