@@ -22,12 +22,12 @@ from moe_kernels.kernels.launch import compile_kernel, kernel
 from moe_kernels.plans import Plans
 
 RANK_UP_TO = 1024
-_RANK_BLOCK = 32
+_RANK_BLOCK = 4
 MOST_EXPERTS = 1024  # with more slots than that
 _MOST_RUNS = 512
 _CHUNK = 128  # slots that are compared with one another
 _TABLE = 8192  # elements of runs x experts that a program looks at together
-_RANK_CONFIG = helion.Config(block_sizes=[256], num_warps=4)
+_RANK_CONFIG = helion.Config(block_sizes=[512], num_warps=4)
 _COUNT_CONFIG = helion.Config(block_sizes=[], num_warps=4)  # a slot of a chunk to a thread: see _CHUNK
 
 
