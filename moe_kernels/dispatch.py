@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 
 from moe_kernels import checks, packing, reference
+from moe_kernels.allocate import empty, on_current_device
 from moe_kernels.plans import Plans
 
 _Result = TypeVar("_Result")
@@ -287,9 +288,9 @@ def _again(
         plan, N, dtype = _plans[_key(variant, A_packed, B, group_offsets, None, out_dtype)]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return None  # what is wrong, if anything is, the checks find
-    if not A_packed.is_cuda or A_packed.get_device() != torch.cuda.current_device():
+    if not on_current_device(A_packed):
         return None
-    out = A_packed.new_empty((A_packed.size(0), N), dtype=dtype)
+    out = empty((A_packed.size(0), N), dtype, A_packed)
     plan(A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, out)
     return out
 

@@ -19,6 +19,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _STAND_INS = ((1_000_003, 1_000_033, 1_000_037), (1_000_039, 1_000_081, 1_000_099))  # odd, like what they stand for
+_MOST_ENCODED = 1024  # descriptors of 128 bytes
 
 
 class Unavailable(Exception):
@@ -163,7 +164,7 @@ def _index_of(tensor: torch.Tensor, args: Sequence[Any]) -> int:
 
 
 class _Descriptor:
-    """A TMA descriptor among a binary's arguments, encoded again only if it is of other memory than the last time.
+    """A TMA descriptor among a binary's arguments, encoded once for the same memory.
 
     The extent that changes is the outermost of those that a block has one of, or else the first.
     """
@@ -178,12 +179,14 @@ class _Descriptor:
         self.encoding = (meta["swizzle"], meta["elem_size"], kind, meta["block_size"])
         self.shape, self.strides = list(like.shape), list(like.strides)
         self.changing = like.block_shape.index(1) if 1 in like.block_shape else 0
-        self.last: tuple[int, int, Any] = (0, 0, None)
+        self.known: dict[tuple[int, int], Any] = {}
 
     def __call__(self, pointer: int, extent: int) -> Any:
-        known_pointer, known_extent, encoded = self.last
-        if pointer != known_pointer or extent != known_extent:
+        encoded = self.known.get((pointer, extent))
+        if encoded is None:
+            if len(self.known) >= _MOST_ENCODED:
+                self.known.clear()
             shape = [*self.shape[: self.changing], extent, *self.shape[self.changing + 1 :]]
             encoded = self.encode(pointer, *self.encoding, shape, self.strides, 0)
-            self.last = (pointer, extent, encoded)
+            self.known[pointer, extent] = encoded
         return encoded

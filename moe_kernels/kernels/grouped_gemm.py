@@ -20,6 +20,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import configs
+from moe_kernels.allocate import empty
 from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multiple, running_max, unmasked
 from moe_kernels.kernels.launch import (
     INT32_MAX,
@@ -295,16 +296,28 @@ def num_slots(M: int, G: int, block_m: int) -> int:
     return (M // block_m + G + 2) | 1
 
 
-def empty_table(like: torch.Tensor, M: int, G: int, block_m: int) -> torch.Tensor:
-    return like.new_empty((1 + num_slots(M, G, block_m), 3), dtype=torch.int32)
+def some_table(like: torch.Tensor) -> torch.Tensor:
+    """A table to compile for."""
+    return like.new_empty((3, 3), dtype=torch.int32)
 
 
-def compile_table(group_offsets: torch.Tensor, out: torch.Tensor, block_m: int) -> Callable[..., None]:
+def compile_table(
+    group_offsets: torch.Tensor, out: torch.Tensor, block_m: int
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What lists the tiles of `block_m` rows, and sets the rows of `out` in no group to zero."""
     G = group_offsets.size(0) - 1
-    tiles = empty_table(out, block_m, G, block_m)
-    args = (group_offsets, without_ones(out), tiles, 3, 3, block_m)
+    args = (group_offsets, without_ones(out), some_table(out), 3, 3, block_m)
     wide = 2 * span(out) > INT32_MAX
-    return compile_kernel(tile_table, args, configs.tile_table(G, out.size(1)), wide=wide)
+    run = compile_kernel(tile_table, args, configs.tile_table(G, out.size(1)), wide=wide)
+
+    def list_tiles(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        M = out.size(0)
+        slots = num_slots(M, G, block_m)
+        tiles = empty((1 + slots, 3), torch.int32, out)
+        run(group_offsets, out, tiles, slots, 2 * M + 1, block_m)
+        return tiles
+
+    return list_tiles
 
 
 def _dense_plan(
@@ -315,7 +328,6 @@ def _dense_plan(
     out: torch.Tensor,
 ) -> Callable[..., None]:
     """One weight for all groups: one dense product of all rows, then zeros over the rows in no group."""
-    G = group_offsets.size(0) - 1
     zero_outside = compile_table(group_offsets, out, 128)
 
     def dense(
@@ -325,10 +337,8 @@ def _dense_plan(
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        M = A_packed.size(0)
-        torch.mm(A_packed, B[0], out=out)
-        tiles = empty_table(out, M, G, 128)
-        zero_outside(group_offsets, out, tiles, num_slots(M, G, 128), 2 * M + 1, 128)
+        torch.mm(A_packed, B.squeeze(0), out=out)
+        zero_outside(group_offsets, out)
 
     return dense
 
@@ -391,7 +401,7 @@ def _plan(
             out = windows(out, block_m)
         return A_packed, lies_as(B), tiles, tiles.select(0, 0).select(0, 0), bias, out, *rest
 
-    tiles = empty_table(out, block_m, G, block_m)
+    tiles = some_table(out)
     list_tiles = compile_table(group_offsets, out, block_m)
     o = without_ones(windows(out.narrow(0, 0, block_m), block_m) if tma_out else out)
     number = tiles.select(0, 0).select(0, 0)
@@ -409,9 +419,7 @@ def _plan(
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        M = A_packed.size(0)
-        tiles = empty_table(out, M, G, block_m)
-        list_tiles(group_offsets, out, tiles, num_slots(M, G, block_m), 2 * M + 1, block_m)
+        tiles = list_tiles(group_offsets, out)
         run(A_packed, B, tiles, tiles, bias, out, shared, transposed, block_m, tma_A, tma_out)
 
     return persistent

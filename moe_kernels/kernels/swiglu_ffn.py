@@ -17,7 +17,7 @@ import torch
 from moe_kernels.configs import swiglu as configs
 from moe_kernels.form import Form
 from moe_kernels.kernels.activation import activated
-from moe_kernels.kernels.grouped_gemm import compile_table, empty_table, num_slots, windows
+from moe_kernels.kernels.grouped_gemm import compile_table, num_slots, some_table, windows
 from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multiple, running_max, unmasked
 from moe_kernels.kernels.launch import (
     INT32_MAX,
@@ -378,7 +378,7 @@ def _plan(
     shape, strides = pairs.shape, pairs.stride()
     settled = (top_k, block_m, choice.block_i, tma_A, tma_B, tma_out, *options)
     act = outs[0]
-    tiles = empty_table(act, block_m, E, block_m)
+    tiles = some_table(act)
     list_tiles = compile_table(group_offsets, act, block_m)
     like = [None if out is None else without_ones(view(out.narrow(0, 0, block_m)) if tma_out else out) for out in outs]
     run = compiled(
@@ -390,10 +390,7 @@ def _plan(
     )
 
     def persistent(A: Any, gate: Any, _: Any, group_offsets: Any, *rest: Any) -> None:
-        act = rest[3]
-        M = act.size(0)
-        tiles = empty_table(act, M, E, block_m)
-        list_tiles(group_offsets, act, tiles, num_slots(M, E, block_m), 2 * M + 1, block_m)
+        tiles = list_tiles(group_offsets, rest[3])
         run(A, gate.as_strided(shape, strides), tiles, tiles, *rest, *settled)
 
     return persistent

@@ -15,6 +15,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import configs
+from moe_kernels.allocate import empty
 from moe_kernels.configs import uniform as rules
 from moe_kernels.kernels.inline import unmasked
 from moe_kernels.kernels.launch import (
@@ -191,7 +192,7 @@ def plan(
     )
 
     def call(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        out = A.new_empty(shape, dtype=dtype)
+        out = empty(shape, dtype, A)
         run(A, B, out, *constants)
         return out
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import dispatch
+from moe_kernels.allocate import empty
 from moe_kernels.form import Form
 from moe_kernels.ops.layer import fused_is_faster, one_token_is_faster
 
@@ -44,18 +45,18 @@ class Prepared:
     ) -> Tensor:  # [T, H]
         R, E = topk_ids.numel(), w_down.size(0)
         slots = topk_ids.reshape(-1)
-        group_offsets, row_to_slot, slot_to_row = (slots.new_empty(n, dtype=torch.int32) for n in (E + 1, R, R))
+        group_offsets, row_to_slot, slot_to_row = (empty((n,), torch.int32, slots) for n in (E + 1, R, R))
         self.route = self.route(slots, group_offsets, row_to_slot, slot_to_row) or self.route
 
         *weights, w_out = _by_columns(w_gate_up, w_down, w_up, self.transposed, self.form)
         biases = self.form.parts(gate_up_bias, up_bias, apart=w_up is not None)
-        act = hidden.new_empty((R, w_out.size(1)))
+        act = empty((R, w_out.size(1)), hidden.dtype, hidden)
         first = (hidden, *weights, group_offsets, row_to_slot, *biases, act, None, None)
         self.first = self.first(*first) or self.first
 
-        rows = hidden.new_empty((R, w_out.size(2)))
+        rows = empty((R, w_out.size(2)), hidden.dtype, hidden)
         self.second = self.second(act, w_out, group_offsets, down_bias, rows) or self.second
-        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        out = empty(hidden.shape, hidden.dtype, hidden)
         self.combine = self.combine((out, rows, gates), slot_to_row, group_offsets) or self.combine
         return out
 
@@ -83,8 +84,8 @@ class PreparedForOneToken:
     ) -> Tensor:  # [1, H]
         weights = _by_columns(w_gate_up, w_down, w_up, self.transposed, self.form)
         biases = (*self.form.parts(gate_up_bias, up_bias, apart=w_up is not None), down_bias)
-        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        act = hidden.new_empty((topk_ids.numel(), weights[-1].size(1)))
+        out = empty(hidden.shape, hidden.dtype, hidden)
+        act = empty((topk_ids.numel(), weights[-1].size(1)), hidden.dtype, hidden)
         slots = topk_ids.reshape(-1), gates.reshape(-1)
         self.launch = self.launch(out, act, hidden, *slots, *weights, *biases) or self.launch
         return out

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from moe_kernels import checks, dispatch, grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
+from moe_kernels import allocate, checks, dispatch, grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
 from moe_kernels.kernels import grouped_gemm as kernels
 from moe_kernels.kernels import launch
 from moe_kernels.plans import set_aside
@@ -27,6 +27,18 @@ variants = pytest.mark.parametrize("variant", ["basic", "persistent"])
 def test_exported_launchers(function: Callable[..., torch.Tensor], device: str) -> None:
     A, B, group_offsets = make_inputs([9, 0, 30], 40, 24, dtype=torch.float16, device=device)
     assert_grouped_gemm_close(function(A, B, group_offsets), A, B, group_offsets)
+
+
+@pytest.mark.parametrize("shape", [(5,), (0,), (3, 4), (3, 1), (2, 3, 4), (2, 1, 4)])
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_memory_is_as_of_new_empty(shape: tuple[int, ...], kind: type, device: str) -> None:
+    like = kind(torch.ones(2, 3, device=device))
+    for dtype in (torch.bfloat16, torch.int32):
+        given, usual = allocate.empty(torch.Size(shape), dtype, like), like.new_empty(shape, dtype=dtype)
+        assert type(given) is torch.Tensor and not given.requires_grad
+        for name in ("shape", "dtype", "device"):
+            assert getattr(given, name) == getattr(usual, name)
+        assert given.stride() == usual.stride() and given.is_contiguous()
 
 
 def _refuse_to_search(*_: Any, **__: Any) -> None:

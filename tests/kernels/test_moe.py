@@ -379,6 +379,15 @@ def test_repeats_are_bit_identical_and_the_host_never_waits(device: str) -> None
 
 
 @pytest.mark.gpu
+def test_a_tokens_bits_are_those_it_has_among_more_tokens(device: str) -> None:
+    tensors, ids, options = make({}, 2048, 2048, 768, 128, 8, device, torch.bfloat16)
+    among = run(moe_mlp, tensors, ids, options)
+    for T in (3, 64, 500):
+        few = {name: tensor[:T] if name in ("hidden", "gates") else tensor for name, tensor in tensors.items()}
+        assert torch.equal(run(moe_mlp, few, ids[:T], options), among[:T])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 16, 600])
 def test_graph_capture_of_forward_and_backward(T: int, device: str) -> None:
     tensors, ids, options = make({}, T, 512, 256, 16, 4, device, torch.bfloat16)
