@@ -180,9 +180,9 @@ def tile_table(G: int, N: int) -> helion.Config:
     return helion.Config(block_sizes=[offsets_block(G), block_for(N, 64)], num_warps=1)
 
 
-def by_rows(width: int) -> helion.Config:
-    """The config of kernels that move rows of `width`, or compute them element by element."""
-    block = fitting(1024, width)
+def by_rows(width: int, most: int = 1024) -> helion.Config:
+    """The config of kernels that move rows of `width`, or compute them element by element, `most` at a time."""
+    block = fitting(most, width)
     return helion.Config(block_sizes=[block], num_warps=max(1, block // 256))
 
 

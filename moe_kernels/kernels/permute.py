@@ -23,6 +23,8 @@ from moe_kernels.kernels.inline import halve
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
 from moe_kernels.plans import Plans
 
+FEW_TOKENS = 128
+
 
 @kernel(lambda rows, *_: by_rows(rows.size(1)))
 def scatter_rows(
@@ -54,7 +56,7 @@ def scatter_rows(
     return rows
 
 
-@kernel(lambda tokens, *_: by_rows(tokens.size(1)))
+@kernel(lambda tokens, *_: _config(tokens.size(1), tokens.size(0)))
 def combine_rows(
     tokens: torch.Tensor,  # [T, H], written
     rows: torch.Tensor,  # [R, H]
@@ -113,6 +115,11 @@ def dot_rows(
     return dots
 
 
+def _config(width: int, T: int) -> helion.Config:
+    # Few tokens give more programs, of fewer columns each.
+    return by_rows(width, most=1024 if T > FEW_TOKENS else 256)
+
+
 _plans: Plans[Callable[..., None]] = Plans()
 
 
@@ -142,11 +149,12 @@ def launch(
     plan = _plans.get(key)
     if plan is None:
         like = [None if t is None else without_ones(t) for t in tensors]
-        H = max(t.size(1) for t in tensors if t is not None)
+        H, T = max(t.size(1) for t in tensors if t is not None), R // top_k
+        config = _config(H, T) if kernel is combine_rows else by_rows(H)
         # R may double before there is a new plan.
         wide = max(2 * span(t) for t in tensors if t is not None) > INT32_MAX
         args = (*like, without_ones(slot_to_row), group_offsets, 3, 3, top_k)
-        plan = _plans[key] = _plan(compile_kernel(kernel, args, by_rows(H), wide=wide), top_k)
+        plan = _plans[key] = _plan(compile_kernel(kernel, args, config, wide=wide), top_k)
     plan(tensors, slot_to_row, group_offsets)
     return plan
 
