@@ -84,7 +84,7 @@ def _direct(
                 extent += f" + {before}"
             extents = [str(size) for size in a.shape]
             extents[descriptor.changing] = extent
-            flat += [f"{name}({pointer}, {extent})", *extents, *map(str, a.strides)]
+            flat += [f"{name}[{pointer}, {extent}]", *extents, *map(str, a.strides)]
         elif a == b:
             names[f"constant{len(names)}"] = a
             flat.append(f"constant{len(names) - 1}")
@@ -163,8 +163,8 @@ def _index_of(tensor: torch.Tensor, args: Sequence[Any]) -> int:
     return next(i for i, arg in enumerate(args) if arg is tensor)
 
 
-class _Descriptor:
-    """A TMA descriptor among a binary's arguments, encoded once for the same memory.
+class _Descriptor(dict[tuple[int, int], Any]):
+    """By address and extent: a TMA descriptor among a binary's arguments, encoded when it is first asked for.
 
     The extent that changes is the outermost of those that a block has one of, or else the first.
     """
@@ -172,6 +172,7 @@ class _Descriptor:
     def __init__(self, like: TensorDescriptor, meta: dict[str, Any]):
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # not in every build of Triton
 
+        super().__init__()
         if like.padding != "zero" or meta["fp4_padded"]:
             raise Unavailable("an unusual descriptor")
         self.encode = driver.active.utils.fill_tma_descriptor
@@ -179,14 +180,11 @@ class _Descriptor:
         self.encoding = (meta["swizzle"], meta["elem_size"], kind, meta["block_size"])
         self.shape, self.strides = list(like.shape), list(like.strides)
         self.changing = like.block_shape.index(1) if 1 in like.block_shape else 0
-        self.known: dict[tuple[int, int], Any] = {}
 
-    def __call__(self, pointer: int, extent: int) -> Any:
-        encoded = self.known.get((pointer, extent))
-        if encoded is None:
-            if len(self.known) >= _MOST_ENCODED:
-                self.known.clear()
-            shape = [*self.shape[: self.changing], extent, *self.shape[self.changing + 1 :]]
-            encoded = self.encode(pointer, *self.encoding, shape, self.strides, 0)
-            self.known[pointer, extent] = encoded
+    def __missing__(self, key: tuple[int, int]) -> Any:
+        if len(self) >= _MOST_ENCODED:
+            self.clear()
+        pointer, extent = key
+        shape = [*self.shape[: self.changing], extent, *self.shape[self.changing + 1 :]]
+        encoded = self[key] = self.encode(pointer, *self.encoding, shape, self.strides, 0)
         return encoded

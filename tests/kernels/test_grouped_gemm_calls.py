@@ -15,8 +15,8 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from moe_kernels import allocate, checks, dispatch, grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
+from moe_kernels.kernels import direct_launch, launch
 from moe_kernels.kernels import grouped_gemm as kernels
-from moe_kernels.kernels import launch
 from moe_kernels.plans import set_aside
 from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for, make_inputs
 
@@ -136,6 +136,18 @@ def test_a_new_number_of_rows_finds_its_plan(device: str) -> None:
         A, _, group_offsets = make_inputs([M - 20, 20], 40, 24, dtype=torch.float16, device=device)
         grouped_gemm(A, B, group_offsets)
     assert len(dispatch._plans) == 1
+
+
+@pytest.mark.gpu
+@variants
+@pytest.mark.parametrize("kept", [1, 3, 1024])
+def test_tensors_in_turn(variant: str, kept: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_launch, "_MOST_ENCODED", kept)
+    calls = [make_inputs([M - 20, 20], 256, 128, dtype=torch.bfloat16, device=device) for M in (1040, 1100, 1040, 1500)]
+    for _ in range(3):
+        outs = [grouped_gemm(*call, variant=variant) for call in calls]
+        for out, call in zip(outs, calls, strict=True):
+            assert_grouped_gemm_close(out, *call)
 
 
 @pytest.mark.gpu
