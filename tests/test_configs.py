@@ -567,6 +567,8 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({}, ("persistent", 128, [256, 64], 8, 4)),
         ({"K": 4096}, ("persistent", 64, [256, 64], 4, 5)),
         ({"K": 4096, "rows": 256, "M": 32768}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 256, "M": 4096, "G": 16}, ("persistent", 64, [256, 64], 4, 5)),
+        ({"K": 4096, "rows": 128, "M": 2048, "G": 16}, ("persistent", 128, [256, 64], 8, 4)),
         ({"K": 4096, "N": 2880}, ("persistent", 128, [256, 64], 8, 4)),
         ({"K": 4096, "tma_out": False}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 128, "M": 16384}, ("persistent", 128, [256, 64], 8, 4)),
