@@ -43,7 +43,7 @@ def grouped_gemm(
         variant: "basic" (a grid over the tiles of all groups), "persistent" (one worker per SM walks a list of tiles)
             or "auto", which picks the faster of the two by rows per group.
         validate: True checks the offsets on the host, which waits for the device; None does so if the environment
-            has MOE_KERNELS_VALIDATE=1.
+            had MOE_KERNELS_VALIDATE=1 at import.
 
     Returns:
         `[M, N]`, contiguous.

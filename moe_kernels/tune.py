@@ -44,8 +44,9 @@ ROUNDS = 21
 _INT32_MAX = 2**31 - 1
 
 HELP = """\
-Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU, and writes those that are
-faster than the rule's to <out>/<gpu>.json, where the next process finds them. Needs a CUDA GPU that nothing else uses.
+Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU, and writes it, or the
+rule's where none is faster, to <out>/<gpu>.json, where the next process finds it. Needs a CUDA GPU that nothing else
+uses.
 
 The time is split evenly over what is left to do. Each problem first tries neighbours of the rule's config, then
 Helion's own autotuner from the best of them, with softmax-skewed, zipf-skewed and uniform routing at once, and last

@@ -24,7 +24,8 @@ def uniform_grouped_gemm(
 
     Products are accumulated in fp32. Nothing of one group reaches another's result. A call can be captured into a CUDA
     graph. Gradients, also of gradients, are products of the same kind. Where cuBLAS is faster the call is `torch.bmm`:
-    for more than 64 columns and in float32, unless it would have to copy an operand or does not know the dtypes.
+    for more than 64 columns, for many rows of fewer than 16, in float32, and where TMA cannot read the operands; unless
+    it would have to copy an operand or does not know the dtypes.
 
     Args:
         A: `[G, M, K]`, or `[G * M, K]` with the groups one below the other; bfloat16, float16 or float32, any

@@ -174,7 +174,7 @@ SUITES = {
     for suite in (
         Suite(
             "table",
-            "prefill and decode shapes of six models, a weight per group, in both layouts",
+            "prefill and decode shapes of five models, a weight per group, in both layouts",
             "grouped_gemm",
             _TABLE,
             ("torch", "ours", "basic", "persistent", "no-table", "loop", "dense"),

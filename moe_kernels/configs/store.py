@@ -43,7 +43,7 @@ class Gpu:
 class Bucket:
     """The problems that share a tuned config."""
 
-    dtype: str  # "bfloat16", "float16", "float32", or "tf32" for float32 multiplied in tf32
+    dtype: str  # of `dtype_label`: "bfloat16", "tf32" for float32 multiplied in tf32, "bfloat16 to float32" and so on
     transposed: bool  # B lies in memory as [G, N, K]
     rows: int  # mean rows per group, rounded down to a power of two; 0 if less than 1
     N: int
