@@ -10,7 +10,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ _TYPICAL = [
     ("Qwen3-30B-A3B, decode", 128, 512, 1536, 2048, torch.bfloat16),
     ("Qwen3-30B-A3B, prefill, float32", 128, 65536, 1536, 2048, torch.float32),
 ]
+_PACKAGES = ("torch", "triton", "helion", "numpy")
 _ROUNDS = 20
 
 
@@ -157,7 +157,7 @@ def info() -> int:
         [
             ("moe_kernels", moe_kernels.__version__),
             ("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
-            *((package, _version(package)) for package in ("torch", "triton", "helion", "numpy")),
+            *((name, requirements.installed(name) or "not installed") for name in _PACKAGES),
             *_gpu_fields(),
             ("interpreter", "on (TRITON_INTERPRET=1)" if on else "off (TRITON_INTERPRET=1 turns it on)"),
             ("kernels", f"cannot run: {'; '.join(problems)}" if problems else "all they need is installed"),
@@ -265,13 +265,6 @@ def _gpu_fields() -> list[tuple[str, str]]:
 
 def _interpreter_on() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _bound(function: Callable[..., Tensor], *args: Tensor) -> Callable[[], Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import checks, dispatch, expert_modules, ops
+from moe_kernels.allocate import on_current_device
 from moe_kernels.form import Form
 from moe_kernels.ops.layer import one_token_is_faster
 from moe_kernels.ops.prepared import Prepared, PreparedForOneToken, prepare
@@ -118,7 +119,7 @@ def moe_mlp(
     if not validates and unobserved and not torch._C._is_any_autocast_enabled():
         kind = (form, transposed, *map(_kind, tensors))
         prepared = _prepared.get(kind)
-        if prepared is not None and hidden.get_device() == torch.cuda.current_device():
+        if prepared is not None and on_current_device(hidden):
             return prepared(*tensors)
     hidden, w_gate_up, w_up, w_down = _autocast(hidden, w_gate_up, w_up, w_down)
     checks.check_moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases, form, transposed)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import checks, reference
+from moe_kernels.allocate import on_current_device
 from moe_kernels.dispatch import autocast, on_device, unobserved, use_kernels
 from moe_kernels.plans import Plans
 
@@ -85,7 +86,7 @@ def _again(A: Tensor, B: Tensor, num_groups: int, out_dtype: torch.dtype | None)
         plan = _plans[_key(A, B, num_groups, out_dtype)]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         return None  # what is wrong, if anything is, the checks find
-    if not A.is_cuda or A.get_device() != torch.cuda.current_device():
+    if not on_current_device(A):
         return None
     return plan(A, B)
 
