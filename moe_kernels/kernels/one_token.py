@@ -171,16 +171,16 @@ def _plan(tensors: Sequence[Any], form: Form) -> Callable[..., None]:
     top_k, rounds = act.size(0), out.dtype == torch.float16
     wide = max(span(t) for t in tensors if t is not None) > INT32_MAX
 
-    def by_rows(*args: Any) -> list[Any]:
+    def as_stored(*args: Any) -> list[Any]:
         """Weights [E, inputs, outputs] as they lie in memory."""
         return [arg.mT if isinstance(arg, torch.Tensor) and arg.dim() == 3 else arg for arg in args]
 
     def compiled(kernel: Any, args: Sequence[Any], width: int) -> Callable[..., None]:
         like = [
             without_ones(arg, keep_first=arg.dim() == 3) if isinstance(arg, torch.Tensor) else arg
-            for arg in by_rows(*args)
+            for arg in as_stored(*args)
         ]
-        return compile_kernel(kernel, like, _config(width), wide=wide, prepare=by_rows)
+        return compile_kernel(kernel, like, _config(width), wide=wide, prepare=as_stored)
 
     settled = (form.activation, form.alpha, form.limit)
     first = compiled(first_half, (act, hidden, topk_ids, gate, up, gate_bias, up_bias, 3, 3, *settled), hidden.size(1))

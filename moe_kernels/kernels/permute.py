@@ -37,7 +37,7 @@ def scatter_rows(
     odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per token: its row is read once and written top_k times."""
+    """A program per token and block of columns, which are read once and written top_k times."""
     hl.pdl_wait()
     H = rows.size(1)
     E = group_offsets.size(0) - 1
@@ -67,7 +67,7 @@ def combine_rows(
     odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per token: its top_k rows are added up in float32."""
+    """A program per token and block of columns, in which its top_k rows are added up in float32."""
     hl.pdl_wait()
     H = tokens.size(1)
     E = group_offsets.size(0) - 1
