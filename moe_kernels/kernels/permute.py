@@ -23,7 +23,7 @@ from moe_kernels.kernels.inline import halve
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
 from moe_kernels.plans import Plans
 
-FEW_TOKENS = 128
+_FEW_TOKENS = 128
 
 
 @kernel(lambda rows, *_: by_rows(rows.size(1)))
@@ -117,7 +117,7 @@ def dot_rows(
 
 def _config(width: int, T: int) -> helion.Config:
     # Few tokens give more programs, of fewer columns each.
-    return by_rows(width, most=1024 if T > FEW_TOKENS else 256)
+    return by_rows(width, most=1024 if T > _FEW_TOKENS else 256)
 
 
 _plans: Plans[Callable[..., None]] = Plans()
@@ -136,10 +136,12 @@ def launch(
     `group_offsets`.
     """
     R = slot_to_row.size(0)
+    T = R // top_k
     key = (
         kernel.name,
         top_k,
         R.bit_length(),
+        T > _FEW_TOKENS,
         group_offsets.size(0),
         group_offsets.data_ptr() % 16,
         slot_to_row.data_ptr() % 16,
@@ -149,7 +151,7 @@ def launch(
     plan = _plans.get(key)
     if plan is None:
         like = [None if t is None else without_ones(t) for t in tensors]
-        H, T = max(t.size(1) for t in tensors if t is not None), R // top_k
+        H = max(t.size(1) for t in tensors if t is not None)
         config = _config(H, T) if kernel is combine_rows else by_rows(H)
         # R may double before there is a new plan.
         wide = max(2 * span(t) for t in tensors if t is not None) > INT32_MAX
