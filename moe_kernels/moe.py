@@ -254,7 +254,7 @@ class MoE(nn.Module):
         out = moe_mlp(
             tokens, topk_ids, gates, self.w_gate_up, self.w_down, activation=self.activation, gated=self.gated
         )
-        return out.view(*hidden.shape[:-1], -1)
+        return out.view(hidden.shape)
 
     def extra_repr(self) -> str:
         """The sizes, for print."""

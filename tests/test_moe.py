@@ -381,6 +381,7 @@ def test_the_module() -> None:
         assert value.grad.any()
     assert all(bool((w.abs() <= w.size(-1) ** -0.5).all()) for w in layer.parameters())
     assert "num_experts=4, top_k=2" in repr(layer)
+    assert [layer(hidden[:, :tokens]).shape for tokens in (0, 1)] == [(2, 0, H), (2, 1, H)]
     assert [tuple(w.shape) for w in MoE(H, I, E, 1, gated=False).parameters()] == [(E, H), (E, I, H), (E, H, I)]
     with pytest.raises(ValueError, match=r"^top_k: expected 1 to num_experts = 4, got 5"):
         MoE(H, I, E, 5)
