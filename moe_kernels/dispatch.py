@@ -141,7 +141,8 @@ def grouped_mm(
         As above; contiguous, but for the third form, which is a transposed view.
 
     Raises:
-        TypeError, ValueError, ImportError: as for `grouped_gemm`.
+        TypeError, ValueError, ImportError: as for `grouped_gemm`; offsets are checked on the host if the environment
+            has MOE_KERNELS_VALIDATE=1.
     """
     mat_a, mat_b = autocast(mat_a, mat_b)
     dtype = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
@@ -152,6 +153,8 @@ def grouped_mm(
         if mat_a.dim() == 2:
             return grouped_gemm_wgrad(mat_a.T, mat_b, group_offsets, out_dtype=dtype)
         return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype).T
+    if checks.validation_enabled(None):
+        checks.validate_offsets(group_offsets, mat_a.size(0))
     if unobserved(mat_a, mat_b, bias):
         return multiply(mat_a, mat_b, group_offsets, bias, out_dtype, "auto")
     out: Tensor = torch.ops.moe_kernels.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")

@@ -56,11 +56,13 @@ def swiglu_ffn(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device; options that exclude
-            each other.
+            each other. Offsets are checked on the host if the environment has MOE_KERNELS_VALIDATE=1.
     """
     form = Form(activation, gated, interleaved, alpha, limit)
     rows, w_gate_up, w_up = _autocast(rows, w_gate_up, w_up)
     checks.check_swiglu_ffn(rows, w_gate_up, group_offsets, w_up, gate_up_bias, up_bias, form, transposed)
+    if checks.validation_enabled(None):
+        checks.validate_offsets(group_offsets, rows.size(0))
     w_in, w_up = _columns(w_gate_up, transposed), _columns(w_up, transposed)
     keep = _differentiated(rows, w_in, w_up, gate_up_bias, up_bias)
     act: Tensor = ops.swiglu_ffn(rows, group_offsets, w_in, w_up, gate_up_bias, up_bias, keep, *form)[0]
