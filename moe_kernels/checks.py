@@ -133,6 +133,15 @@ def _check_moved(name: str, value: Tensor, extent: str, expected: int, routing: 
     if value.dim() != 2 or value.shape[0] != expected:
         raise ValueError(f"{name}: expected shape [{extent}, H] with {extent} = {expected}, got {list(value.shape)}")
     check_same_device(name, value, "routing", routing.slot_to_row)
+    R = routing.gates.numel()
+    for field, indices in (("slot_to_row", routing.slot_to_row), ("group_offsets", routing.group_offsets)):
+        if indices.dtype != torch.int32:
+            raise TypeError(f"routing.{field}: expected int32, got {indices.dtype}")
+    if routing.gates.dim() != 2 or routing.slot_to_row.shape != (R,):
+        raise ValueError(
+            f"routing: expected gates [T, top_k] and slot_to_row [T * top_k], got shapes {list(routing.gates.shape)} "
+            f"and {list(routing.slot_to_row.shape)}"
+        )
 
 
 def check_swiglu_ffn(

@@ -167,6 +167,19 @@ def test_move_refusals(function: Any, name: str, shape: tuple[int, ...], text: s
         function(torch.zeros(right, device="meta"), routing)
 
 
+@pytest.mark.parametrize("function", [permute, unpermute])
+def test_a_routing_that_does_not_fit_together(function: Any) -> None:
+    routing = routed([[0, 1], [1, 2]], 3)
+    values = torch.zeros(2 if function is permute else 4, 4)
+    for field in ("slot_to_row", "group_offsets"):
+        wrong = routing._replace(**{field: getattr(routing, field).long()})
+        with pytest.raises(TypeError, match=rf"^routing\.{field}: expected int32, got torch.int64"):
+            function(values, wrong)
+    for gates in (torch.ones(2, 1), torch.ones(2, 3)):
+        with pytest.raises(ValueError, match=r"^routing: expected gates \[T, top_k\] and slot_to_row \[T \* top_k\]"):
+            function(values, routing._replace(gates=gates))
+
+
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_topk_softmax(renormalize: bool) -> None:
     logits = torch.randn(5, 7).bfloat16()
