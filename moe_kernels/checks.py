@@ -22,6 +22,7 @@ _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
 _PROMOTED = {(a, b): torch.promote_types(a, b) for a in _ALL_DTYPES for b in _ALL_DTYPES}
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_INTS = (int, torch.SymInt)
 _VALIDATE = os.environ.get("MOE_KERNELS_VALIDATE") == "1"  # read once: this is on the way of every call
 
 
@@ -367,7 +368,7 @@ def check_uniform(
         TypeError: an argument is no tensor or no int, or has a wrong dtype.
         ValueError: wrong rank, shape or device, or a negative `num_groups`.
     """
-    if type(num_groups) is int and isinstance(A, Tensor) and isinstance(B, Tensor):
+    if type(num_groups) in _INTS and isinstance(A, Tensor) and isinstance(B, Tensor):
         dtypes = _supported(A, reference)
         promoted = _PROMOTED.get((A.dtype, B.dtype))
         a_shape, b_shape = A.shape, B.shape
@@ -398,7 +399,7 @@ def _refuse_uniform(A: Tensor, B: Tensor, G: int, out_dtype: torch.dtype | None,
     """Raise for whatever `check_uniform` does not accept."""
     for name, value in (("A", A), ("B", B)):
         _check_is_tensor(name, value)
-    if type(G) is not int:
+    if type(G) not in _INTS:
         raise TypeError(f"num_groups: expected an int, got {type(G).__name__}")
     if G < 0:
         raise ValueError(f"num_groups: expected at least 0, got {G}")
