@@ -125,6 +125,21 @@ def check_gating(logits: Tensor, top_k: int, most: int | None = None) -> None:
         raise ValueError(f"top_k: expected 1 to {most}, got {top_k}")
 
 
+def check_layer(hidden: Tensor, router: Tensor) -> None:
+    """Check that `hidden` is `[..., H]` for a router `[E, H]`, of its dtype unless autocast converts both.
+
+    Raises:
+        TypeError, ValueError: wrong dtype; wrong rank, shape or device.
+    """
+    _check_is_tensor("hidden", hidden)
+    check_same_device("hidden", hidden, "the layer", router)
+    H = router.shape[1]
+    if hidden.dim() == 0 or hidden.shape[-1] != H:
+        raise ValueError(f"hidden: expected shape [..., H] with H = {H}, got {list(hidden.shape)}")
+    if hidden.dtype != router.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise TypeError(f"hidden: expected {router.dtype} as the router, got {hidden.dtype}; convert it with .to()")
+
+
 def check_permute(hidden: Tensor, routing: Routing) -> None:
     """Check that `hidden` is `[T, H]` for the tokens of `routing`.
 

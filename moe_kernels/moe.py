@@ -248,9 +248,10 @@ class MoE(nn.Module):
         """Route each hidden state to its top_k experts, and add up what they give.
 
         Raises:
-            TypeError, ValueError: as for `moe_mlp`; hidden states and parameters on two devices.
+            TypeError, ValueError: as for `moe_mlp`; hidden states and router of two dtypes outside of autocast,
+                or on two devices.
         """
-        checks.check_same_device("hidden", hidden, "the layer", self.router)
+        checks.check_layer(hidden, self.router)
         tokens = hidden.reshape(-1, hidden.size(-1))
         topk_ids, gates = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
         out = moe_mlp(
