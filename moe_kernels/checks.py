@@ -22,6 +22,7 @@ _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
 _PROMOTED = {(a, b): torch.promote_types(a, b) for a in _ALL_DTYPES for b in _ALL_DTYPES}
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_INTS = (int, torch.SymInt)
 _VALIDATE = os.environ.get("MOE_KERNELS_VALIDATE") == "1"  # read once: this is on the way of every call
 
 
@@ -109,6 +110,36 @@ def check_route(topk_ids: Tensor, gates: Tensor, num_experts: int) -> None:
         raise ValueError(f"num_experts: expected at least 0, got {num_experts}")
 
 
+def check_gating(logits: Tensor, top_k: int, most: int | None = None) -> None:
+    """Check the arguments of a gating: logits `[T, E]` floating-point, 1 to `most` (E if None) experts per token.
+
+    Raises:
+        TypeError, ValueError: wrong dtype; wrong rank, or as many experts as cannot be chosen.
+    """
+    _check_is_tensor("logits", logits)
+    _check_float_dtype("logits", logits.dtype, logits, True)
+    if logits.dim() != 2:
+        raise ValueError(f"logits: expected shape [T, E], got {list(logits.shape)}")
+    most = logits.shape[1] if most is None else most
+    if not 1 <= top_k <= most:
+        raise ValueError(f"top_k: expected 1 to {most}, got {top_k}")
+
+
+def check_layer(hidden: Tensor, router: Tensor) -> None:
+    """Check that `hidden` is `[..., H]` for a router `[E, H]`, of its dtype unless autocast converts both.
+
+    Raises:
+        TypeError, ValueError: wrong dtype; wrong rank, shape or device.
+    """
+    _check_is_tensor("hidden", hidden)
+    check_same_device("hidden", hidden, "the layer", router)
+    H = router.shape[1]
+    if hidden.dim() == 0 or hidden.shape[-1] != H:
+        raise ValueError(f"hidden: expected shape [..., H] with H = {H}, got {list(hidden.shape)}")
+    if hidden.dtype != router.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise TypeError(f"hidden: expected {router.dtype} as the router, got {hidden.dtype}; convert it with .to()")
+
+
 def check_permute(hidden: Tensor, routing: Routing) -> None:
     """Check that `hidden` is `[T, H]` for the tokens of `routing`.
 
@@ -133,6 +164,15 @@ def _check_moved(name: str, value: Tensor, extent: str, expected: int, routing: 
     if value.dim() != 2 or value.shape[0] != expected:
         raise ValueError(f"{name}: expected shape [{extent}, H] with {extent} = {expected}, got {list(value.shape)}")
     check_same_device(name, value, "routing", routing.slot_to_row)
+    R = routing.gates.numel()
+    for field, indices in (("slot_to_row", routing.slot_to_row), ("group_offsets", routing.group_offsets)):
+        if indices.dtype != torch.int32:
+            raise TypeError(f"routing.{field}: expected int32, got {indices.dtype}")
+    if routing.gates.dim() != 2 or routing.slot_to_row.shape != (R,):
+        raise ValueError(
+            f"routing: expected gates [T, top_k] and slot_to_row [T * top_k], got shapes {list(routing.gates.shape)} "
+            f"and {list(routing.slot_to_row.shape)}"
+        )
 
 
 def check_swiglu_ffn(
@@ -358,7 +398,7 @@ def check_uniform(
         TypeError: an argument is no tensor or no int, or has a wrong dtype.
         ValueError: wrong rank, shape or device, or a negative `num_groups`.
     """
-    if type(num_groups) is int and isinstance(A, Tensor) and isinstance(B, Tensor):
+    if type(num_groups) in _INTS and isinstance(A, Tensor) and isinstance(B, Tensor):
         dtypes = _supported(A, reference)
         promoted = _PROMOTED.get((A.dtype, B.dtype))
         a_shape, b_shape = A.shape, B.shape
@@ -389,7 +429,7 @@ def _refuse_uniform(A: Tensor, B: Tensor, G: int, out_dtype: torch.dtype | None,
     """Raise for whatever `check_uniform` does not accept."""
     for name, value in (("A", A), ("B", B)):
         _check_is_tensor(name, value)
-    if type(G) is not int:
+    if type(G) not in _INTS:
         raise TypeError(f"num_groups: expected an int, got {type(G).__name__}")
     if G < 0:
         raise ValueError(f"num_groups: expected at least 0, got {G}")

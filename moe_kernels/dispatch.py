@@ -141,7 +141,8 @@ def grouped_mm(
         As above; contiguous, but for the third form, which is a transposed view.
 
     Raises:
-        TypeError, ValueError, ImportError: as for `grouped_gemm`.
+        TypeError, ValueError, ImportError: as for `grouped_gemm`; offsets are checked on the host if the environment
+            has MOE_KERNELS_VALIDATE=1.
     """
     mat_a, mat_b = autocast(mat_a, mat_b)
     dtype = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
@@ -152,6 +153,8 @@ def grouped_mm(
         if mat_a.dim() == 2:
             return grouped_gemm_wgrad(mat_a.T, mat_b, group_offsets, out_dtype=dtype)
         return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype).T
+    if checks.validation_enabled(None):
+        checks.validate_offsets(group_offsets, mat_a.size(0))
     if unobserved(mat_a, mat_b, bias):
         return multiply(mat_a, mat_b, group_offsets, bias, out_dtype, "auto")
     out: Tensor = torch.ops.moe_kernels.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
@@ -211,18 +214,20 @@ def multiply(
     variant: str,
 ) -> Tensor:  # [M, N]
     """What the grouped GEMM functions and their operator compute, on checked arguments."""
-    if not use_kernels(A_packed):
+    if not use_kernels(A_packed, B):
         return reference.grouped_linear(A_packed, B, group_offsets, bias, out_dtype)
     key = _key(variant, A_packed, B, group_offsets, bias, out_dtype)
     dtype = torch.promote_types(A_packed.dtype, B.dtype) if out_dtype is None else out_dtype
     return _run(key, variant, A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, bias, dtype)
 
 
-def use_kernels(A: Tensor) -> bool:
-    """Whether the kernels do the work: on a GPU, or in Triton's interpreter."""
+def use_kernels(A: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels do the work, for these operands: on a GPU, or in Triton's interpreter unless in float64."""
     if A.is_cuda or A.is_xpu:
         return True
-    return A.is_cpu and os.environ.get("TRITON_INTERPRET") == "1" and A.dtype != torch.float64
+    if not A.is_cpu or os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    return all([x is None or x.dtype != torch.float64 for x in (A, *others)])
 
 
 def on_device(like: Tensor, launch: Callable[..., _Result], *args: Any) -> _Result:

@@ -57,11 +57,13 @@ def swiglu_ffn(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device; options that exclude
-            each other.
+            each other. Offsets are checked on the host if the environment has MOE_KERNELS_VALIDATE=1.
     """
     form = Form(activation, gated, interleaved, alpha, limit)
     rows, w_gate_up, w_up = _autocast(rows, w_gate_up, w_up)
     checks.check_swiglu_ffn(rows, w_gate_up, group_offsets, w_up, gate_up_bias, up_bias, form, transposed)
+    if checks.validation_enabled(None):
+        checks.validate_offsets(group_offsets, rows.size(0))
     w_in, w_up = _columns(w_gate_up, transposed), _columns(w_up, transposed)
     keep = _differentiated(rows, w_in, w_up, gate_up_bias, up_bias)
     act: Tensor = ops.swiglu_ffn(rows, group_offsets, w_in, w_up, gate_up_bias, up_bias, keep, *form)[0]
@@ -247,15 +249,16 @@ class MoE(nn.Module):
         """Route each hidden state to its top_k experts, and add up what they give.
 
         Raises:
-            TypeError, ValueError: as for `moe_mlp`; hidden states and parameters on two devices.
+            TypeError, ValueError: as for `moe_mlp`; hidden states and router of two dtypes outside of autocast,
+                or on two devices.
         """
-        checks.check_same_device("hidden", hidden, "the layer", self.router)
+        checks.check_layer(hidden, self.router)
         tokens = hidden.reshape(-1, hidden.size(-1))
         topk_ids, gates = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
         out = moe_mlp(
             tokens, topk_ids, gates, self.w_gate_up, self.w_down, activation=self.activation, gated=self.gated
         )
-        return out.view(*hidden.shape[:-1], -1)
+        return out.view(hidden.shape)
 
     def extra_repr(self) -> str:
         """The sizes, for print."""

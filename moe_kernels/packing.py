@@ -34,7 +34,7 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """
     for i, group in enumerate(groups):
         _check_group(i, group, groups[0])
-    if not groups:
+    if len(groups) == 0:  # of a tensor [G, M, K], too
         A_packed = torch.empty(0, 0, dtype=torch.float32, device="cpu")
         return A_packed, torch.zeros(1, dtype=torch.int32, device="cpu")
     offsets = [0, *accumulate(group.shape[0] for group in groups)]

@@ -117,7 +117,11 @@ def topk_softmax(
 
     Returns:
         `topk_ids [T, top_k]` int64, the most probable first, and `gates [T, top_k]` float32, or float64 for float64.
+
+    Raises:
+        TypeError, ValueError: logits have a wrong dtype or rank; there are fewer than top_k experts.
     """
+    checks.check_gating(logits, top_k)
     gates, topk_ids = torch.topk(logits.softmax(-1, dtype=_gate_dtype(logits)), top_k, dim=-1)
     if renormalize:
         gates = gates / gates.sum(-1, keepdim=True)
@@ -152,15 +156,19 @@ def topk_sigmoid(
         `topk_ids [T, top_k]` int64, the best first, and `gates [T, top_k]` float32, or float64 for float64.
 
     Raises:
-        ValueError: `num_groups` does not divide E, or the chosen groups hold fewer than top_k experts.
+        TypeError: logits have a wrong dtype.
+        ValueError: logits or bias have a wrong shape, `num_groups` does not divide E, or the chosen groups hold fewer
+            than top_k experts.
     """
+    checks.check_gating(logits, top_k)
     T, E = logits.shape
-    if E % num_groups or not 1 <= top_groups <= num_groups:
+    if not 1 <= top_groups <= num_groups or E % num_groups:
         raise ValueError(
             f"num_groups, top_groups: expected a divisor of E = {E} and at most as many, got {num_groups}, {top_groups}"
         )
-    if top_k > top_groups * (E // num_groups):
-        raise ValueError(f"top_k: expected at most {top_groups * (E // num_groups)}, got {top_k}")
+    checks.check_gating(logits, top_k, top_groups * (E // num_groups))
+    if bias is not None and bias.shape != (E,):
+        raise ValueError(f"bias: expected shape [E] = [{E}], got {list(bias.shape)}")
     scores = logits.to(_gate_dtype(logits)).sigmoid()
     choice = scores if bias is None else scores + bias
     if num_groups > 1:

@@ -93,7 +93,7 @@ def _again(A: Tensor, B: Tensor, num_groups: int, out_dtype: torch.dtype | None)
 
 def multiply(A: Tensor, B: Tensor, G: int, dtype: torch.dtype) -> Tensor:
     """The products of checked tensors that nobody records, of 2 or 3 dimensions each; the result has as many as `A`."""
-    if not use_kernels(A):
+    if not use_kernels(A, B):
         return reference.uniform_grouped_gemm(A, B, G, out_dtype=dtype)
     M = A.size(-2) if A.dim() == 3 else A.size(0) // max(G, 1)
     K, N = A.size(-1), B.size(-1)

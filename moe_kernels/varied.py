@@ -47,6 +47,7 @@ def varied_grouped_gemm(
         with torch.no_grad():
             if use_kernels(group_A[0]):
                 _write(group_A, group_B, out)
+                _changed(out)
             else:
                 reference.varied_grouped_gemm(group_A, group_B, out=out)
         return list(out)
@@ -99,6 +100,7 @@ class _Plan:
     def __call__(self) -> list[Tensor]:
         if self.out is not None:
             self.launch()
+            _changed(self.out)
             return list(self.out)
         buffer = self.new_buffer()
         self.launch(buffer)
@@ -115,6 +117,11 @@ def multiply(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> list[Tenso
     ]
     _write(group_A, group_B, outs)
     return outs
+
+
+def _changed(tensors: Sequence[Tensor]) -> None:
+    """Let autograd know that these were written to, in case it has saved one."""
+    torch.autograd.graph.increment_version(tensors)
 
 
 def _write(group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor]) -> None:

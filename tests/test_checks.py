@@ -1,4 +1,5 @@
 import runpy
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from moe_kernels import checks
+from moe_kernels import checks, grouped_gemm, grouped_gemm_wgrad, grouped_mm, swiglu_ffn
 from moe_kernels.checks import (
     check_grouped_gemm,
     check_grouped_gemm_wgrad,
@@ -309,3 +310,26 @@ def test_grouped_gemm_wgrad_refusals(changes: dict[str, Any], error: type[Except
     }
     with pytest.raises(error, match=f"^{message}"):
         check_grouped_gemm_wgrad(**{**values, **changes})
+
+
+def _products(offsets: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Every public function that takes offsets, on 5 rows and 3 groups."""
+    rows, B = torch.ones(5, 4), torch.ones(3, 4, 6)
+    offs = offsets[1:]
+    return {
+        "grouped_gemm": lambda: grouped_gemm(rows, B, offsets),
+        "grouped_gemm_wgrad": lambda: grouped_gemm_wgrad(rows, rows, offsets),
+        "grouped_mm of rows": lambda: grouped_mm(rows, B, offs=offs),
+        "grouped_mm of the contraction": lambda: grouped_mm(rows.T, rows, offs=offs),
+        "grouped_mm of columns": lambda: grouped_mm(B.mT, rows.T, offs=offs),
+        "swiglu_ffn": lambda: swiglu_ffn(rows, B.mT, offsets),
+    }
+
+
+@pytest.mark.parametrize("name", _products(torch.empty(4)))
+def test_the_environment_turns_validation_on_everywhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets = torch.tensor([0, 2, 1, 5])
+    _products(offsets)[name]()
+    monkeypatch.setattr(checks, "_VALIDATE", True)
+    with pytest.raises(ValueError, match=r"^group_offsets\[2\]: expected 2 .* to 5 .*, got 1"):
+        _products(offsets)[name]()

@@ -381,6 +381,7 @@ def test_the_module() -> None:
         assert value.grad.any()
     assert all(bool((w.abs() <= w.size(-1) ** -0.5).all()) for w in layer.parameters())
     assert "num_experts=4, top_k=2" in repr(layer)
+    assert [layer(hidden[:, :tokens]).shape for tokens in (0, 1)] == [(2, 0, H), (2, 1, H)]
     assert [tuple(w.shape) for w in MoE(H, I, E, 1, gated=False).parameters()] == [(E, H), (E, I, H), (E, H, I)]
     with pytest.raises(ValueError, match=r"^top_k: expected 1 to num_experts = 4, got 5"):
         MoE(H, I, E, 5)
@@ -388,3 +389,13 @@ def test_the_module() -> None:
         ValueError, match=r"^hidden: expected on cpu with the layer, got on meta; move one with \.to\(\)"
     ):
         layer(hidden.to("meta"))
+    for shape in ((2, H + 1), ()):
+        with pytest.raises(ValueError, match=r"^hidden: expected shape \[\.\.\., H\] with H = 3, got"):
+            layer(torch.zeros(shape, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"^hidden: expected torch.float64 as the router, got torch.bfloat16"):
+        layer(hidden.bfloat16())
+    with pytest.raises(TypeError, match=r"^hidden: expected a torch.Tensor, got list"):
+        layer([0.0] * H)
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.zeros(2, H, dtype=torch.bfloat16)).dtype == torch.bfloat16

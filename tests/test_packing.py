@@ -37,6 +37,14 @@ def test_unpack_inverts_pack(sizes: list[int], K: int) -> None:
     assert group_sizes(group_offsets).tolist() == sizes
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 4)])
+def test_a_stack_is_a_sequence_of_groups(shape: tuple[int, int, int]) -> None:
+    G, M, K = shape
+    A_packed, group_offsets = pack_groups(torch.zeros(shape))
+    assert A_packed.shape == (G * M, K)
+    assert group_offsets.tolist() == [g * M for g in range(G + 1)]
+
+
 def test_pack_of_nothing() -> None:
     A_packed, group_offsets = pack_groups([])
     assert (A_packed.shape, A_packed.dtype, A_packed.device.type) == ((0, 0), torch.float32, "cpu")

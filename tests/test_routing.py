@@ -167,9 +167,22 @@ def test_move_refusals(function: Any, name: str, shape: tuple[int, ...], text: s
         function(torch.zeros(right, device="meta"), routing)
 
 
+@pytest.mark.parametrize("function", [permute, unpermute])
+def test_a_routing_that_does_not_fit_together(function: Any) -> None:
+    routing = routed([[0, 1], [1, 2]], 3)
+    values = torch.zeros(2 if function is permute else 4, 4)
+    for field in ("slot_to_row", "group_offsets"):
+        wrong = routing._replace(**{field: getattr(routing, field).long()})
+        with pytest.raises(TypeError, match=rf"^routing\.{field}: expected int32, got torch.int64"):
+            function(values, wrong)
+    for gates in (torch.ones(2, 1), torch.ones(2, 3)):
+        with pytest.raises(ValueError, match=r"^routing: expected gates \[T, top_k\] and slot_to_row \[T \* top_k\]"):
+            function(values, routing._replace(gates=gates))
+
+
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_topk_softmax(renormalize: bool) -> None:
-    logits = torch.randn(5, 7).bfloat16()
+    logits = (torch.randperm(35).view(5, 7) / 8).bfloat16()  # no two alike
     ids, gates = topk_softmax(logits, 3, renormalize=renormalize)
     probabilities = logits.float().exp() / logits.float().exp().sum(1, keepdim=True)
     assert gates.dtype == torch.float32
@@ -212,8 +225,24 @@ def test_topk_sigmoid_refusals() -> None:
         topk_sigmoid(logits, 2, num_groups=3)
     with pytest.raises(ValueError, match=r"^num_groups, top_groups: .* got 4, 5"):
         topk_sigmoid(logits, 2, num_groups=4, top_groups=5)
-    with pytest.raises(ValueError, match=r"^top_k: expected at most 4, got 5"):
+    with pytest.raises(ValueError, match=r"^num_groups, top_groups: .* got 0, 1"):
+        topk_sigmoid(logits, 2, num_groups=0)
+    with pytest.raises(ValueError, match=r"^top_k: expected 1 to 4, got 5"):
         topk_sigmoid(logits, 5, num_groups=4, top_groups=2)
+    for shape in ((2, 1), (7,)):
+        with pytest.raises(ValueError, match=r"^bias: expected shape \[E\] = \[8\], got"):
+            topk_sigmoid(logits, 2, bias=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("function", [topk_softmax, topk_sigmoid])
+def test_gating_refusals(function: Any) -> None:
+    for top_k in (0, 9):
+        with pytest.raises(ValueError, match=rf"^top_k: expected 1 to 8, got {top_k}"):
+            function(torch.zeros(2, 8), top_k)
+    with pytest.raises(ValueError, match=r"^logits: expected shape \[T, E\], got \[8\]"):
+        function(torch.zeros(8), 2)
+    with pytest.raises(TypeError, match=r"^logits: expected one of .* got torch.int64"):
+        function(torch.zeros(2, 8).long(), 2)
 
 
 def test_gates_carry_gradients_to_the_router() -> None:

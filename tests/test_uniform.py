@@ -91,3 +91,14 @@ def test_refusals(function: Any, arguments: tuple[Any, ...], error: type[Excepti
 def test_refused_result_dtypes(out_dtype: Any) -> None:
     with pytest.raises(TypeError, match="out_dtype: expected one of"):
         uniform_grouped_gemm(ok, flat_B, 2, out_dtype=out_dtype)
+
+
+def test_exported_with_any_number_of_groups() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, A: Tensor, B: Tensor) -> Tensor:
+            return uniform_grouped_gemm(A, B, A.size(0))
+
+    G = torch.export.Dim("G", min=2)
+    A, B = torch.randn(5, 2, 3), torch.randn(5, 3, 4)
+    program = torch.export.export(Layer(), (A[:3], B[:3]), dynamic_shapes={"A": {0: G}, "B": {0: G}})
+    torch.testing.assert_close(program.module()(A, B), torch.bmm(A, B))

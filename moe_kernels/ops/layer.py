@@ -239,7 +239,7 @@ def _fused(
 
 def fused_is_faster(A: Tensor, M: int, w_in: Tensor, w_up: Tensor | None, form: Form) -> bool:
     """Whether one kernel does the whole first half, for `M` rows of `A`, or made of it."""
-    if not form.gated or not dispatch.use_kernels(A) or M == 0 or w_in.numel() == 0:
+    if not form.gated or not dispatch.use_kernels(A, w_in, w_up) or M == 0 or w_in.numel() == 0:
         return False
     from moe_kernels.kernels import swiglu_ffn as kernels
 
@@ -465,7 +465,7 @@ moe_mlp = define(
 
 def one_token_is_faster(hidden: Tensor, topk_ids: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
     """Whether there is one token, and the kernels that sort nothing take it: they are faster."""
-    if hidden.size(0) != 1 or not dispatch.use_kernels(hidden):
+    if hidden.size(0) != 1 or not dispatch.use_kernels(hidden, w_in, w_out):
         return False
     if hidden.is_cpu and torch.bfloat16 in (hidden.dtype, w_in.dtype, w_out.dtype):
         return False  # Triton's interpreter truncates it

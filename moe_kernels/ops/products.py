@@ -74,7 +74,7 @@ def _wgrad(
     if shared:
         # One group, of all rows that are in a group.
         group_offsets = torch.stack((group_offsets[0], group_offsets.amax()))
-    if not dispatch.use_kernels(A_packed):
+    if not dispatch.use_kernels(A_packed, d_out):
         out = reference.grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype=out_dtype)
         return out[0] if shared else out
     if M > dispatch.MOST_ROWS:

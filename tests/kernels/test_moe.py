@@ -439,3 +439,17 @@ def test_compiled(device: str) -> None:
         for name in eager:
             torch.testing.assert_close(found[name], eager[name])
         assert torch.equal(run(compiled, tensors, ids, options), run(moe_mlp, tensors, ids, options))
+
+
+def test_float64_beside_float32_goes_by_the_reference_in_the_interpreter(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("float64 is for CPUs")
+    for T in (1, 3):
+        for wide in ("hidden", "w_gate_up", "w_down"):
+            tensors, ids, options = make(LAYERS["SwiGLU"], T, 4, 3, 4, 2, device, torch.float32)
+            tensors = {n: (x.double() if n == wide else x).requires_grad_() for n, x in tensors.items()}
+            results = []
+            for function in (moe_mlp, reference.moe_mlp):
+                out = function(topk_ids=ids, **tensors, **options)
+                results.append((out, *torch.autograd.grad(out.sum(), tuple(tensors.values()))))
+            torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import configs, uniform, uniform_grouped_gemm
+from moe_kernels import configs, reference, uniform, uniform_grouped_gemm
 from moe_kernels.configs import uniform as rules
 from moe_kernels.kernels import uniform_gemm as kernels
 from moe_kernels.testing import assert_grouped_gemm_close
@@ -390,3 +390,10 @@ def test_more_than_2_to_the_31_elements(
 def test_float64_is_for_the_cpu(device: str) -> None:
     with pytest.raises(TypeError, match="float64"):
         uniform_grouped_gemm(torch.zeros(1, 2, 2, device=device).double(), torch.zeros(1, 2, 2, device=device), 1)
+
+
+def test_float64_beside_float32_goes_by_the_reference_in_the_interpreter(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("float64 is for CPUs")
+    A, B = torch.randn(2, 3, 4), torch.randn(2, 4, 5, dtype=torch.float64)
+    assert torch.equal(uniform_grouped_gemm(A, B, 2), reference.uniform_grouped_gemm(A, B, 2))

@@ -308,3 +308,17 @@ def test_more_than_2_to_the_31_elements(device: str) -> None:
     outs = varied_grouped_gemm(A, B)
     torch.testing.assert_close(outs[0][-100:].double(), A[0][-100:].double() @ B[0].double(), rtol=1e-2, atol=2e-2)
     torch.testing.assert_close(outs[1].double(), A[1].double() @ B[1].double(), rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_autograd_notices_that_what_it_saved_was_written_to(planned: bool, device: str) -> None:
+    A, B = make([(4, 4, 4)], device, torch.float32)
+    out = [torch.zeros(4, 4, device=device)]
+    weight = torch.ones(4, 4, device=device, requires_grad=True)
+    loss = (weight * out[0]).sum()
+    if planned:
+        plan_varied_grouped_gemm(A, B, out=out)()
+    else:
+        varied_grouped_gemm(A, B, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
