@@ -168,6 +168,9 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 def unobserved(*tensors: Tensor | None) -> bool:
     """Whether a call may go past torch.library, because nothing records, traces or transforms it.
 
+    Nor is one of the tensors a view that PyTorch negates before an operator gets it, such as the imaginary part of a
+    conjugate.
+
     Raises:
         NotImplementedError: a tensor has a tangent, which torch.library's operators would drop without a word.
     """
@@ -182,7 +185,9 @@ def unobserved(*tensors: Tensor | None) -> bool:
         return False
     grad = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or (grad and tensor.requires_grad)):
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or (grad and tensor.requires_grad) or tensor.is_neg():
             return False
     return True
 

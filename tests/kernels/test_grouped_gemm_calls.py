@@ -41,6 +41,15 @@ def test_memory_is_as_of_new_empty(shape: tuple[int, ...], kind: type, device: s
         assert given.stride() == usual.stride() and given.is_contiguous()
 
 
+def test_a_view_that_is_negated_when_it_is_read(device: str) -> None:
+    A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float32, device=device)
+    A = torch.complex(torch.zeros_like(A), A).conj().imag
+    assert A.is_neg()
+    for _ in range(2):
+        out = grouped_gemm(A, B, group_offsets)
+        assert_grouped_gemm_close(out, A.resolve_neg(), B, group_offsets)
+
+
 def _refuse_to_search(*_: Any, **__: Any) -> None:
     raise AssertionError("a search was started")
 
