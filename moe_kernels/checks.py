@@ -110,19 +110,18 @@ def check_route(topk_ids: Tensor, gates: Tensor, num_experts: int) -> None:
         raise ValueError(f"num_experts: expected at least 0, got {num_experts}")
 
 
-def check_gating(logits: Tensor, top_k: int, most: int | None = None) -> None:
-    """Check the arguments of a gating: logits `[T, E]` floating-point, 1 to `most` (E if None) experts per token.
+def check_gating(logits: Tensor, top_k: int) -> None:
+    """Check the arguments of a gating: logits `[T, E]` floating-point, 1 to E experts per token.
 
     Raises:
-        TypeError, ValueError: wrong dtype; wrong rank, or as many experts as cannot be chosen.
+        TypeError, ValueError: wrong dtype; wrong rank, or as many experts as there are not.
     """
     _check_is_tensor("logits", logits)
     _check_float_dtype("logits", logits.dtype, logits, True)
     if logits.dim() != 2:
         raise ValueError(f"logits: expected shape [T, E], got {list(logits.shape)}")
-    most = logits.shape[1] if most is None else most
-    if not 1 <= top_k <= most:
-        raise ValueError(f"top_k: expected 1 to {most}, got {top_k}")
+    if not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(f"top_k: expected 1 to {logits.shape[1]}, got {top_k}")
 
 
 def check_layer(hidden: Tensor, router: Tensor) -> None:

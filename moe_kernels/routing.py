@@ -166,7 +166,8 @@ def topk_sigmoid(
         raise ValueError(
             f"num_groups, top_groups: expected a divisor of E = {E} and at most as many, got {num_groups}, {top_groups}"
         )
-    checks.check_gating(logits, top_k, top_groups * (E // num_groups))
+    if top_k > top_groups * (E // num_groups):
+        raise ValueError(f"top_k: expected 1 to {top_groups * (E // num_groups)}, got {top_k}")
     if bias is not None and bias.shape != (E,):
         raise ValueError(f"bias: expected shape [E] = [{E}], got {list(bias.shape)}")
     scores = logits.to(_gate_dtype(logits)).sigmoid()
