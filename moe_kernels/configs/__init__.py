@@ -135,8 +135,8 @@ def basic_height(rows: int) -> int:
 def _persistent_height(problem: Problem) -> int:
     # 64 waste less at the ends of groups, 128 read weights less often: see benchmarks/notes.md.
     whole = problem.N % 256 == 0 and problem.out_dtype is None and _access(problem, "persistent", 128).tma_out
-    fitting_rows = problem.rows == 512 or (problem.rows == 256 and problem.G <= 16)
-    return 64 if whole and fitting_rows and problem.K > 2048 else 128
+    few = problem.rows == 512 or (problem.rows == 256 and problem.G <= 16)
+    return 64 if whole and few and problem.K > 2048 else 128
 
 
 def _access(problem: Problem, variant: str, block_m: int) -> Access:
