@@ -147,7 +147,7 @@ def measure(x: dict[str, Tensor], E: int, rounds: int, device: torch.device) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--tiny", action="store_true", help="a small layer, also on a CPU")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/expert_parallel.json, on GPUs")
     options = parser.parse_args(argv)

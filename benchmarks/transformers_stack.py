@@ -137,7 +137,7 @@ def measure(model: Any, part: str, batch: int, length: int, rounds: int) -> list
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--tiny", action="store_true", help="a few small tokens, also on a CPU")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/transformers.json, on a GPU")
     options = parser.parse_args(argv)

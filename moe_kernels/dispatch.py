@@ -292,17 +292,49 @@ def _again(
     variant: str, A_packed: Tensor, B: Tensor, group_offsets: Tensor, out_dtype: torch.dtype | None
 ) -> Tensor | None:
     """The result if there has been such a call before, from the current device, and nobody records this one."""
-    if not unobserved(A_packed, B) or torch._C._is_any_autocast_enabled():
+    if torch.compiler.is_dynamo_compiling():
         return None
     try:
-        plan, N, dtype = _plans[_key(variant, A_packed, B, group_offsets, None, out_dtype)]
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        asked = variant, out_dtype, torch.is_grad_enabled(), forward_ad._current_level
+        aligned = (A_packed.data_ptr() | B.data_ptr() | group_offsets.data_ptr()) % 16 == 0
+        M = A_packed.shape[0]
+        found = None
+        for asked_then, same, least, most, known in _plans.recent if aligned else ():
+            if asked == asked_then and least <= M < most and same(A_packed, B, group_offsets):
+                found = known
+                break
+        if found is None:
+            if not unobserved(A_packed, B) or torch._C._is_any_autocast_enabled():
+                return None
+            found = _plans[_key(variant, A_packed, B, group_offsets, None, out_dtype)]
+            if aligned and _TensorGuards is not None and torch.float32 not in (A_packed.dtype, B.dtype):
+                recent = (asked, *_like(A_packed, B, group_offsets), found)  # float32 depends on PyTorch's settings
+                _plans.recent = recent, *_plans.recent[:3]
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None  # what is wrong, if anything is, the checks find
     if not on_current_device(A_packed):
         return None
-    out = empty((A_packed.size(0), N), dtype, A_packed)
+    plan, N, dtype = found
+    out = empty((M, N), dtype, A_packed)
     plan(A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, out)
     return out
+
+
+# What torch.compile compares the arguments of a call with those that it has compiled for by.
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+
+def _like(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> tuple[Callable[..., bool], int, int]:
+    """Whether tensors are like these, and like no others in autocast, functorch or a dispatch mode; and from which to
+    below which number of rows.
+    """
+    M, G = A_packed.size(0), group_offsets.size(0) - 1
+    tensors = A_packed, B, group_offsets
+    sizes: list[list[int | None]] = [[None, A_packed.size(1)], list(B.shape), list(group_offsets.shape)]
+    guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=[list(x.stride()) for x in tensors])
+    bits, bits_each = M.bit_length(), (M // max(G, 1)).bit_length()
+    least = max(1 << bits >> 1, G * (1 << bits_each >> 1))
+    return guards.check, least, min(1 << bits, max(G, 1) << bits_each)
 
 
 def _run(

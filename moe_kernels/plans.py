@@ -16,7 +16,12 @@ class Plans(dict[tuple[Any, ...], _T]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.recent: tuple[Any, ...] = ()  # what is looked at first; not kept by `set_aside`
         _every.append(self)
+
+    def clear(self) -> None:
+        self.recent = ()
+        super().clear()
 
     def __setitem__(self, key: tuple[Any, ...], plan: _T) -> None:
         if len(self) >= _MOST:

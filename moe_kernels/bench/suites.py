@@ -187,7 +187,6 @@ SUITES = {
             ("torch", "ours"),
             peers=False,
             layouts=LAYOUTS["gnk"],
-            rounds=11,
             timings=("graph",),
         ),
         Suite(

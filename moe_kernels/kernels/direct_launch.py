@@ -111,7 +111,7 @@ def _direct(
     # A profiler listens to the hooks.
     source = f"""
 def launch({", ".join(f"a{i}" for i in range(len(args)))}):
-    {"; ".join(f"extent{i} = a{i}.size(0)" for i in described) or "pass"}
+    {"; ".join(f"extent{i} = a{i}.shape[0]" for i in described) or "pass"}
     enter = hooks.launch_enter_hook
     if enter.calls:
         metadata = binary.launch_metadata(({grid}, 1, 1), stream(device))

@@ -311,7 +311,7 @@ def compile_table(
     run = compile_kernel(tile_table, args, configs.tile_table(G, out.size(1)), wide=wide)
 
     def list_tiles(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        M = out.size(0)
+        M = out.shape[0]
         slots = num_slots(M, G, block_m)
         tiles = empty((1 + slots, 3), torch.int32, out)
         run(group_offsets, out, tiles, slots, 2 * M + 1, block_m)
@@ -382,7 +382,7 @@ def _plan(
             bias: torch.Tensor | None,
             out: torch.Tensor,
         ) -> None:
-            M = A_packed.size(0)
+            M = A_packed.shape[0]
             slots = M | 1 if slot_per_row else num_slots(M, G, block_m)
             run(A_packed, B, group_offsets, bias, out, slots, 2 * M + 1, shared, transposed, not tma_A, slot_per_row)
 

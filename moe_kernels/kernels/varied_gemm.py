@@ -74,7 +74,12 @@ def varied(
     block_m: hl.constexpr,
     block_n: hl.constexpr,
 ) -> Tensor:
-    """One worker per SM, or a few; each finds its tiles' problems by counting the ends before a tile."""
+    """One worker per SM, or a few; each finds its tiles' problems by counting the ends before a tile.
+
+    The next launch may begin before this one ends, and waits for it.
+    """
+    hl.pdl_launch_dependents()
+    hl.pdl_wait()
     for tile_t in hl.tile(num_tiles, block_size=1):
         p = hl.zeros([], dtype=torch.int32)
         t = (tile_t.begin + p).to(torch.int32)
