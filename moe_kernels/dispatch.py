@@ -63,7 +63,9 @@ def grouped_gemm(
         checks.validate_offsets(group_offsets, A_packed.size(0))
     if unobserved(A_packed, B):
         return multiply(A_packed, B, group_offsets, None, out_dtype, variant)
-    recorded: Tensor = torch.ops.moe_kernels.grouped_gemm(A_packed, B, group_offsets, None, dtype, variant)
+    from moe_kernels import ops  # imports this module
+
+    recorded: Tensor = ops.grouped_gemm(A_packed, B, group_offsets, None, dtype, variant)
     return recorded
 
 
@@ -157,8 +159,10 @@ def grouped_mm(
         checks.validate_offsets(group_offsets, mat_a.size(0))
     if unobserved(mat_a, mat_b, bias):
         return multiply(mat_a, mat_b, group_offsets, bias, out_dtype, "auto")
-    out: Tensor = torch.ops.moe_kernels.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
-    return out
+    from moe_kernels import ops  # imports this module
+
+    recorded: Tensor = ops.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
+    return recorded
 
 
 forward_ad: Any = _forward_ad
@@ -166,7 +170,24 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
-    """Whether a call may go past torch.library, because nothing records, traces or transforms it.
+    """Whether a call may go past torch.library and autograd, because nobody would notice.
+
+    Raises:
+        NotImplementedError: as for `eager`.
+    """
+    return eager(*tensors) and not differentiated(*tensors) and not profiled()
+
+
+profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled  # one that shows operators by their names
+
+
+def differentiated(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed from these."""
+    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
+
+
+def eager(*tensors: Tensor | None) -> bool:
+    """Whether nothing traces or transforms a call; autograd may still record it, and a profiler show it.
 
     Nor is one of the tensors a view that PyTorch negates before an operator gets it, such as the imaginary part of a
     conjugate.
@@ -183,13 +204,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    grad = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in _PLAIN or (grad and tensor.requires_grad) or tensor.is_neg():
-            return False
-    return True
+    return all([x is None or (type(x) in _PLAIN and not x.is_neg()) for x in tensors])
 
 
 # Those that the kernels or the references run on. Not all versions of Dynamo can trace `is_autocast_available`.
@@ -237,10 +252,9 @@ def use_kernels(A: Tensor, *others: Tensor | None) -> bool:
 
 def on_device(like: Tensor, launch: Callable[..., _Result], *args: Any) -> _Result:
     """`launch(*args)` with the device of `like` as the current one."""
-    module = torch.xpu if like.is_xpu else torch.cuda
-    if like.is_cpu or like.device.index == module.current_device():
+    if like.is_cpu or on_current_device(like):
         return launch(*args)
-    with module.device(like.device):
+    with (torch.xpu if like.is_xpu else torch.cuda).device(like.device):
         return launch(*args)
 
 
@@ -292,24 +306,24 @@ def _again(
     variant: str, A_packed: Tensor, B: Tensor, group_offsets: Tensor, out_dtype: torch.dtype | None
 ) -> Tensor | None:
     """The result if there has been such a call before, from the current device, and nobody records this one."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or profiled():
         return None
     try:
         asked = variant, out_dtype, torch.is_grad_enabled(), forward_ad._current_level
-        aligned = (A_packed.data_ptr() | B.data_ptr() | group_offsets.data_ptr()) % 16 == 0
+        tensors = A_packed, B, group_offsets
         M = A_packed.shape[0]
         found = None
-        for asked_then, same, least, most, known in _plans.recent if aligned else ():
-            if asked == asked_then and least <= M < most and same(A_packed, B, group_offsets):
+        for asked_then, same, least, most, known in _plans.recent:
+            if asked == asked_then and least <= M < most and same(*tensors) and _aligned(*tensors):
                 found = known
                 break
         if found is None:
             if not unobserved(A_packed, B) or torch._C._is_any_autocast_enabled():
                 return None
-            found = _plans[_key(variant, A_packed, B, group_offsets, None, out_dtype)]
-            if aligned and _TensorGuards is not None and torch.float32 not in (A_packed.dtype, B.dtype):
-                recent = (asked, *_like(A_packed, B, group_offsets), found)  # float32 depends on PyTorch's settings
-                _plans.recent = recent, *_plans.recent[:3]
+            found = _plans[_key(variant, *tensors, None, out_dtype)]
+            # float32 depends on PyTorch's settings.
+            if _TensorGuards is not None and _aligned(*tensors) and torch.float32 not in (A_packed.dtype, B.dtype):
+                _plans.recent = (asked, *_like(*tensors), found), *_plans.recent[:3]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None  # what is wrong, if anything is, the checks find
     if not on_current_device(A_packed):
@@ -322,6 +336,10 @@ def _again(
 
 # What torch.compile compares the arguments of a call with those that it has compiled for by.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+
+def _aligned(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> bool:
+    return (A_packed.data_ptr() | B.data_ptr() | group_offsets.data_ptr()) % 16 == 0
 
 
 def _like(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> tuple[Callable[..., bool], int, int]:
@@ -347,7 +365,7 @@ def _run(
     dtype: torch.dtype,
 ) -> Tensor:  # [M, N]
     M, K = A_packed.shape
-    out = A_packed.new_empty((M, B.size(2)), dtype=dtype)
+    out = empty((M, B.size(2)), dtype, A_packed)
     if out.numel() == 0:
         return out
     if group_offsets.size(0) == 1 or (K == 0 and bias is None):

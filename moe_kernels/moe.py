@@ -65,7 +65,7 @@ def swiglu_ffn(
     if checks.validation_enabled(None):
         checks.validate_offsets(group_offsets, rows.size(0))
     w_in, w_up = _columns(w_gate_up, transposed), _columns(w_up, transposed)
-    keep = _differentiated(rows, w_in, w_up, gate_up_bias, up_bias)
+    keep = dispatch.differentiated(rows, w_in, w_up, gate_up_bias, up_bias)
     act: Tensor = ops.swiglu_ffn(rows, group_offsets, w_in, w_up, gate_up_bias, up_bias, keep, *form)[0]
     return act
 
@@ -116,13 +116,13 @@ def moe_mlp(
     biases = (gate_up_bias, up_bias, down_bias)
     tensors = (hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases)
     validates = checks.validation_enabled(validate)
-    unobserved = dispatch.unobserved(*tensors)
     kind = None
-    if not validates and unobserved and not torch._C._is_any_autocast_enabled():
+    if not validates and dispatch.unobserved(*tensors) and not torch._C._is_any_autocast_enabled():
         kind = (form, transposed, *map(_kind, tensors))
         prepared = _prepared.get(kind)
         if prepared is not None and on_current_device(hidden):
             return prepared(*tensors)
+    plain = torch.compiler.is_dynamo_compiling() or dispatch.eager(*tensors)
     hidden, w_gate_up, w_up, w_down = _autocast(hidden, w_gate_up, w_up, w_down)
     checks.check_moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases, form, transposed)
     num_experts = w_gate_up.size(0)
@@ -131,8 +131,7 @@ def moe_mlp(
     w_in, w_up, w_out = (_columns(w, transposed) for w in (w_gate_up, w_up, w_down))
     if kind is not None and kind not in _prepared:
         _prepared[kind] = prepare(hidden, topk_ids, w_in, w_up, w_out, transposed, form)
-    keep = _differentiated(hidden, gates, w_in, w_up, w_out, *biases)
-    plain = unobserved or torch.compiler.is_dynamo_compiling()
+    keep = dispatch.differentiated(hidden, gates, w_in, w_up, w_out, *biases)
     if plain and not keep and one_token_is_faster(hidden, topk_ids, w_in, w_out):
         one: Tensor = ops.moe_mlp_of_one_token(hidden, topk_ids, gates, w_in, w_up, w_out, *biases, *form)
         return one
@@ -156,10 +155,6 @@ def _columns(weight: Any, transposed: bool) -> Any:
 
 def _autocast(*operands: Any) -> tuple[Any, ...]:
     return tuple([None if x is None else dispatch.autocast(x)[0] for x in operands])
-
-
-def _differentiated(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
 
 
 class MoE(nn.Module):

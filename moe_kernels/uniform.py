@@ -51,7 +51,9 @@ def uniform_grouped_gemm(
     G = num_groups
     a = A if A.dim() == 3 else A.view(G, A.size(0) // max(G, 1), A.size(1))
     b = B if B.dim() == 3 else B.view(G, A.size(-1), B.size(1))
-    recorded: Tensor = torch.ops.moe_kernels.uniform_grouped_gemm(a, b, dtype)
+    from moe_kernels import ops  # imports this module
+
+    recorded: Tensor = ops.uniform_grouped_gemm(a, b, dtype)
     return recorded if A.dim() == 3 else recorded.flatten(0, 1)
 
 

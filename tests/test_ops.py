@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_kernels import (
@@ -19,6 +21,7 @@ from moe_kernels import (
     grouped_gemm,
     grouped_gemm_wgrad,
     grouped_mm,
+    moe_mlp,
     permute,
     reference,
     route,
@@ -303,7 +306,20 @@ def test_inference_mode() -> None:
         assert torch.equal(grouped_gemm(A, B, OFFSETS), expected)
 
 
-def test_only_calls_that_nobody_records_go_past_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+class Operators(TorchFunctionMode):
+    """The names of this package's operators that are called as such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if getattr(func, "namespace", None) == "moe_kernels":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_calls_that_nobody_but_autograd_notices_go_past_the_operators() -> None:
     A, B = random(7, 3, grad=False), random(3, 3, 2, grad=False)
     with Calls() as calls:
         grouped_gemm(A, B, OFFSETS)
@@ -312,10 +328,26 @@ def test_only_calls_that_nobody_records_go_past_the_operators(monkeypatch: pytes
         fake = [mode.from_tensor(x) for x in (A, B, OFFSETS)]
         assert grouped_gemm(*fake).shape == (7, 2)
     assert grouped_gemm(*fake).shape == (7, 2)  # fakes outside of their mode
-    monkeypatch.setattr(torch.ops.moe_kernels, "grouped_gemm", None)
-    assert grouped_gemm(A, B, OFFSETS).shape == (7, 2)
-    with torch.no_grad():
-        assert grouped_gemm(A.requires_grad_(), B, OFFSETS).shape == (7, 2)
+    with Operators() as operators:
+        assert grouped_gemm(A, B, OFFSETS).shape == (7, 2)
+        out = grouped_gemm(A.requires_grad_(), B, OFFSETS)
+        with torch.no_grad():
+            assert grouped_gemm(A, B, OFFSETS).shape == (7, 2)
+        out.sum().backward()
+        assert operators.names == []
+        with profile(activities=[ProfilerActivity.CPU]):
+            grouped_gemm(A, B, OFFSETS)
+    assert operators.names == ["grouped_gemm"]
+
+
+def test_a_profiler_shows_what_a_layer_calls() -> None:
+    hidden, gates, w_gate_up, w_down = random(5, 4), random(5, 2), random(3, 6, 4), random(3, 4, 3)
+    topk_ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
+    with profile(activities=[ProfilerActivity.CPU]) as shown:
+        moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down).sum().backward()
+    names = {event.name.removeprefix("moe_kernels::") for event in shown.events()}
+    forward, backward = {"route", "moe_mlp"}, {"scatter_rows", "grouped_gemm", "activate_backward", "combine_rows"}
+    assert forward | backward | {"grouped_gemm_wgrad"} <= names
 
 
 @pytest.mark.parametrize("name", ["per group", "bias", "wgrad", "2-D x 2-D", "3-D x 2-D", "permute", "unpermute"])

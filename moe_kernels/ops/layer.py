@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import dispatch, reference
+from moe_kernels.allocate import empty
 from moe_kernels.form import Form
 from moe_kernels.ops.library import define
 from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
@@ -27,7 +28,7 @@ def _activate(h: Tensor, h_up: Tensor | None, *form: Any) -> Tensor:  # [R, 2I] 
     if not dispatch.use_kernels(h):
         return reference.activate(h, h_up, form)
     gate, up = form.halves(h, h_up)
-    act = torch.empty(gate.shape, dtype=h.dtype, device=h.device)
+    act = empty(tuple(gate.shape), h.dtype, h)
     if act.numel() > 0:
         from moe_kernels.kernels import activation as kernels
 
@@ -104,11 +105,13 @@ def _activate_backward_fake(
     weigh: bool,
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_h = h.new_empty(h.shape)
-    d_h_up = h.new_empty(0) if h_up is None else h_up.new_empty(h_up.shape)
+    nothing = (0,)
+    d_h = empty(tuple(h.shape), h.dtype, h)
+    d_h_up = empty(nothing if h_up is None else tuple(h_up.shape), h.dtype, h)
     if gates is None:
-        return d_h, d_h_up, h.new_empty(0), h.new_empty(0)
-    return d_h, d_h_up, h.new_empty(d_act.shape if weigh else 0), gates.new_empty(gates.shape)
+        return d_h, d_h_up, empty(nothing, h.dtype, h), empty(nothing, h.dtype, h)
+    weighted = empty(tuple(d_act.shape) if weigh else nothing, h.dtype, h)
+    return d_h, d_h_up, weighted, empty(tuple(gates.shape), gates.dtype, gates)
 
 
 def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -175,7 +178,7 @@ def _swiglu_ffn(
 
 def _filled(like: Tensor, kept: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """`h` and `h_up` as operators return them, empty for none."""
-    h, h_up = (like.new_empty(0) if x is None else x for x in kept)
+    h, h_up = (empty((0,), like.dtype, like) if x is None else x for x in kept)
     return h, h_up
 
 
@@ -224,9 +227,9 @@ def _fused(
         # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
         dtype = torch.float32
         A, w_in, w_up = A.float(), w_in.float(), None if w_up is None else w_up.float()
-    act = A.new_empty((M, _width(w_in, w_up, form)), dtype=dtype)
-    h = A.new_empty((M, w_in.size(2)), dtype=dtype) if keep else None
-    h_up = torch.empty_like(act) if keep and w_up is not None else None
+    act = empty((M, _width(w_in, w_up, form)), dtype, A)
+    h = empty((M, w_in.size(2)), dtype, A) if keep else None
+    h_up = empty((M, w_in.size(2)), dtype, A) if keep and w_up is not None else None
 
     gate, up = form.halves(w_in, w_up)
     (b_gate, b_up), (h_gate, h_of_up) = (form.parts(*x, apart=w_up is not None) for x in ((b_in, b_up), (h, h_up)))

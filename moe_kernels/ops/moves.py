@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import dispatch, reference
+from moe_kernels.allocate import empty
 from moe_kernels.ops.library import define, needs
 
 
@@ -20,7 +21,7 @@ def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
         if route.sorts(R, num_experts):
             sizes = (num_experts + 1, R, R)
-            group_offsets, row_to_slot, slot_to_row = (topk_ids.new_empty(n, dtype=torch.int32) for n in sizes)
+            group_offsets, row_to_slot, slot_to_row = (empty((n,), torch.int32, topk_ids) for n in sizes)
             dispatch.on_device(topk_ids, route.launch, topk_ids.reshape(-1), group_offsets, row_to_slot, slot_to_row)
             return group_offsets, row_to_slot, slot_to_row
     return reference.route(topk_ids, torch.empty_like(topk_ids, dtype=torch.float32), num_experts)[:3]
@@ -43,7 +44,7 @@ def _scatter_rows(
 ) -> Tensor:  # [R, H]
     if not dispatch.use_kernels(tokens):
         return reference.scatter_rows(tokens, gates, slot_to_row, group_offsets, top_k, out_dtype)
-    rows = tokens.new_empty((slot_to_row.size(0), tokens.size(1)), dtype=out_dtype)
+    rows = empty((slot_to_row.size(0), tokens.size(1)), out_dtype, tokens)
     _move("scatter_rows", (rows, tokens, gates), slot_to_row, group_offsets, top_k)
     return rows
 
@@ -64,7 +65,7 @@ def _combine_rows(
 ) -> Tensor:  # [T, H]
     if not dispatch.use_kernels(rows):
         return reference.combine_rows(rows, gates, slot_to_row, group_offsets, top_k, out_dtype)
-    tokens = rows.new_empty((slot_to_row.size(0) // top_k, rows.size(1)), dtype=out_dtype)
+    tokens = empty((slot_to_row.size(0) // top_k, rows.size(1)), out_dtype, rows)
     _move("combine_rows", (tokens, rows, gates), slot_to_row, group_offsets, top_k)
     return tokens
 
@@ -85,7 +86,7 @@ def _dot_rows(
 ) -> Tensor:  # [T, top_k]
     if not dispatch.use_kernels(tokens):
         return reference.dot_rows(tokens, rows, slot_to_row, group_offsets, top_k, out_dtype)
-    dots = tokens.new_empty((tokens.size(0), top_k), dtype=out_dtype)
+    dots = empty((tokens.size(0), top_k), out_dtype, tokens)
     _move("dot_rows", (dots, tokens, rows), slot_to_row, group_offsets, top_k)
     return dots
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import dispatch, reference
+from moe_kernels.allocate import empty
 from moe_kernels.ops.library import define, needs, widened
 
 
@@ -79,7 +80,7 @@ def _wgrad(
         return out[0] if shared else out
     if M > dispatch.MOST_ROWS:
         raise ValueError(f"A_packed: expected at most {dispatch.MOST_ROWS} rows, got {M}")
-    out = A_packed.new_empty((group_offsets.size(0) - 1, K, d_out.size(1)), dtype=out_dtype)
+    out = empty((group_offsets.size(0) - 1, K, d_out.size(1)), out_dtype, A_packed)
     if M == 0:
         out.zero_()
     elif out.numel() > 0:
