@@ -99,10 +99,10 @@ def varied_grid(problem: varied.Problem) -> Iterator[varied.Choice]:
     from moe_kernels.configs import varied as rules
 
     size = problem.dtype.itemsize
-    for block_m, block_n, block_k in itertools.product((128, 64, 32, 256), (256, 128, 64, 32), (64, 128)):
+    for block_m, block_n, block_k in itertools.product((128, 64, 32, 256), (256, 128, 64, 32), (64, 32, 128)):
         block_k = block_k * 2 // size
         warps = 8 if block_m * block_n >= 128 * 128 else 4
-        for stages, per_sm in ((3, 1), (4, 1), (3, 2), (5, 2)):
+        for stages, per_sm in ((3, 1), (4, 1), (6, 1), (3, 2), (5, 2)):
             if block_m * block_n <= 1 << 15 and per_sm * stages * (block_m + block_n) * block_k * size <= SHARED_MEMORY:
                 yield rules.make(len(problem.shapes), block_m, block_n, block_k, warps, stages, per_sm)
 

@@ -217,18 +217,21 @@ def test_stages_and_result_of_uniform_products_fit_into_shared_memory(
 @pytest.mark.parametrize(
     ("shapes", "expected"),
     [
-        ([(128, 128, 128)] * 4, (32, 32)),
-        ([(256, 256, 256)] * 4, (64, 32)),
-        ([(512, 512, 512)] * 4, (64, 64)),
-        ([(1024, 1024, 1024)] * 4, (128, 256)),
-        ([(n, n, n) for n in (1024, 512, 256, 128)], (128, 128)),
-        ([(256, 1536, 2048)] * 16, (128, 256)),
+        ([(128, 128, 128)] * 4, (32, 32, 128, 1)),
+        ([(256, 256, 256)] * 4, (64, 32, 64, 1)),
+        ([(512, 512, 512)] * 4, (64, 128, 64, 1)),
+        ([(1024, 1024, 1024)] * 4, (128, 256, 32, 1)),
+        ([(n, n, n) for n in (1024, 512, 256, 128)], (128, 128, 32, 1)),
+        ([(256, 1536, 2048)] * 16, (128, 256, 32, 1)),
+        ([(2048, 2048, 2048)] * 8, (128, 256, 64, 1)),
+        ([(64, 64, 128)] * 160, (64, 64, 64, 2)),
     ],
     ids=str,
 )
-def test_the_rule_for_varied_products(shapes: list[tuple[int, int, int]], expected: tuple[int, int]) -> None:
+def test_the_rule_for_varied_products(shapes: list[tuple[int, int, int]], expected: tuple[int, int, int, int]) -> None:
     choice = varied.rule(varied_problem(*shapes))
-    assert (choice.block_m, choice.block_n) == expected
+    values = varied.stored(choice)
+    assert (*values["block_sizes"], values["num_sm_multiplier"]) == expected
 
 
 def test_the_steps_of_the_busiest_sm() -> None:

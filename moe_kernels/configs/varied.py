@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import helion
 import torch
@@ -18,14 +18,26 @@ from moe_kernels.configs import store
 from moe_kernels.schedule import tile_counts
 
 BLOCK_K = {2: 64, 4: 32}  # by the bytes of an element: 128 of them are what shared memory is read in
-# (block_m, block_n): (block_k, num_warps, num_stages, workers per SM) for 16-bit types, and how long a step along K of
-# a tile takes an SM: on average, and when there is only one tile. In units of that of 128 x 256.
+_Options = tuple[int, int, int, int]  # block_k, num_warps, num_stages, workers per SM
+
+
+class _Blocks(NamedTuple):
+    """Blocks for 16-bit types, and how long a step along K of a tile takes an SM, in units of that of 128 x 256."""
+
+    few: _Options  # for at most `tiles` on an SM: short steps, which begin sooner, or one worker
+    tiles: int
+    many: _Options
+    average: float
+    alone: float  # if there is only one tile
+
+
 _BLOCKS = {
-    (128, 256): ((64, 8, 3, 1), 1.0, 1.0),
-    (128, 128): ((64, 8, 4, 1), 0.7, 0.7),
-    (64, 64): ((64, 4, 5, 2), 0.27, 0.39),
-    (64, 32): ((64, 4, 5, 2), 0.2, 0.3),
-    (32, 32): ((128, 4, 4, 1), 0.24, 0.24),
+    (128, 256): _Blocks((32, 8, 6, 1), 2, (64, 8, 3, 1), average=1.0, alone=1.0),
+    (128, 128): _Blocks((32, 8, 6, 1), 2, (64, 8, 4, 1), average=0.7, alone=0.7),
+    (64, 128): _Blocks((64, 8, 5, 1), 1, (64, 8, 4, 2), average=0.45, alone=0.48),
+    (64, 64): _Blocks((64, 4, 5, 1), 1, (64, 4, 5, 2), average=0.27, alone=0.39),
+    (64, 32): _Blocks((64, 4, 5, 1), 1, (64, 4, 5, 2), average=0.2, alone=0.3),
+    (32, 32): _Blocks((128, 4, 4, 1), 1, (128, 4, 4, 1), average=0.24, alone=0.24),
 }
 _FIXED = 512  # steps along K that the beginning and the end of a tile take as long as
 Shapes = tuple[tuple[int, int, int], ...]
@@ -70,7 +82,9 @@ def rule(problem: Problem) -> Choice:
     if problem.dtype == torch.float32:
         return make(P, 64, 64, block_k, 8, 3, 1)
     blocks = _fastest(problem.shapes, problem.num_sms)
-    return make(P, *blocks, *_BLOCKS[blocks][0])
+    few, tiles, many, *_ = _BLOCKS[blocks]
+    are_few = sum(m * n for m, n in tile_counts(problem.shapes, *blocks)) <= tiles * problem.num_sms
+    return make(P, *blocks, *(few if are_few else many))
 
 
 def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, per_sm: int) -> Choice:
@@ -90,9 +104,9 @@ def _fastest(shapes: Shapes, num_sms: int) -> tuple[int, int]:
     """The blocks by which the SM with the most work is done first."""
 
     def time(blocks: tuple[int, int]) -> float:
-        _, average, alone = _BLOCKS[blocks]
         longest = max(K for *_, K in shapes) + _FIXED
-        return max(average * _most_steps(shapes, blocks, num_sms), alone * longest)
+        of = _BLOCKS[blocks]
+        return max(of.average * _most_steps(shapes, blocks, num_sms), of.alone * longest)
 
     return min(_BLOCKS, key=time)
 

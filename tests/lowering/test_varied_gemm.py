@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import compile_for_sm90, stand_ins
 
+from moe_kernels.configs import varied
 from moe_kernels.kernels import launch
 from moe_kernels.kernels import varied_gemm as kernels
 
@@ -25,6 +26,7 @@ def compiled(
     *,
     dtype: torch.dtype = torch.float16,
     columns: tuple[bool, bool] = (False, False),
+    choice: varied.Choice | None = None,
 ) -> dict[str, Any]:
     asked_for = []
 
@@ -44,7 +46,7 @@ def compiled(
 
         A = [operand(M, K, columns[0]) for M, _, K in shapes]
         B = [operand(K, N, columns[1]) for _, N, K in shapes]
-        kernels.Launch(A, B, [operand(M, N, False) for M, N, _ in shapes])
+        kernels.Launch(A, B, [operand(M, N, False) for M, N, _ in shapes], choice)
     ((kernel, args, config),) = asked_for
     report = compile_for_sm90(kernel, args, config)
     assert report["shared"] <= SHARED_MEMORY
@@ -70,6 +72,16 @@ def test_squares(monkeypatch: pytest.MonkeyPatch, size: int, columns: tuple[bool
     assert (report["wgmma"] > 0) == (size > 128)  # tiles of 32 x 32 are too small for it
     # Both operands, once per stage in flight and once in the loop.
     assert report["cp_async"] >= 6
+
+
+@pytest.mark.parametrize(("blocks", "of"), varied._BLOCKS.items(), ids=str)
+def test_blocks_of_the_rule(monkeypatch: pytest.MonkeyPatch, blocks: tuple[int, int], of: varied._Blocks) -> None:
+    for options in dict.fromkeys((of.few, of.many)):
+        report = compiled(monkeypatch, [(512, 512, 512)] * 4, choice=varied.make(4, *blocks, *options))
+        workers = options[-1]
+        assert report["grid"][0] == 132 * workers
+        assert report["shared"] <= 233_472 // workers - 1024  # of an SM, some of which each program takes besides
+        assert report["regs"] * 32 * options[1] * workers <= 1 << 16
 
 
 @pytest.mark.parametrize(
