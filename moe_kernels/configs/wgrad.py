@@ -73,7 +73,7 @@ def rule(problem: Problem) -> Choice:
         block_sizes=blocks,
         num_warps=num_warps,
         num_stages=num_stages,
-        l2_groupings=[8],
+        l2_groupings=[16],
         indexing=[*offsets, loads, loads, "tensor_descriptor" if tma_out else "pointer"],
         **options,
     )
