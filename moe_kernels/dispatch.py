@@ -61,7 +61,7 @@ def grouped_gemm(
     dtype = checks.check_grouped_gemm(A_packed, B, group_offsets, out_dtype)
     if validate:
         checks.validate_offsets(group_offsets, A_packed.size(0))
-    if unobserved(A_packed, B):
+    if unobserved(A_packed, B, group_offsets):
         return multiply(A_packed, B, group_offsets, None, out_dtype, variant)
     from moe_kernels import ops  # imports this module
 
@@ -157,7 +157,7 @@ def grouped_mm(
         return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype).T
     if checks.validation_enabled(None):
         checks.validate_offsets(group_offsets, mat_a.size(0))
-    if unobserved(mat_a, mat_b, bias):
+    if unobserved(mat_a, mat_b, group_offsets, bias):
         return multiply(mat_a, mat_b, group_offsets, bias, out_dtype, "auto")
     from moe_kernels import ops  # imports this module
 
@@ -318,7 +318,7 @@ def _again(
                 found = known
                 break
         if found is None:
-            if not unobserved(A_packed, B) or torch._C._is_any_autocast_enabled():
+            if not unobserved(*tensors) or torch._C._is_any_autocast_enabled():
                 return None
             found = _plans[_key(variant, *tensors, None, out_dtype)]
             # float32 depends on PyTorch's settings.

@@ -65,6 +65,7 @@ OTHER: dict[str, Callable[[], Call]] = {
     "int64": lambda: call(offsets=torch.zeros(G + 1, dtype=torch.int64)),
     "one group more": lambda: call(offsets=torch.zeros(G + 2, dtype=torch.int32)),
     "a subclass": lambda: call(A=torch.zeros(M, K, dtype=torch.bfloat16).as_subclass(Subclass)),
+    "offsets of a subclass": lambda: call(offsets=torch.zeros(G + 1, dtype=torch.int32).as_subclass(Subclass)),
     "no tensor": lambda: call(offsets=[0] * (G + 1)),
     "no offsets": lambda: call(offsets=None),
 }
