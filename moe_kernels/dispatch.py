@@ -167,6 +167,8 @@ def grouped_mm(
 
 forward_ad: Any = _forward_ad
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+# What torch.autograd.grad(is_grads_batched=True) runs a backward pass in; it is none of torch.func's transforms.
+_VMAP_MODE = torch._C._dispatch_key_parse("VmapMode")
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
@@ -202,7 +204,9 @@ def eager(*tensors: Tensor | None) -> bool:
             if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
                 raise NotImplementedError("moe_kernels has no forward-mode derivatives: use reverse mode")
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE):
         return False
     return all([x is None or (type(x) in _PLAIN and not x.is_neg()) for x in tensors])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -364,6 +365,16 @@ def test_vmap_loops() -> None:
     A, B = random(2, 7, 3, grad=False), random(3, 3, 2, grad=False)
     out = torch.func.vmap(lambda a: grouped_gemm(a, B, OFFSETS))(A)
     assert torch.equal(out, torch.stack([grouped_gemm(a, B, OFFSETS) for a in A]))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_traced_by_torch_jit(grad: bool) -> None:
+    A, B = random(7, 3, grad=grad), random(3, 3, 2, grad=False)
+    traced = torch.jit.trace(lambda A: grouped_gemm(A, B, OFFSETS), A, check_trace=False)
+    assert "moe_kernels::grouped_gemm" in str(traced.graph)
+    torch.jit.save(traced, io.BytesIO())
+    other = random(7, 3, grad=grad)
+    assert torch.equal(traced(other), grouped_gemm(other, B, OFFSETS))
 
 
 def test_operands_of_two_dtypes() -> None:

@@ -168,6 +168,17 @@ def test_gradients_of_the_product(transposed: bool, per_group: bool, device: str
     assert_wgrad_close(B.grad if per_group else B.grad.unsqueeze(0), A.detach(), upstream, offsets)
 
 
+def test_gradients_for_several_upstreams_at_once(device: str) -> None:
+    A, B, group_offsets = make_inputs([9, 0, 41], 40, 24, dtype=torch.float16, device=device)
+    operands = A.requires_grad_(), B.requires_grad_()
+    upstreams = torch.randn(2, 50, 40, device=device).half()
+    out = grouped_gemm(A, B, group_offsets)
+    at_once = torch.autograd.grad(out, operands, upstreams, is_grads_batched=True, retain_graph=True)
+    alone = zip(*(torch.autograd.grad(out, operands, d, retain_graph=True) for d in upstreams), strict=True)
+    for found, expected in zip(at_once, alone, strict=True):
+        assert torch.equal(found, torch.stack(expected))
+
+
 def test_gradient_of_the_bias(device: str) -> None:
     A, B, group_offsets = make_inputs([9, 0, 41], 40, 24, dtype=torch.float16, device=device)
     bias = torch.randn(3, 40, device=device, requires_grad=True)
