@@ -283,7 +283,7 @@ def _key(
     a_dtype, b_dtype = A_packed.dtype, B.dtype
     return (
         variant,
-        out_dtype,
+        (a_dtype if a_dtype == b_dtype else torch.promote_types(a_dtype, b_dtype)) if out_dtype is None else out_dtype,
         M.bit_length(),
         G and (M // G).bit_length(),
         K,

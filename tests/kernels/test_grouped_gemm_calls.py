@@ -147,6 +147,16 @@ def test_a_new_number_of_rows_finds_its_plan(device: str) -> None:
     assert len(dispatch._plans) == 1
 
 
+def test_a_call_that_is_recorded_or_profiled_finds_the_plan_of_one_that_is_not(device: str) -> None:
+    A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float16, device=device)
+    dispatch._plans.clear()
+    grouped_gemm(A, B, group_offsets)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        grouped_gemm(A, B, group_offsets)
+    grouped_gemm(A.requires_grad_(), B, group_offsets, out_dtype=torch.float16)
+    assert len(dispatch._plans) == 1
+
+
 @pytest.mark.gpu
 @variants
 @pytest.mark.parametrize("kept", [1, 3, 1024])
