@@ -325,9 +325,9 @@ def _again(
             if not unobserved(*tensors) or torch._C._is_any_autocast_enabled():
                 return None
             found = _plans[_key(variant, *tensors, None, out_dtype)]
-            # float32 depends on PyTorch's settings.
+            # What float32 products may use is a setting, which guards do not see.
             if _TensorGuards is not None and _aligned(*tensors) and torch.float32 not in (A_packed.dtype, B.dtype):
-                _plans.recent = (asked, *_like(*tensors), found), *_plans.recent[:3]
+                _plans.recent = (asked, *_like(*tensors), found), *_plans.recent[:7]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None  # what is wrong, if anything is, the checks find
     if not on_current_device(A_packed):
@@ -338,7 +338,7 @@ def _again(
     return out
 
 
-# What torch.compile compares the arguments of a call with those that it has compiled for by.
+# By these torch.compile tells whether the arguments of a call are like those that it has compiled for.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
@@ -347,13 +347,13 @@ def _aligned(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> bool:
 
 
 def _like(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> tuple[Callable[..., bool], int, int]:
-    """Whether tensors are like these, and like no others in autocast, functorch or a dispatch mode; and from which to
-    below which number of rows.
+    """A function that says whether tensors are like these but for the rows of A_packed, and the dispatcher is as it is
+    now (autocast, inference mode, modes, transforms); from how many rows on the key is the same; and to below how many.
     """
     M, G = A_packed.size(0), group_offsets.size(0) - 1
     tensors = A_packed, B, group_offsets
     sizes: list[list[int | None]] = [[None, A_packed.size(1)], list(B.shape), list(group_offsets.shape)]
-    guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=[list(x.stride()) for x in tensors])
+    guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=None)  # None: those they have
     bits, bits_each = M.bit_length(), (M // max(G, 1)).bit_length()
     least = max(1 << bits >> 1, G * (1 << bits_each >> 1))
     return guards.check, least, min(1 << bits, max(G, 1) << bits_each)
