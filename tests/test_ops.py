@@ -16,6 +16,7 @@ from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import (
     dispatch,
@@ -104,6 +105,37 @@ def test_gradients_of_moves(name: str) -> None:
     function, inputs = moves()[name]
     assert gradcheck(function, inputs)
     assert gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", products() | moves())
+def test_autograd_alone_sees_what_the_operators_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, inputs = (products() | moves())[name]
+    upstream = torch.randn_like(function(*inputs))
+
+    def results() -> list[Tensor]:
+        out = function(*inputs)
+        found = torch.autograd.grad(out, inputs, upstream, create_graph=True, allow_unused=True)
+        first = [d for d in found if d is not None]
+        of_first = [d for d in first if d.requires_grad]
+        second = torch.autograd.grad(of_first, inputs, list(map(torch.cos, of_first)), allow_unused=True)
+        return [out, *first, *(d for d in second if d is not None)]
+
+    past = results()
+    monkeypatch.setattr(dispatch, "profiled", lambda: True)
+    for one, other in zip(past, results(), strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", products() | moves())
+def test_checkpoints(name: str, use_reentrant: bool) -> None:
+    function, inputs = (products() | moves())[name]
+    upstream = torch.randn_like(function(*inputs))
+    function(*inputs).backward(upstream)
+    expected, inputs = inputs, tuple(x.detach().requires_grad_() for x in inputs)
+    checkpoint(function, *inputs, use_reentrant=use_reentrant).backward(upstream)
+    for x, y in zip(inputs, expected, strict=True):
+        assert x.grad is y.grad is None or torch.equal(x.grad, y.grad)
 
 
 def operator_samples() -> list[tuple[Any, tuple[Any, ...]]]:

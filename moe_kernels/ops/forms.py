@@ -57,7 +57,8 @@ def _varied_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 def _varied_backward(ctx: Any, d_outs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], ...]:
     P = len(d_outs)
-    A, B = ctx.saved_tensors[:P], ctx.saved_tensors[P:]
+    saved = ctx.saved_tensors  # a checkpoint gives them once
+    A, B = saved[:P], saved[P:]
     grads: tuple[list[Tensor | None], ...] = ([None] * P, [None] * P)
     reached = [(p, d_out) for p, d_out in enumerate(d_outs) if d_out is not None]
     dA = [(p, d_out, B[p].t()) for p, d_out in reached if ctx.needs_input_grad[0][p]]
