@@ -28,7 +28,7 @@ def _activate(h: Tensor, h_up: Tensor | None, *form: Any) -> Tensor:  # [R, 2I] 
     if not dispatch.use_kernels(h):
         return reference.activate(h, h_up, form)
     gate, up = form.halves(h, h_up)
-    act = empty(tuple(gate.shape), h.dtype, h)
+    act = empty(gate.shape, h.dtype, h)
     if act.numel() > 0:
         from moe_kernels.kernels import activation as kernels
 
@@ -105,13 +105,12 @@ def _activate_backward_fake(
     weigh: bool,
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    nothing = (0,)
-    d_h = empty(tuple(h.shape), h.dtype, h)
-    d_h_up = empty(nothing if h_up is None else tuple(h_up.shape), h.dtype, h)
+    d_h = empty(h.shape, h.dtype, h)
+    d_h_up = empty((0,), h.dtype, h) if h_up is None else empty(h_up.shape, h_up.dtype, h_up)
     if gates is None:
-        return d_h, d_h_up, empty(nothing, h.dtype, h), empty(nothing, h.dtype, h)
-    weighted = empty(tuple(d_act.shape) if weigh else nothing, h.dtype, h)
-    return d_h, d_h_up, weighted, empty(tuple(gates.shape), gates.dtype, gates)
+        return d_h, d_h_up, empty((0,), h.dtype, h), empty((0,), h.dtype, h)
+    weighted = empty(d_act.shape if weigh else (0,), h.dtype, h)
+    return d_h, d_h_up, weighted, empty(gates.shape, gates.dtype, gates)
 
 
 def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
