@@ -82,9 +82,9 @@ def rule(problem: Problem) -> Choice:
     if problem.dtype == torch.float32:
         return make(P, 64, 64, block_k, 8, 3, 1)
     blocks = _fastest(problem.shapes, problem.num_sms)
-    few, tiles, many, *_ = _BLOCKS[blocks]
-    are_few = sum(m * n for m, n in tile_counts(problem.shapes, *blocks)) <= tiles * problem.num_sms
-    return make(P, *blocks, *(few if are_few else many))
+    of = _BLOCKS[blocks]
+    tiles = sum(m * n for m, n in tile_counts(problem.shapes, *blocks))
+    return make(P, *blocks, *(of.few if tiles <= of.tiles * problem.num_sms else of.many))
 
 
 def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, per_sm: int) -> Choice:
