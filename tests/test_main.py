@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_info_lists_versions_and_configs() -> None:
     assert done.returncode == 0, done.stderr
     for text in (
         f"moe_kernels      {moe_kernels.__version__}",
-        torch.__version__,
+        f"torch            {metadata.version('torch')}",
         "none usable",
         "off (TRITON_INTERPRET",
     ):

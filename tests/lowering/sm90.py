@@ -56,6 +56,8 @@ for _name, _value in {
     "is_current_stream_capturing": False,
 }.items():
     mock.patch(f"torch.cuda.{_name}", lambda *a, _v=_value, **k: _v).start()
+# A CUDA build of PyTorch would make a tensor on the GPU before the first fake one.
+mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None).start()
 DeviceProperties.create = staticmethod(
     lambda device: DeviceProperties(
         type="cuda",
