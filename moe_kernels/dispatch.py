@@ -61,12 +61,10 @@ def grouped_gemm(
     dtype = checks.check_grouped_gemm(A_packed, B, group_offsets, out_dtype)
     if validate:
         checks.validate_offsets(group_offsets, A_packed.size(0))
-    if unobserved(A_packed, B, group_offsets):
-        return multiply(A_packed, B, group_offsets, None, out_dtype, variant)
     from moe_kernels import ops  # imports this module
 
-    recorded: Tensor = ops.grouped_gemm(A_packed, B, group_offsets, None, dtype, variant)
-    return recorded
+    result: Tensor = ops.grouped_gemm(A_packed, B, group_offsets, None, dtype, variant)
+    return result
 
 
 def grouped_gemm_jagged(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
@@ -157,12 +155,10 @@ def grouped_mm(
         return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype).T
     if checks.validation_enabled(None):
         checks.validate_offsets(group_offsets, mat_a.size(0))
-    if unobserved(mat_a, mat_b, group_offsets, bias):
-        return multiply(mat_a, mat_b, group_offsets, bias, out_dtype, "auto")
     from moe_kernels import ops  # imports this module
 
-    recorded: Tensor = ops.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
-    return recorded
+    out: Tensor = ops.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
+    return out
 
 
 forward_ad: Any = _forward_ad
@@ -234,14 +230,13 @@ def multiply(
     B: Tensor,  # [K, N] or [G, K, N]
     group_offsets: Tensor,  # [G + 1]
     bias: Tensor | None,  # [G, N]
-    out_dtype: torch.dtype | None,
+    dtype: torch.dtype,
     variant: str,
 ) -> Tensor:  # [M, N]
     """What the grouped GEMM functions and their operator compute, on checked arguments."""
     if not use_kernels(A_packed, B):
-        return reference.grouped_linear(A_packed, B, group_offsets, bias, out_dtype)
-    key = _key(variant, A_packed, B, group_offsets, bias, out_dtype)
-    dtype = torch.promote_types(A_packed.dtype, B.dtype) if out_dtype is None else out_dtype
+        return reference.grouped_linear(A_packed, B, group_offsets, bias, dtype)
+    key = _key(variant, A_packed, B, group_offsets, bias, dtype)
     return _run(key, variant, A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, bias, dtype)
 
 
