@@ -116,13 +116,14 @@ def moe_mlp(
     biases = (gate_up_bias, up_bias, down_bias)
     tensors = (hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases)
     validates = checks.validation_enabled(validate)
+    eager = dispatch.eager(*tensors)
+    observed = not eager or dispatch.differentiated(*tensors) or dispatch.profiled()
     kind = None
-    if not validates and dispatch.unobserved(*tensors) and not torch._C._is_any_autocast_enabled():
+    if not (validates or observed or torch._C._is_any_autocast_enabled()):
         kind = (form, transposed, *map(_kind, tensors))
         prepared = _prepared.get(kind)
         if prepared is not None and on_current_device(hidden):
             return prepared(*tensors)
-    plain = torch.compiler.is_dynamo_compiling() or dispatch.eager(*tensors)
     hidden, w_gate_up, w_up, w_down = _autocast(hidden, w_gate_up, w_up, w_down)
     checks.check_moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases, form, transposed)
     num_experts = w_gate_up.size(0)
@@ -131,7 +132,8 @@ def moe_mlp(
     w_in, w_up, w_out = (_columns(w, transposed) for w in (w_gate_up, w_up, w_down))
     if kind is not None and kind not in _prepared:
         _prepared[kind] = prepare(hidden, topk_ids, w_in, w_up, w_out, transposed, form)
-    keep = dispatch.differentiated(hidden, gates, w_in, w_up, w_out, *biases)
+    keep = dispatch.differentiated(*tensors)
+    plain = eager or torch.compiler.is_dynamo_compiling()
     if plain and not keep and one_token_is_faster(hidden, topk_ids, w_in, w_out):
         one: Tensor = ops.moe_mlp_of_one_token(hidden, topk_ids, gates, w_in, w_up, w_out, *biases, *form)
         return one

@@ -81,10 +81,7 @@ def rule(problem: Problem) -> Choice:
         return make(P, 64, 64, block_k // 2, 8, 3, 1)
     if problem.dtype == torch.float32:
         return make(P, 64, 64, block_k, 8, 3, 1)
-    blocks = _fastest(problem.shapes, problem.num_sms)
-    of = _BLOCKS[blocks]
-    tiles = sum(m * n for m, n in tile_counts(problem.shapes, *blocks))
-    return make(P, *blocks, *(of.few if tiles <= of.tiles * problem.num_sms else of.many))
+    return make(P, *_fastest(problem.shapes, problem.num_sms))
 
 
 def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, per_sm: int) -> Choice:
@@ -100,15 +97,18 @@ def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_s
 
 
 @lru_cache(1024)
-def _fastest(shapes: Shapes, num_sms: int) -> tuple[int, int]:
-    """The blocks by which the SM with the most work is done first."""
+def _fastest(shapes: Shapes, num_sms: int) -> tuple[int, int, int, int, int, int]:
+    """The blocks by which the SM with the most work is done first, and their options, as `make` takes them."""
 
     def time(blocks: tuple[int, int]) -> float:
         longest = max(K for *_, K in shapes) + _FIXED
         of = _BLOCKS[blocks]
         return max(of.average * _most_steps(shapes, blocks, num_sms), of.alone * longest)
 
-    return min(_BLOCKS, key=time)
+    blocks = min(_BLOCKS, key=time)
+    of = _BLOCKS[blocks]
+    tiles = sum(m * n for m, n in tile_counts(shapes, *blocks))
+    return *blocks, *(of.few if tiles <= of.tiles * num_sms else of.many)
 
 
 def _most_steps(shapes: Shapes, blocks: tuple[int, int], num_sms: int) -> int:
