@@ -234,7 +234,7 @@ def _print_configs() -> None:
                 because,
                 f"block_m {choice.block_m}, blocks {values['block_sizes']}, "
                 f"{values['num_warps']} warps, {values['num_stages']} stages, "
-                f"{values['indexing'].count('tensor_descriptor')} of 3 tensors by TMA",
+                f"{len(choice.access.tma)} of 3 tensors by TMA",
             ]
         )
     _print_table(["layer", "G, M, N, K", "kernel", "because", "config"], rows)

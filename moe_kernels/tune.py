@@ -196,7 +196,10 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
     times = measure(start, inputs, rounds=7)
     best, us = min(zip(start, times, strict=True), key=lambda pair: pair[1])
     print(f"  {best.variant}, block_m {best.block_m}: {us:.1f} us; the rule's config: {times[0]:.1f} us", flush=True)
-    near = [best, *neighbours(best, problem)]
+    # `jagged_tails` has one config, which another kernel's has to be better than.
+    searched = [(choice, us) for choice, us in zip(start, times, strict=True) if choice.variant != "tails"]
+    of_search = min(searched, key=lambda pair: pair[1])[0]
+    near = [of_search, *neighbours(of_search, problem)]
     finalists = [by_rule, known, best]
     for_search = int(0.75 * (until - time.monotonic())) - 10  # Helion exceeds its budget by up to one round
     if for_search >= _LEAST_SEARCH:
@@ -257,6 +260,7 @@ def alternatives(problem: Problem) -> list[Choice]:
     from moe_kernels import configs
 
     found = [configs.rule(problem, "persistent", block_m) for block_m in (64, 128) if problem.rows >= 32]
+    found += [configs.rule(problem, "tails")] if problem.rows >= 32 else []
     by_rule = configs.rule(problem, "basic").block_m
     heights = {by_rule // 2, by_rule, by_rule * 2} & {16, 32, 64, 128}
     found += [configs.rule(problem, "basic", block_m) for block_m in sorted(heights)]

@@ -20,8 +20,8 @@ from moe_kernels.configs import store, uniform, varied
 GPU = store.Gpu("NVIDIA Test 9000", (9, 0))
 FAMILY = "NVIDIA sm90"
 PROBLEM = configs.Problem(
-    rows=512,
-    M=65536,
+    rows=256,
+    M=32768,
     N=1536,
     K=2048,
     G=128,
@@ -295,9 +295,9 @@ def test_the_nearest_bucket_wins_whatever_the_file(tmp_path: Path) -> None:
     ("changed", "used"),
     [
         ({}, True),
-        ({"rows": 1024, "M": 131072}, True),
-        ({"rows": 2048, "M": 131072}, False),
-        ({"rows": 1024, "M": 65536, "N": 1500}, False),
+        ({"rows": 512, "M": 65536}, True),
+        ({"rows": 1024, "M": 65536}, False),
+        ({"rows": 512, "M": 32768, "N": 1500}, False),
         ({"N": 768}, True),
         ({"N": 767}, False),
         ({"K": 4096}, True),
@@ -449,6 +449,19 @@ def test_an_entry_is_adapted_to_a_bias_and_to_the_number_of_groups(tmp_path: Pat
     assert choice.access == (True, True, False, False)
 
 
+def test_an_entry_of_tails(tmp_path: Path) -> None:
+    many = replace(PROBLEM, rows=512, M=65536)
+    put(named(tmp_path), entry(many))
+    for variant in ("auto", "persistent"):
+        choice = choose_quietly(many, variant)
+        assert (choice.variant, choice.config.config["num_stages"]) == ("tails", 7)
+        assert choice.config.config["indexing"] == configs.rule(many).config.config["indexing"]
+    assert choose_quietly(many, "basic").entry is None
+    assert choose_quietly(replace(many, has_bias=True)).config.config["indexing"].count("tensor_descriptor") == 7
+    for changed in ({"N": 1500}, {"tma_B": False}, {"out_dtype": torch.float32}):
+        assert choose_quietly(replace(many, **changed)).variant == "persistent"
+
+
 def test_a_persistent_entry_with_tiles_of_64_rows(tmp_path: Path) -> None:
     put(named(tmp_path), entry(block_m=64))
     choice = choose_quietly()
@@ -569,15 +582,18 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
+        ({"rows": 512, "M": 65536}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 1024, "M": 131072, "K": 7168}, ("tails", 128, [64], 8, 4)),
         ({}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096}, ("persistent", 64, [256, 64], 4, 5)),
-        ({"K": 4096, "rows": 256, "M": 32768}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 512, "M": 65536, "N": 1408}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 65536}, ("persistent", 64, [256, 64], 4, 5)),
+        ({"K": 4096}, ("persistent", 128, [256, 64], 8, 4)),
         ({"K": 4096, "rows": 256, "M": 4096, "G": 16}, ("persistent", 64, [256, 64], 4, 5)),
         ({"K": 4096, "rows": 256, "M": 4096, "G": 17}, ("persistent", 128, [256, 64], 8, 4)),
         ({"K": 4096, "rows": 128, "M": 2048, "G": 16}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096, "N": 2880}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096, "tma_out": False}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096, "out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 65536, "N": 2880}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 65536, "tma_out": False}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 65536, "out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),
         ({"rows": 128, "M": 16384}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 64, "M": 8192}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 4, "M": 512}, ("basic", 16, [16, 128, 256, 128], 4, 4)),

@@ -159,7 +159,7 @@ def _ours(name: str) -> Callable[[Inputs], Call]:
 
 def _without_table(inputs: Inputs) -> Call:
     """The persistent kernel by itself: the list of tiles is made beforehand, and no row outside the groups zeroed."""
-    from moe_kernels.kernels import grouped_gemm as kernels
+    from moe_kernels.kernels import grouped_gemm, grouped_gemm_tails
     from moe_kernels.kernels.launch import compile_kernel
 
     made: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
@@ -175,9 +175,12 @@ def _without_table(inputs: Inputs) -> Call:
 
     out = inputs.A.new_empty(len(inputs.A), inputs.B.size(2))
     tensors = (inputs.A, inputs.B, inputs.group_offsets, None, out)
-    with mock.patch.object(kernels, "compile_kernel", noting):
-        kernels._plan("persistent", *tensors)(*tensors)
-    run, args = made["jagged_persistent"]
+    with (
+        mock.patch.object(grouped_gemm, "compile_kernel", noting),
+        mock.patch.object(grouped_gemm_tails, "compile_kernel", noting),
+    ):
+        grouped_gemm._plan("persistent", *tensors)(*tensors)
+    [(run, args)] = made.values()
 
     def call() -> Tensor:
         run(*args)

@@ -61,7 +61,7 @@ class Access(NamedTuple):
 class Choice:
     """How a problem is computed."""
 
-    variant: str  # "basic" or "persistent"
+    variant: str  # "basic", "persistent", or "tails", a persistent kernel too
     block_m: int  # the kernels' argument of this name
     access: Access
     config: helion.Config
@@ -79,6 +79,10 @@ _TF32: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4,
 _IEEE: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4, 3, 4), 128: (64, 32, 8, 3, 4)}
 
 PERSISTENT_FROM_ROWS = 128
+TAILS_FROM_ROWS = 512
+# The kernels that are what is asked for.
+_KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
+TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of the whole tiles of `jagged_tails`
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM can have together, from sm90 on
 MAX_BLOCK_G = 1024  # offsets that a program looks at together
 
@@ -97,9 +101,14 @@ def note(problem: Any, choice: Any) -> None:
 
 
 def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) -> Choice:
-    """The choice where nothing has been tuned: it compiles everywhere. With a `block_m`, the one for that."""
+    """The choice where nothing has been tuned: it compiles everywhere. With a `block_m`, the one for that, which
+    "tails" has none for.
+    """
     if variant == "auto":
         variant = "persistent" if problem.rows >= PERSISTENT_FROM_ROWS else "basic"
+    if variant == "tails" or (variant == "persistent" and block_m is None and _apart(problem)):
+        access = _access(problem, "tails", TAILS_HEIGHT)
+        return Choice("tails", TAILS_HEIGHT, access, tails(problem.K, problem.has_bias, access))
     presets = _PERSISTENT if variant == "persistent" else _BASIC
     block_m = block_m or (_persistent_height(problem) if variant == "persistent" else basic_height(problem.rows))
     access = _access(problem, variant, block_m)
@@ -126,6 +135,25 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     return Choice(variant, block_m, access, helion.Config(block_sizes=blocks, **options))
 
 
+def _apart(problem: Problem) -> bool:
+    """Whether to compute tails apart. Of few rows per group too much is tails, and waits for the weights."""
+    enough = problem.rows >= TAILS_FROM_ROWS and _persistent_height(problem) == TAILS_HEIGHT
+    return enough and _access(problem, "tails", TAILS_HEIGHT).tma_out
+
+
+def tails(K: int, has_bias: bool, access: Access) -> helion.Config:
+    """The config of `jagged_tails`."""
+    options: dict[str, Any] = {"num_warps": 8, "num_stages": 4, "pid_type": "flat"}
+    if access.tma_out:
+        options["range_flattens"] = [None, True, True, None]  # both loops over tiles
+    return helion.Config(block_sizes=[block_for(K, 64)], **options, **_indexing("tails", has_bias, access))
+
+
+def tail_cost(K: int) -> int:
+    """The time that `jagged_tails` takes for a tail, that for a whole tile being 64; see benchmarks/notes.md."""
+    return min(50, 40 + 16384 // K)
+
+
 def basic_height(rows: int) -> int:
     """The rows of a tile of the basic kernels, for so many per group."""
     # Half of a tile that is twice the mean is wasted; two tiles instead of one read the weight twice.
@@ -143,7 +171,9 @@ def _access(problem: Problem, variant: str, block_m: int) -> Access:
     # A descriptor's block may not have more rows than its tensor.
     tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
     # Products of float32 leave no shared memory for tiles of the output.
-    tma_out = variant == "persistent" and tma_A and tma_B and problem.tma_out and problem.dtype != torch.float32
+    tma_out = variant != "basic" and tma_A and tma_B and problem.tma_out and problem.dtype != torch.float32
+    if variant == "tails":  # all or nothing
+        tma_A = tma_B = tma_out = tma_out and problem.N % TAILS_WIDTH == 0 and problem.K >= 64 and not problem.out_dtype
     if (problem.wide_A and not tma_A) or (problem.wide_B and not tma_B) or (problem.wide_out and not tma_out):
         return Access(False, False, False, wide=True)  # Helion makes no descriptors where it computes in 64 bits
     return Access(tma_A, tma_B, tma_out, wide=False)
@@ -151,9 +181,13 @@ def _access(problem: Problem, variant: str, block_m: int) -> Access:
 
 def _indexing(variant: str, has_bias: bool, access: Access) -> dict[str, Any]:
     """The options for `access`, in the kernel's order: tables, A_packed, B, bias, out."""
-    tables = 3 if variant == "persistent" else 1
     a, b, out = ("tensor_descriptor" if tma else "pointer" for tma in access[:3])
-    indexing = [*["pointer"] * tables, a, b, *["pointer"] * has_bias, out]
+    if variant == "tails":
+        tile = [*["pointer"] * 3, a, b, *["pointer"] * has_bias, out]
+        indexing = [*["pointer"] * 2, *tile, *tile, out]
+    else:
+        tables = 3 if variant == "persistent" else 1
+        indexing = [*["pointer"] * tables, a, b, *["pointer"] * has_bias, out]
     return {"indexing": indexing} | ({"host_tensor_descriptors": True} if access.tma_A or access.tma_B else {})
 
 
@@ -204,7 +238,8 @@ def _tuned(problem: Problem, variant: str) -> Choice | None:
     """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
     for found in candidates(problem.device, bucket_of(problem)):
         choice = _adapted(found, problem)
-        if variant in ("auto", choice.variant) and not discarded(choice) and why_illegal(choice, problem) is None:
+        asked_for = choice.variant in _KERNELS[variant]
+        if asked_for and not discarded(choice) and why_illegal(choice, problem) is None:
             return choice
     return None
 
@@ -236,9 +271,8 @@ def _adapted(found: store.Found, problem: Problem) -> Choice:
 def why_illegal(choice: Choice, problem: Problem) -> str | None:
     """What keeps `choice` from being used for `problem`; None if nothing does."""
     values: dict[str, Any] = choice.config.config
-    if choice.variant not in ("basic", "persistent"):
+    if choice.variant not in ("basic", "persistent", "tails"):
         return f"no kernel {choice.variant!r}"
-    persistent = choice.variant == "persistent"
     access = _access(problem, choice.variant, choice.block_m)
     if choice.access != access or (choice.entry is not None and choice.entry.tma != access.tma):
         return "memory is reached in another way"
@@ -247,15 +281,17 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     ):
         return f"indexing is {values.get('indexing')}"
     blocks = values.get("block_sizes")
-    if not isinstance(blocks, list) or len(blocks) != (2 if persistent else 4):
+    if not isinstance(blocks, list) or len(blocks) != {"basic": 4, "persistent": 2, "tails": 1}[choice.variant]:
         return f"block_sizes are {blocks}"
     if any(type(block) is not int or block < 1 or block & (block - 1) for block in (choice.block_m, *blocks)):
         return "a block is no power of two"
-    block_n, block_k = blocks[0 if persistent else 1], blocks[-1]
-    if persistent:
-        if not str(values.get("pid_type")).startswith("persistent"):
-            return f"pid_type is {values.get('pid_type')}"
-    elif blocks[0] != choice.block_m:
+    block_n, block_k = blocks[1] if choice.variant == "basic" else blocks[0], blocks[-1]
+    persistent = str(values.get("pid_type")).startswith("persistent")
+    if choice.variant != "basic" and persistent != (choice.variant == "persistent"):
+        return f"pid_type is {values.get('pid_type')}"
+    if choice.variant == "tails" and (choice.block_m != TAILS_HEIGHT or problem.N % TAILS_WIDTH):
+        return f"its tiles are {TAILS_HEIGHT} x {TAILS_WIDTH}"
+    if choice.variant == "basic" and blocks[0] != choice.block_m:
         return f"block_m is {choice.block_m} and {blocks[0]}"
     if not 16 <= choice.block_m <= 128 or min(block_n, block_k) < 16:
         return "a block is too small or too large"

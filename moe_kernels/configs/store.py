@@ -78,7 +78,7 @@ class Versions:
 class Entry:
     """One tuned config, and how it was found."""
 
-    kernel: str  # "basic" or "persistent", "folded", "batched" or "bmm", "varied"
+    kernel: str  # "basic", "persistent" or "tails", "folded", "batched" or "bmm", "varied"
     bucket: Bucket
     block_m: int
     tma: list[str]  # which of "A", "B" and "out" were reached by TMA; the config is for problems where the same are

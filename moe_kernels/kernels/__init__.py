@@ -4,8 +4,10 @@ from moe_kernels import requirements
 
 requirements.require()
 
-from moe_kernels.kernels.grouped_gemm import jagged, jagged_persistent, tile_table  # noqa: E402
+from moe_kernels.kernels.grouped_gemm import jagged, jagged_persistent  # noqa: E402
+from moe_kernels.kernels.grouped_gemm_tails import jagged_tails  # noqa: E402
+from moe_kernels.kernels.tiles import tile_table  # noqa: E402
 from moe_kernels.kernels.uniform_gemm import uniform  # noqa: E402
 from moe_kernels.kernels.varied_gemm import varied  # noqa: E402
 
-__all__ = ["jagged", "jagged_persistent", "tile_table", "uniform", "varied"]
+__all__ = ["jagged", "jagged_persistent", "jagged_tails", "tile_table", "uniform", "varied"]

@@ -11,6 +11,11 @@ def halve(odd: int, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("({0} // 2).to(tl.int32)", args=(odd,), output_like=like)
 
 
+def int32(index: int, like: torch.Tensor) -> torch.Tensor:
+    """A loop's index as what it fits into; Triton may count in 64 bits."""
+    return hl.inline_triton("({0}).to(tl.int32)", args=(index,), output_like=like)
+
+
 def divide(a: torch.Tensor, b: int) -> torch.Tensor:
     """a // b for a >= 0, b > 0, without the sign handling of Python's `//`."""
     return hl.inline_triton("{0} // {1}", args=(a, b), output_like=a)

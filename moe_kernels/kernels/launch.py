@@ -20,6 +20,7 @@ from triton.runtime import interpreter
 from moe_kernels.kernels import direct_launch
 
 INT32_MAX = 2**31 - 1
+_INTERPRETED_WORKERS = 4
 _NOTHING: Mapping[int, int] = {}
 
 
@@ -192,9 +193,18 @@ def _lean_interpreter() -> Iterator[None]:
         mock.patch.object(interpreter, "_patch_lang", replace_once),
         mock.patch.object(builder, "options", options),
         # Helion asks the device for the number of persistent workers, which a CPU cannot answer.
-        mock.patch.object(helion.runtime, "get_num_sm", lambda device, **_: 4),
+        mock.patch.object(helion.runtime, "get_num_sm", lambda device, **_: _INTERPRETED_WORKERS),
     ):
         yield
+
+
+def worker_count(device: torch.device) -> int:
+    """How many programs there are of a kernel that has one per SM."""
+    if device.type == "cpu":
+        return _INTERPRETED_WORKERS
+    module = torch.cuda if device.type == "cuda" else torch.xpu
+    properties = module.get_device_properties(device)
+    return int(properties.multi_processor_count if device.type == "cuda" else properties.gpu_subslice_count)
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:

@@ -17,7 +17,6 @@ import torch
 from moe_kernels.configs import swiglu as configs
 from moe_kernels.form import Form
 from moe_kernels.kernels.activation import activated
-from moe_kernels.kernels.grouped_gemm import compile_table, num_slots, some_table, windows
 from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multiple, running_max, unmasked
 from moe_kernels.kernels.launch import (
     INT32_MAX,
@@ -30,6 +29,7 @@ from moe_kernels.kernels.launch import (
     tma_readable,
     without_ones,
 )
+from moe_kernels.kernels.tiles import compile_table, num_slots, some_table, windows
 from moe_kernels.plans import Plans
 
 

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.configs import varied as rules
-from moe_kernels.kernels.launch import compile_kernel, kernel, tf32_allowed
+from moe_kernels.kernels.launch import compile_kernel, kernel, tf32_allowed, worker_count
 from moe_kernels.schedule import tile_counts
-
-INTERPRETED_WORKERS = 4
 
 
 class Layout(NamedTuple):
@@ -247,12 +245,3 @@ def _on_device(values: list[int], device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.int64)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
-
-
-def worker_count(device: torch.device) -> int:
-    """How many workers a config with one per SM has."""
-    if device.type == "cpu":
-        return INTERPRETED_WORKERS
-    module = torch.cuda if device.type == "cuda" else torch.xpu
-    properties = module.get_device_properties(device)
-    return int(properties.multi_processor_count if device.type == "cuda" else properties.gpu_subslice_count)

@@ -17,6 +17,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from moe_kernels import allocate, checks, dispatch, grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
 from moe_kernels.kernels import direct_launch, launch
 from moe_kernels.kernels import grouped_gemm as kernels
+from moe_kernels.kernels.tiles import tile_table
 from moe_kernels.plans import set_aside
 from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for, make_inputs
 
@@ -69,7 +70,7 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
     out = torch.empty_like(out)
     slots = (M // 64 + 3 + 2) | 1
     tiles = torch.empty((1 + slots, 3), dtype=torch.int32, device=device)
-    kernels.tile_table(group_offsets, out, tiles, slots, 2 * M + 1, 64)
+    tile_table(group_offsets, out, tiles, slots, 2 * M + 1, 64, False)
     assert tiles[0, 0] == 4
     assert tiles[1:5].tolist() == [[0, 0, 9], [2, 9, 73], [2, 73, 137], [2, 137, 149]]
     kernels.jagged_persistent(A, B, tiles, tiles[0, 0], None, out, False, False, 64, False, False)

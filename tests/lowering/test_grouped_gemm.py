@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from sm90 import compile_for_sm90, stand_ins
 
 from moe_kernels import configs
 from moe_kernels.kernels import grouped_gemm as kernels
-from moe_kernels.kernels import launch
+from moe_kernels.kernels import grouped_gemm_tails, launch, tiles
 
 SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
 
@@ -36,7 +37,8 @@ def compiled(
     def note(kernel: Any, args: Any, config: Any, *, wide: bool = False, tf32: bool = False, **_: Any) -> None:
         asked_for.append((launch._variant(kernel, wide, tf32), args, config))
 
-    monkeypatch.setattr(kernels, "compile_kernel", note)
+    for module in (kernels, grouped_gemm_tails, tiles):
+        monkeypatch.setattr(module, "compile_kernel", note)
     monkeypatch.setattr(configs, "_tuned", lambda *_: None)  # the rule, also if something is bundled for this GPU
     G, M, N, K = shape
     with stand_ins():
@@ -60,7 +62,24 @@ def assert_lean(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["B [G, K, N]", "B [G, N, K] viewed"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize(("rows", "K"), [(1024, 2048), (512, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [(512, 1536, 2048), (8, 1536, 2048), (1024, 768, 712)], ids=str)
+def test_tails(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: bool, shape: tuple[int, int, int]) -> None:
+    """Both loops are as lean as that of `jagged_persistent`."""
+    G, N, K = shape
+    reports = compiled(monkeypatch, "persistent", (G, 512 * G, N, K), transposed=transposed, bias=bias)
+    report = reports["jagged_tails"]
+    assert_lean(report)
+    assert len(re.findall(r"_desc\w*\.load\(", report["code"])) == 4
+    assert len(re.findall(r"out_desc\w*\.store\(", report["code"])) == 3  # whole tiles in halves
+    assert report["tma_load"] >= 4 and report["wgmma"] > 0 and report["cp_async"] == 0
+    assert report["code"].count("flatten=True") == 2
+    assert report["grid"] == (132,)
+    assert_lean(reports["tile_table"])
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["B [G, K, N]", "B [G, N, K] viewed"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("rows", "K"), [(256, 2048), (512, 4096)], ids=str)
 def test_persistent(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: bool, rows: int, K: int) -> None:
     reports = compiled(monkeypatch, "persistent", (8, 8 * rows, 1536, K), transposed=transposed, bias=bias)
     report = reports["jagged_persistent"]

@@ -1,0 +1,122 @@
+"""The list of the row tiles of all groups, made on the device, and what else kernels that walk it share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import helion.language as hl
+import torch
+
+from moe_kernels import configs
+from moe_kernels.allocate import empty
+from moe_kernels.kernels.inline import clamped, divide, first_row, halve, running_max
+from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
+
+
+@kernel(lambda group_offsets, out, *_: configs.tile_table(group_offsets.size(0) - 1, out.size(1)))
+def tile_table(
+    group_offsets: torch.Tensor,  # [G + 1]
+    out: torch.Tensor,  # [M, N]
+    tiles: torch.Tensor,  # [1 + slots, 3] int32; [1 + G + slots, 3] if `tails_apart`
+    slots: int,
+    odd_M: int,
+    block_m: hl.constexpr,
+    tails_apart: hl.constexpr,
+) -> torch.Tensor:
+    """List the row tiles of all groups, and set the rows in no group to zero.
+
+    tiles[0, 0] is their number, tiles[1 + i] = (group, first row, end row) of tile i. With `tails_apart`, those of at
+    most half of `block_m` rows are not among them: tiles[0, 1] is their number, tiles[1 + i] the i-th of them, and
+    tiles[1 + G + i] the i-th of the others.
+    """
+    N = out.size(1)
+    G = group_offsets.size(0) - 1
+    hl.pdl_wait()
+    for tile_s in hl.tile(slots, block_size=1):
+        region = hl.zeros([], dtype=torch.int32)
+        M = halve(odd_M, region)
+        slot = tile_s.id + region
+        start = hl.zeros([], dtype=torch.int32)
+        end = M
+        previous = hl.zeros([], dtype=torch.int32)
+        index = hl.zeros([], dtype=torch.int32)
+        total = hl.zeros([], dtype=torch.int32)
+        tail_index = hl.zeros([], dtype=torch.int32)
+        tail_total = hl.zeros([], dtype=torch.int32)
+        for tile_g in hl.tile(G + 1):
+            starts = running_max(clamped(group_offsets, tile_g.index - 1, M), previous)
+            ends = torch.maximum(starts, clamped(group_offsets, tile_g.index, M))
+            grouped = (tile_g.index >= 1) & (tile_g.index <= G)
+            if tails_apart:
+                count = torch.where(grouped, divide(ends - starts + (block_m // 2 - 1), block_m), 0)
+            else:
+                count = torch.where(grouped, divide(ends - starts + (block_m - 1), block_m), 0)
+            before = (divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= G)
+            region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
+            start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
+            end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
+            index = index + torch.sum(torch.where(before, count, 0), dtype=torch.int32)
+            total = total + torch.sum(count, dtype=torch.int32)
+            if tails_apart:
+                tail = (grouped & (ends - starts > count * block_m)).to(torch.int32)
+                tail_index = tail_index + torch.sum(torch.where(before, tail, 0), dtype=torch.int32)
+                tail_total = tail_total + torch.sum(tail, dtype=torch.int32)
+            previous = torch.amax(ends)
+        row0 = first_row(slot, region, start, block_m)
+        if row0 < end:
+            if (region >= 1) & (region <= G):
+                index = index + divide(row0 - start, block_m) + 1
+                if tails_apart:
+                    index = torch.where(end - row0 > block_m // 2, G + index, 1 + tail_index)
+                tiles[index, 0] = region - 1
+                tiles[index, 1] = row0
+                tiles[index, 2] = torch.minimum(row0 + block_m, end)
+            else:
+                rows = row0.to(torch.int64) + hl.arange(block_m)
+                for tile_n in hl.tile(N):
+                    zeros = hl.zeros([block_m, tile_n], dtype=out.dtype)
+                    hl.store(out, [rows, tile_n], zeros, extra_mask=(rows < end)[:, None])
+        if slot == 0:
+            tiles[0, 0] = total
+            if tails_apart:
+                tiles[0, 1] = tail_total
+    return tiles
+
+
+def windows(out: torch.Tensor, block_m: int) -> torch.Tensor:
+    """`[M, N]` as `[block_m, N, M]`, where `[:, n, m]` is the window of `block_m` rows that ends before row m.
+
+    TMA clips each coordinate by itself: a tile of fewer rows, written from further down in the window that ends where
+    the tile does, leaves alone what comes after. The windows of the first rows begin before `out`, where no tensor can.
+    So this view only has the shape and strides, and a direct launch moves the descriptor `block_m` rows back.
+    """
+    row, column = out.stride()
+    return out.as_strided((block_m, out.size(1), out.size(0) - block_m + 1), (row, column, row))
+
+
+def num_slots(M: int, G: int, block_m: int) -> int:
+    return (M // block_m + G + 2) | 1
+
+
+def some_table(like: torch.Tensor) -> torch.Tensor:
+    """A table to compile for."""
+    return like.new_empty((3, 3), dtype=torch.int32)
+
+
+def compile_table(
+    group_offsets: torch.Tensor, out: torch.Tensor, block_m: int, tails_apart: bool = False
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What lists the tiles of `block_m` rows, and sets the rows of `out` in no group to zero: see `tile_table`."""
+    G = group_offsets.size(0) - 1
+    args = (group_offsets, without_ones(out), some_table(out), 3, 3, block_m, tails_apart)
+    wide = 2 * span(out) > INT32_MAX
+    run = compile_kernel(tile_table, args, configs.tile_table(G, out.size(1)), wide=wide)
+
+    def list_tiles(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        M = out.shape[0]
+        slots = num_slots(M, G, block_m)
+        tiles = empty((1 + G * tails_apart + slots, 3), torch.int32, out)
+        run(group_offsets, out, tiles, slots, 2 * M + 1, block_m, tails_apart)
+        return tiles
+
+    return list_tiles

@@ -1,0 +1,96 @@
+"""The persistent kernel with tiles of two heights: what it lists, and that every tile is computed, whoever walks it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_kernels import configs, kernels
+from moe_kernels.kernels import grouped_gemm, tiles
+from moe_kernels.testing import assert_grouped_gemm_close, make_inputs
+
+SIZES = {
+    "tails and whole tiles": [300, 20, 0, 128, 65, 64, 1, 129, 192, 193],
+    "tails alone": [40, 3, 64, 0, 50],
+    "no tails": [128, 256, 100, 65],
+    "one large group": [1400, 30, 0, 7],
+    "many tails": [*[7] * 40, 200],
+}
+
+
+def product(
+    A: torch.Tensor, B: torch.Tensor, group_offsets: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """By `jagged_tails`, whatever the rule would choose; through TMA on a GPU that has it, and pointers elsewhere."""
+    G = group_offsets.size(0) - 1
+    out = torch.empty(A.size(0), B.size(2), dtype=A.dtype, device=A.device).fill_(torch.nan)
+    transposed = B.stride(1) == 1 != B.stride(2)
+    stored = B.transpose(1, 2) if transposed else B
+    problem = grouped_gemm._problem(A, stored, G, bias, out, transposed, A.is_cuda)
+    choice = configs.rule(problem, "tails")
+    assert configs.why_illegal(choice, problem) is None
+    assert choice.access.tma_out == (A.is_cuda and torch.cuda.get_device_capability() >= (9, 0))
+    with configs.pinned(choice):
+        run = grouped_gemm._plan("auto", A, B, group_offsets, bias, out)
+    run(A, B, group_offsets, bias, out)
+    again = torch.empty_like(out).fill_(torch.nan)
+    run(A, B, group_offsets, bias, again)
+    assert torch.equal(out, again)
+    return out
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["B [G, N, K] viewed", "B [G, K, N]"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_sizes_and_layouts(sizes: list[int], transposed: bool, device: str) -> None:
+    N = 512 if transposed else 256
+    A, B, group_offsets = make_inputs(sizes, N, 80, dtype=torch.float16, device=device, transposed=transposed)
+    assert_grouped_gemm_close(product(A, B, group_offsets), A, B, group_offsets)
+
+
+def test_a_bias(device: str) -> None:
+    sizes = [130, 0, 30]
+    A, B, group_offsets = make_inputs(sizes, 256, 64, dtype=torch.float16, device=device)
+    bias = torch.randn(3, 256, device=device).to(torch.float16)
+    added = bias.double().repeat_interleave(torch.tensor(sizes, device=device), dim=0)
+    plain = torch.cat([a @ b for a, b in zip(A.split(sizes), B, strict=True)]).double() + added
+    exact = torch.cat([a @ b for a, b in zip(A.double().split(sizes), B.double(), strict=True)]) + added
+    error = (product(A, B, group_offsets, bias).double() - exact).abs().max()
+    assert error <= 2 * (plain.half().double() - exact).abs().max() + 1e-3 < exact.abs().max() / 100
+
+
+def test_one_weight_for_all_groups(device: str) -> None:
+    A, B, group_offsets = make_inputs([130, 0, 30], 256, 64, dtype=torch.float16, device=device, per_group=False)
+    assert_grouped_gemm_close(product(A, B.unsqueeze(0), group_offsets), A, B, group_offsets)
+
+
+@pytest.mark.parametrize("values", [[3, 200, 100, 150, 290], [-5, 500, 20, 30, 40], [90, 60, 7, 290, 400]], ids=str)
+def test_rows_outside_are_zeros_and_what_is_beside_stays_out(values: list[int], device: str) -> None:
+    A, B, _ = make_inputs([300], 256, 72, dtype=torch.float16, device=device)
+    B = torch.cat([B, B * 2, B * 3, B * 4])
+    group_offsets = torch.tensor(values, dtype=torch.int32, device=device)
+    inside = torch.zeros(300, dtype=torch.bool, device=device)
+    first, last = max(values[0], 0), min(max(values), 300)
+    inside[first:last] = True
+    A[~inside] = torch.nan
+    out = product(A, B, group_offsets)
+    assert not out[~inside].any()
+    assert_grouped_gemm_close(out[inside], A[inside], B, group_offsets.clamp(first, last).cummax(0).values - first)
+
+
+def test_the_list_with_tails_apart(device: str) -> None:
+    group_offsets = torch.tensor([2, 302, 322, 322, 450, 514], dtype=torch.int32, device=device)
+    M, G = 600, 5
+    out = torch.full((M, 16), torch.nan, dtype=torch.float16, device=device)
+    table = tiles.compile_table(group_offsets, out, 128, tails_apart=True)(group_offsets, out)
+    assert table[0, :2].tolist() == [3, 3]
+    assert table[1:4].tolist() == [[0, 258, 302], [1, 302, 322], [4, 450, 514]]
+    assert table[1 + G : 4 + G].tolist() == [[0, 2, 130], [0, 130, 258], [3, 322, 450]]
+    assert not out[:2].any() and not out[514:].any() and out[2:514].isnan().all()
+
+
+def test_the_kernel_object(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    A, B, group_offsets = make_inputs([130, 0, 140], 256, 64, dtype=torch.float16, device=device)
+    out = torch.empty(270, 256, dtype=A.dtype, device=device)
+    table = tiles.compile_table(group_offsets, out, 128, tails_apart=True)(group_offsets, out)
+    kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 3, 1, False, False, False, 5, 40, 16)
+    assert_grouped_gemm_close(out, A, B, group_offsets)
