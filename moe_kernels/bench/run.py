@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import multiprocessing
 import os
@@ -289,6 +290,7 @@ def _peak_megabytes(call: Call, device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
     torch.cuda.synchronize(device)
+    gc.collect()  # what else it frees while the call runs
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()

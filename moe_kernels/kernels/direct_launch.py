@@ -63,7 +63,7 @@ def _direct(
     descriptions = iter(getattr(binary.metadata, "tensordesc_meta", None) or ())
     names: dict[str, Any] = {"hooks": knobs.runtime, "binary": binary}
     pointers: list[int] = []
-    described: list[int] = []
+    described: dict[int, None] = {}  # some more than once
     flat: list[str] = []
     for a, b in zip(first[1], second[1], strict=True):
         if isinstance(a, torch.Tensor):
@@ -74,11 +74,10 @@ def _direct(
             index = next(i for i, arg in enumerate(args) if arg is a.base)
             name = f"descriptor{len(names)}"
             names[name] = descriptor = _Descriptor(a, next(descriptions))
-            pointer, extent = f"a{index}.data_ptr()", f"extent{index}"
+            pointer, extent = f"pointer{index}", f"extent{index}"
+            described[index] = None
             if fixed:
                 extent = str(a.shape[descriptor.changing])
-            else:
-                described.append(index)
             if before := clipped.get(index, 0):
                 pointer += f" - {before * a.base.stride(0) * a.base.element_size()}"
                 extent += f" + {before}"
@@ -111,7 +110,8 @@ def _direct(
     # A profiler listens to the hooks.
     source = f"""
 def launch({", ".join(f"a{i}" for i in range(len(args)))}):
-    {"; ".join(f"extent{i} = a{i}.shape[0]" for i in described) or "pass"}
+    {"; ".join(f"pointer{i} = a{i}.data_ptr()" for i in described) or "pass"}
+    {"; ".join(f"extent{i} = a{i}.shape[0]" for i in described if not fixed) or "pass"}
     enter = hooks.launch_enter_hook
     if enter.calls:
         metadata = binary.launch_metadata(({grid}, 1, 1), stream(device))

@@ -157,7 +157,7 @@ def plan(
     G, columns = group_offsets.size(0) - 1, out.size(1) // configs.TAILS_WIDTH
     tma = choice.access.tma_out
     cost = configs.tail_cost(A_packed.size(1))
-    settled = (G, columns, B.size(0) == 1, transposed, tma, worker_count(out.device), cost, 16)
+    settled = (G, columns, len(B) == 1, transposed, tma, worker_count(out.device), cost, 16)
 
     def prepare(
         A_packed: Tensor, B: Tensor, tiles: Tensor, bias: Tensor | None, tails_out: Tensor, out: Tensor, *rest: Any
@@ -170,11 +170,16 @@ def plan(
         return A_packed, B, tiles, bias, tails_out, out, *rest
 
     # TMA has no use for Helion's limit on the elements of a tensor: compile for fewer.
-    few = (lambda rows, number: rows.narrow(0, 0, min(number, rows.size(0)))) if tma else lambda rows, _: rows
-    o = few(out, configs.TAILS_HEIGHT)
+    a, b, o = A_packed, B, out
+    if tma:
+        a, b, o = (
+            a.narrow(0, 0, configs.TAILS_HEIGHT),
+            b.narrow(0, 0, min(2, len(b))),
+            o.narrow(0, 0, configs.TAILS_HEIGHT),
+        )
     run = compile_kernel(
         jagged_tails,
-        prepare(few(A_packed, configs.TAILS_HEIGHT), few(B, 2), some_table(out), bias, o, o, *settled),
+        prepare(a, b, some_table(out), bias, o, o, *settled),
         choice.config,
         wide=choice.access.wide,
         tf32=tf32,
