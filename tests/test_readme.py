@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,25 @@ def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("picture", sorted((ROOT / "benchmarks" / "results").rglob("*.png")), ids=lambda p: p.name)
 def test_plots_are_small(picture: Path) -> None:
     assert picture.stat().st_size < 250_000  # most of it the names of dozens of inputs, where there are as many
+
+
+def test_the_numbers_of_uniform_and_varied_groups_are_measured() -> None:
+    def measured(suite: str) -> dict[tuple[str, str, str], float]:
+        records = json.loads((ROOT / f"benchmarks/results/nvidia-h200/{suite}.json").read_text())["records"]
+        return {(r["case"], r["timing"], r["provider"]): r["us"] for r in records}
+
+    ours = "uniform_grouped_gemm"
+    uniform, varied = measured("uniform"), measured("varied")
+    rows = [
+        [f"| (8, {M}, 64, {M}), {label} |"]
+        + [
+            f" {uniform[f'{M} x 64 x {M}', timing, provider]:.2f} |"
+            for provider in (ours, f"{ours}, float32 result", "torch.bmm", "torch._grouped_mm")
+        ]
+        for M, label, timing in ((512, "cold", "graph"), (512, "warm", "warm"), (2048, "cold", "graph"))
+    ]
+    for n in (128, 256, 512, 1024):
+        providers = "varied_grouped_gemm, planned", "loop of torch.mm"
+        rows += [[f"| 4 x {n}^3 |", *(f" {varied[f'4 x {n}^3', 'graph', provider]:.2f} |" for provider in providers)]]
+    lines = README.read_text().splitlines()
+    assert all("".join(row) in lines for row in rows)
