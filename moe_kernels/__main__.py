@@ -219,8 +219,8 @@ def _print_configs() -> None:
             device=device,
         )
         choice = configs.choose(problem)
-        relation = ">=" if mean_rows >= configs.PERSISTENT_FROM_ROWS else "<"
-        because = f"rule: {mean_rows} rows per group {relation} {configs.PERSISTENT_FROM_ROWS}"
+        limit = configs.TAILS_FROM_ROWS if choice.variant == "tails" else configs.PERSISTENT_FROM_ROWS
+        because = f"rule: {mean_rows} rows per group {'>=' if mean_rows >= limit else '<'} {limit}"
         if choice.entry is not None:
             near = choice.entry.bucket
             because = f"tuned: {choice.source}, distance {choice.distance:.2f} from "

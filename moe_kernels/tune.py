@@ -260,7 +260,8 @@ def alternatives(problem: Problem) -> list[Choice]:
     from moe_kernels import configs
 
     found = [configs.rule(problem, "persistent", block_m) for block_m in (64, 128) if problem.rows >= 32]
-    found += [configs.rule(problem, "tails")] if problem.rows >= 32 else []
+    tails = configs.rule(problem, "tails")
+    found += [tails] if problem.rows >= 32 and tails.access.tma_out else []
     by_rule = configs.rule(problem, "basic").block_m
     heights = {by_rule // 2, by_rule, by_rule * 2} & {16, 32, 64, 128}
     found += [configs.rule(problem, "basic", block_m) for block_m in sorted(heights)]

@@ -457,6 +457,8 @@ def test_an_entry_of_tails(tmp_path: Path) -> None:
         assert (choice.variant, choice.config.config["num_stages"]) == ("tails", 7)
         assert choice.config.config["indexing"] == configs.rule(many).config.config["indexing"]
     assert choose_quietly(many, "basic").entry is None
+    assert choose_quietly(replace(many, rows=1024, M=131072)).entry is not None
+    assert choose_quietly(replace(many, rows=256, M=32768)).entry is None
     assert choose_quietly(replace(many, has_bias=True)).config.config["indexing"].count("tensor_descriptor") == 7
     for changed in ({"N": 1500}, {"tma_B": False}, {"out_dtype": torch.float32}):
         assert choose_quietly(replace(many, **changed)).variant == "persistent"

@@ -82,7 +82,7 @@ PERSISTENT_FROM_ROWS = 128
 TAILS_FROM_ROWS = 512
 # The kernels that are what is asked for.
 _KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
-TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of the whole tiles of `jagged_tails`
+TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of the whole tiles of `jagged_tails`, whose text has them as numbers
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM can have together, from sm90 on
 MAX_BLOCK_G = 1024  # offsets that a program looks at together
 
@@ -238,8 +238,11 @@ def _tuned(problem: Problem, variant: str) -> Choice | None:
     """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
     for found in candidates(problem.device, bucket_of(problem)):
         choice = _adapted(found, problem)
-        asked_for = choice.variant in _KERNELS[variant]
-        if asked_for and not discarded(choice) and why_illegal(choice, problem) is None:
+        # What was fastest with more rows per group may lose with fewer: see `_apart`.
+        fits = choice.variant in _KERNELS[variant] and not (
+            choice.variant == "tails" and problem.rows < found.entry.bucket.rows
+        )
+        if fits and not discarded(choice) and why_illegal(choice, problem) is None:
             return choice
     return None
 
@@ -271,7 +274,7 @@ def _adapted(found: store.Found, problem: Problem) -> Choice:
 def why_illegal(choice: Choice, problem: Problem) -> str | None:
     """What keeps `choice` from being used for `problem`; None if nothing does."""
     values: dict[str, Any] = choice.config.config
-    if choice.variant not in ("basic", "persistent", "tails"):
+    if choice.variant not in _KERNELS["auto"]:
         return f"no kernel {choice.variant!r}"
     access = _access(problem, choice.variant, choice.block_m)
     if choice.access != access or (choice.entry is not None and choice.entry.tma != access.tma):

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_kernels import configs
 from moe_kernels.kernels.inline import divide, int32, unmasked
 from moe_kernels.kernels.launch import compile_kernel, kernel, worker_count
-from moe_kernels.kernels.tiles import compile_table, some_table
+from moe_kernels.kernels.tiles import compile_table, place, shares, some_table, windows
 
 
 def _preset(A_packed: Tensor, B: Tensor, tiles: Tensor, bias: Tensor | None, *_: Any) -> helion.Config:
@@ -46,62 +46,39 @@ def jagged_tails(
     """Each worker walks its share of the tails, which most have none of, and then its share of the whole tiles."""
     K = A_packed.size(1)
     block_k = hl.register_block_size(16, 128)
-    hl.pdl_wait()  # launched while tile_table still runs
+    hl.pdl_wait()  # for tile_table, which need not have ended when this is launched
     for tile_w in hl.tile(workers, block_size=1):
         row_tiles = tiles[0, 0]
-        whole = row_tiles * columns
-        tails = tiles[0, 1] * columns
-        # With s workers for the tails, the others meanwhile walk `early` whole tiles each; then all share the rest.
-        several = hl.arange(128, dtype=torch.int32) + 1
-        time = divide(tails + several - 1, several) * tail_cost
-        early = divide(time, 64)
-        late = divide(torch.clamp(whole - early * (workers - several), min=0) + (workers - 1), workers)
-        time = time + late * 64
-        # Tails are to be computed while their groups' whole tiles are, and so not all of them at the beginning.
-        time = torch.where(2 * early < 3 * late, time + divide(time, 8), time)
-        time = torch.where(several < workers, torch.clamp(time, max=1 << 22), 1 << 23)
-        fewest = torch.amin(time * 128 + (several - 1))
-        s = fewest - divide(fewest, 128) * 128 + 1
-        others = workers - s
-        early = divide(divide(tails + s - 1, s) * tail_cost, 64)
-        rest = torch.minimum(early * others, whole)  # where that begins
-        w = int32(tile_w.id, s)
-        first = w - s
-        early = torch.where(w < s, 0, _count(first, others, rest))
-        late = _count(rest + w, workers, whole)
-
-        for tile_i in hl.tile(torch.where(w < s, _count(w, s, tails), 0), block_size=1):
-            position = w + int32(tile_i.id, s) * s
+        share = shares(row_tiles * columns, tiles[0, 1] * columns, tile_w.id, workers, tail_cost)
+        num_tails, first_tail, s, num_whole, num_early, first, others, first_late = share
+        for tile_i in hl.tile(num_tails, block_size=1):
+            position = first_tail + int32(tile_i.id, s) * s
             t = divide(position, columns)
             n = position - t * columns
             group = tiles[1 + t, 0].to(torch.int64)
             row0 = tiles[1 + t, 1]
             end = tiles[1 + t, 2]
-            weight = group * (not shared)
+            matrix = group * (not shared)
             acc = hl.zeros([64, 256], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):
                 a = _rows(A_packed, row0, end, tile_k, 64, tma)
-                acc = hl.dot(a, _weight(B, weight, n, tile_k, transposed, tma), acc=acc)
+                acc = hl.dot(a, _weight(B, matrix, n, tile_k, transposed, tma), acc=acc)
             if bias is not None:
                 acc = acc + bias[group, n * 256 + hl.arange(256)].to(torch.float32)[None, :]
             _store(tails_out, row0, end, n, acc.to(out.dtype), tma)
 
-        for tile_j in hl.tile(early + late, block_size=1):
+        for tile_j in hl.tile(num_whole, block_size=1):
             j = int32(tile_j.id, s)
-            position = torch.where(j < early, first + j * others, rest + w + (j - early) * workers)
-            block = divide(position, group_m * columns)
-            height = torch.clamp(row_tiles - block * group_m, max=group_m)
-            position = position - block * (group_m * columns)
-            n = divide(position, height)
-            t = block * group_m + position - n * height
+            position = torch.where(j < num_early, first + j * others, first_late + (j - num_early) * workers)
+            t, n = place(position, row_tiles, columns, group_m)
             group = tiles[1 + G + t, 0].to(torch.int64)
             row0 = tiles[1 + G + t, 1]
             end = tiles[1 + G + t, 2]
-            weight = group * (not shared)
+            matrix = group * (not shared)
             acc = hl.zeros([128, 256], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):
                 a = _rows(A_packed, row0, end, tile_k, 128, tma)
-                acc = hl.dot(a, _weight(B, weight, n, tile_k, transposed, tma), acc=acc)
+                acc = hl.dot(a, _weight(B, matrix, n, tile_k, transposed, tma), acc=acc)
             if bias is not None:
                 acc = acc + bias[group, n * 256 + hl.arange(256)].to(torch.float32)[None, :]
             # In two halves, which leaves shared memory for four stages of loads.
@@ -111,25 +88,20 @@ def jagged_tails(
     return out
 
 
-def _count(first: Tensor, step: Any, end: Tensor) -> Tensor:
-    """How many of first, first + step, ... are below `end`."""
-    return divide(torch.clamp(end - first + step - 1, min=0), step)
-
-
 def _rows(A_packed: Tensor, row0: Tensor, end: Tensor, tile_k: Any, block_m: int, tma: bool) -> Tensor:
     """[block_m, block_k]. TMA may read rows of the next group, which are not stored."""
     if tma:
         return unmasked(hl.load(A_packed, [row0 + hl.arange(block_m), tile_k]))
     rows = row0.to(torch.int64) + hl.arange(block_m)
-    return hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end)[:, None])
+    return hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end).unsqueeze(1))
 
 
-def _weight(B: Tensor, group: Tensor, n: Tensor, tile_k: Any, transposed: bool, tma: bool) -> Tensor:
+def _weight(B: Tensor, index: Tensor, n: Tensor, tile_k: Any, transposed: bool, tma: bool) -> Tensor:
     """[block_k, 256]"""
     columns = [n, slice(None)] if tma else [n * 256 + hl.arange(256)]
     if transposed:
-        return unmasked(hl.load(B, [group, *columns, tile_k])).T
-    return unmasked(hl.load(B, [group, tile_k, *columns]))
+        return unmasked(hl.load(B, [index, *columns, tile_k])).T
+    return unmasked(hl.load(B, [index, tile_k, *columns]))
 
 
 def _store(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, tma: bool) -> None:
@@ -140,7 +112,7 @@ def _store(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, tma:
     else:
         rows = row0.to(torch.int64) + hl.arange(height)
         columns = n * width + hl.arange(width)
-        hl.store(out, [rows[:, None], columns[None, :]], tile, extra_mask=(rows < end)[:, None])
+        hl.store(out, [rows.unsqueeze(1), columns.unsqueeze(0)], tile, extra_mask=(rows < end).unsqueeze(1))
 
 
 def plan(
@@ -195,9 +167,5 @@ def plan(
 
 
 def _windows(out: Tensor, height: int, width: int) -> Tensor:
-    """`[M, N]` as `[height, M, N / width, width]`, where `[:, m]` is the window of so many rows that ends before row m.
-
-    As `tiles.windows`, by which TMA leaves out what is past the end of a tile.
-    """
-    row, N = out.stride(0), out.size(1)
-    return out.as_strided((height, out.size(0) - height + 1, N // width, width), (row, row, width, 1))
+    """`windows` of so many rows, `[height, M, N / width, width]`."""
+    return windows(out, height).transpose(1, 2).unflatten(2, (-1, width))

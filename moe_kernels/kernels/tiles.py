@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import helion.language as hl
 import torch
 
 from moe_kernels import configs
 from moe_kernels.allocate import empty
-from moe_kernels.kernels.inline import clamped, divide, first_row, halve, running_max
+from moe_kernels.kernels.inline import clamped, divide, first_row, halve, int32, running_max
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
 
 
@@ -81,6 +82,63 @@ def tile_table(
             if tails_apart:
                 tiles[0, 1] = tail_total
     return tiles
+
+
+def shares(
+    whole: torch.Tensor, tails: torch.Tensor, worker: int, workers: int, tail_cost: int
+) -> tuple[torch.Tensor, ...]:
+    """What a worker computes of so many whole tiles and tails, a tail taking `tail_cost` where a whole tile takes 64.
+
+    s workers begin with the tails, and the others meanwhile go through some of the whole tiles; all then share the rest
+    of those, the ones without tails first. s is what makes the slowest worker the fastest, by that cost.
+
+    Returns (num_tails, first_tail, s, num_whole, num_early, first, others, first_late): the worker has the tails
+    first_tail, first_tail + s, ..., the whole tiles first, first + others, ... `num_early` times, and then first_late,
+    first_late + workers, ...
+    """
+    # Of each s from 1 to 128:
+    tried = hl.arange(128, dtype=torch.int32) + 1
+    tails_time = divide(tails + tried - 1, tried) * tail_cost
+    early = divide(tails_time, 64)
+    left = torch.clamp(whole - early * (workers - tried), min=0)
+    most_early = torch.minimum(early, divide(whole + workers - tried - 1, torch.clamp(workers - tried, min=1)))
+    time = torch.maximum(
+        tails_time + divide(left + tried - 1, workers) * 64, (most_early + divide(left + (workers - 1), workers)) * 64
+    )
+    # Tails are to be computed while their groups' whole tiles are, while weights are in the L2 cache: not in less than
+    # three fifths of the time.
+    time = torch.where(2 * early * workers < 3 * left, time + divide(time, 16), time)
+    # Bounded, so that s fits in beside it. A GPU's memory does not hold the results of that many tiles.
+    time = torch.where(tried < workers, torch.clamp(time, max=1 << 22), 1 << 23)
+    best = torch.amin(time * 128 + (tried - 1))
+    s = best - divide(best, 128) * 128 + 1
+
+    others = workers - s
+    early_end = torch.minimum(divide(divide(tails + s - 1, s) * tail_cost, 64) * others, whole)
+    w = int32(worker, s)
+    has_tails = w < s
+    first = torch.where(has_tails, w + others, w - s)  # the workers without tails, then those with some
+    num_tails = torch.where(has_tails, _count(w, s, tails), 0)
+    num_early = torch.where(has_tails, 0, _count(first, others, early_end))
+    first_late = early_end + first
+    num_whole = num_early + _count(first_late, workers, whole)
+    return num_tails, w, s, num_whole, num_early, first, others, first_late
+
+
+def _count(first: torch.Tensor, step: Any, end: torch.Tensor) -> torch.Tensor:
+    """How many of first, first + step, ... are below `end`."""
+    return divide(torch.clamp(end - first + step - 1, min=0), step)
+
+
+def place(
+    position: torch.Tensor, row_tiles: torch.Tensor, columns: int, group_m: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row tile and column of the tile at `position`: of `group_m` row tiles, one column comes after the other."""
+    block = divide(position, group_m * columns)
+    height = torch.clamp(row_tiles - block * group_m, max=group_m)
+    position = position - block * (group_m * columns)
+    n = divide(position, height)
+    return block * group_m + position - n * height, n
 
 
 def windows(out: torch.Tensor, block_m: int) -> torch.Tensor:
