@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import helion
+import helion.language as hl
 import pytest
 import torch
 
@@ -95,3 +97,40 @@ def test_the_kernel_object(device: str) -> None:
     table = tiles.compile_table(group_offsets, out, 128, tails_apart=True)(group_offsets, out)
     kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 3, 1, False, False, False, 5, 40, 16)
     assert_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@helion.kernel(static_shapes=True, config=helion.Config(block_sizes=[], num_warps=4))
+def shared_out(counts: torch.Tensor, out: torch.Tensor, tail_cost: hl.constexpr) -> torch.Tensor:
+    workers = out.size(0)
+    for tile_w in hl.tile(workers, block_size=1):
+        share = tiles.shares(counts[0], counts[1], tile_w.id, workers, tail_cost)
+        num_tails, first_tail, s, num_whole, num_early, first, others, first_late = share
+        out[tile_w.id, 0] = num_tails
+        out[tile_w.id, 1] = first_tail
+        out[tile_w.id, 2] = s
+        out[tile_w.id, 3] = num_whole
+        out[tile_w.id, 4] = num_early
+        out[tile_w.id, 5] = first
+        out[tile_w.id, 6] = others
+        out[tile_w.id, 7] = first_late
+    return out
+
+
+@pytest.mark.parametrize(
+    ("whole", "tails", "workers"),
+    [(0, 0, 5), (7, 0, 5), (0, 9, 5), (1, 1, 2), (8, 2, 12), (304, 40, 12), (40, 90, 6)],
+)
+def test_every_tile_is_shared_out_once_and_evenly(whole: int, tails: int, workers: int, device: str) -> None:
+    tail_cost = 48
+    counts = torch.tensor([whole, tails], dtype=torch.int32, device=device)
+    out = torch.full((workers, 8), -1, dtype=torch.int32, device=device)
+    whole_done, tails_done, slowest = [], [], 0
+    for num_tails, tail, s, num_whole, num_early, first, others, late in shared_out(counts, out, tail_cost).tolist():
+        tails_done += [tail + i * s for i in range(num_tails)]
+        whole_done += [
+            first + j * others if j < num_early else late + (j - num_early) * workers for j in range(num_whole)
+        ]
+        slowest = max(slowest, num_tails * tail_cost + num_whole * 64)
+    assert sorted(whole_done) == list(range(whole)) and sorted(tails_done) == list(range(tails))
+    if whole > 3 * tails:  # at least as fast as tiles of one height
+        assert slowest <= -(-(whole + tails) // workers) * 64
