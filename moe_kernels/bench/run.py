@@ -290,7 +290,7 @@ def _peak_megabytes(call: Call, device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
     torch.cuda.synchronize(device)
-    gc.collect()  # what else it frees while the call runs
+    gc.collect()  # garbage that is freed during the call would be taken off its peak
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()
