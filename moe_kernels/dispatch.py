@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 
 from moe_kernels import checks, packing, reference
-from moe_kernels.allocate import empty, on_current_device
+from moe_kernels.allocate import empty, empty_rows, on_current_device
 from moe_kernels.plans import Plans
 
 _Result = TypeVar("_Result")
@@ -309,36 +309,33 @@ def _again(
         return None
     try:
         asked = variant, out_dtype, torch.is_grad_enabled(), forward_ad._current_level
-        tensors = A_packed, B, group_offsets
         M = A_packed.shape[0]
+        aligned = (A_packed.data_ptr() | B.data_ptr() | group_offsets.data_ptr()) % 16 == 0
         found = None
         for asked_then, same, least, most, known in _plans.recent:
-            if asked == asked_then and least <= M < most and same(*tensors) and _aligned(*tensors):
+            if asked == asked_then and least <= M < most and aligned and same(A_packed, B, group_offsets):
                 found = known
                 break
         if found is None:
+            tensors = A_packed, B, group_offsets
             if not unobserved(*tensors) or torch._C._is_any_autocast_enabled():
                 return None
             found = _plans[_key(variant, *tensors, None, out_dtype)]
             # What float32 products may use is a setting, which guards do not see.
-            if _TensorGuards is not None and _aligned(*tensors) and torch.float32 not in (A_packed.dtype, B.dtype):
+            if _TensorGuards is not None and aligned and torch.float32 not in (A_packed.dtype, B.dtype):
                 _plans.recent = (asked, *_like(*tensors), found), *_plans.recent[:7]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None  # what is wrong, if anything is, the checks find
     if not on_current_device(A_packed):
         return None
     plan, N, dtype = found
-    out = empty((M, N), dtype, A_packed)
+    out = empty_rows(M, N, dtype, A_packed)
     plan(A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, out)
     return out
 
 
 # By these torch.compile tells whether the arguments of a call are like those that it has compiled for.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-
-
-def _aligned(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> bool:
-    return (A_packed.data_ptr() | B.data_ptr() | group_offsets.data_ptr()) % 16 == 0
 
 
 def _like(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> tuple[Callable[..., bool], int, int]:

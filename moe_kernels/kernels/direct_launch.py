@@ -9,7 +9,7 @@ of Triton 3.6; where that looks different, calls go the ordinary way.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Unavailable(Exception):
 
 
 def direct(
-    run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int], fixed: bool = False
+    run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int], fixed: Container[int] = ()
 ) -> Callable[..., None]:
     """A function that launches what `run`, Helion's generated function, would launch; nothing is launched here.
 
@@ -35,8 +35,8 @@ def direct(
     tensors, the dtype, strides, alignment to 16 bytes and all but the first extent stay; the integers keep their class
     (Triton's: 1, multiple of 16, other). It may be given another tensor than `run`, of the same memory, where `run`
     has a view. `clipped` has the indices of the tensors that have to be read or written by TMA alone, and how many
-    rows before the tensor its descriptor begins. With `fixed` the first extents stay, too, and nothing of a tensor that
-    is given matters but where it begins.
+    rows before the tensor its descriptor begins. `fixed` has the indices of those whose first extent stays, too:
+    nothing of a tensor that is given for one matters but where it begins.
 
     Raises:
         Unavailable: a launch does not look as expected.
@@ -48,7 +48,7 @@ def direct(
 
 
 def _direct(
-    run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int], fixed: bool
+    run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int], fixed: Container[int]
 ) -> Callable[..., None]:
     made: list[Any] = []
 
@@ -76,7 +76,7 @@ def _direct(
             names[name] = descriptor = _Descriptor(a, next(descriptions))
             pointer, extent = f"pointer{index}", f"extent{index}"
             described[index] = None
-            if fixed:
+            if index in fixed:
                 extent = str(a.shape[descriptor.changing])
             if before := clipped.get(index, 0):
                 pointer += f" - {before * a.base.stride(0) * a.base.element_size()}"
@@ -111,7 +111,7 @@ def _direct(
     source = f"""
 def launch({", ".join(f"a{i}" for i in range(len(args)))}):
     {"; ".join(f"pointer{i} = a{i}.data_ptr()" for i in described) or "pass"}
-    {"; ".join(f"extent{i} = a{i}.shape[0]" for i in described if not fixed) or "pass"}
+    {"; ".join(f"extent{i} = a{i}.shape[0]" for i in described if i not in fixed) or "pass"}
     enter = hooks.launch_enter_hook
     if enter.calls:
         metadata = binary.launch_metadata(({grid}, 1, 1), stream(device))

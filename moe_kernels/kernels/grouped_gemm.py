@@ -283,6 +283,7 @@ def _plan(
             jagged,
             (a, b, group_offsets, bias, without_ones(out), 3, 3, shared, transposed, not tma_A, slot_per_row),
             prepare=lambda A_packed, B, *rest: (A_packed, lies_as(B), *rest),
+            fixed={1},
         )
 
         def basic(
@@ -320,6 +321,7 @@ def _plan(
         (a, b, tiles, number, bias, o, shared, transposed, block_m, tma_A, tma_out),
         prepare=prepare,
         clipped=({0: 0} if tma_A else {}) | ({5: block_m} if tma_out else {}),
+        fixed={1},
     )
 
     def persistent(

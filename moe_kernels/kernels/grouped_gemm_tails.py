@@ -157,6 +157,7 @@ def plan(
         tf32=tf32,
         prepare=prepare,
         clipped={0: 0, 4: 64, 5: 128} if tma else {},
+        fixed={1},
     )
     list_tiles = compile_table(group_offsets, out, configs.TAILS_HEIGHT, tails_apart=True)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -74,7 +74,7 @@ def compile_kernel(
     tf32: bool = False,
     prepare: Callable[..., Sequence[Any]] = lambda *args: args,
     clipped: Mapping[int, int] = _NOTHING,
-    fixed: bool = False,
+    fixed: Container[int] = (),
 ) -> Callable[..., Any]:
     """Compile `kernel` under `config` for every call whose arguments are like `args`.
 
@@ -85,14 +85,39 @@ def compile_kernel(
     the same memory, where a view is needed. All calls have to come from the same device.
 
     `clipped` has the indices of tensors outside of which the kernel reads or writes, relying on TMA not to go there,
-    and how many rows before the tensor its descriptor begins. With `fixed` the first extents stay as well, and a call
-    may be given tensors of other shapes that `prepare` views as what the kernel takes.
+    and how many rows before the tensor its descriptor begins. `fixed` has the indices of tensors whose first extent
+    stays as well: a call may be given ones of other shapes that `prepare` views as what the kernel takes.
     """
     args = _apart(args)
     if interpreted():
         interpret = _compile_interpreted(kernel, args, config, wide)
         return lambda *args: interpret(*prepare(*args))
-    return _Launcher(_compiled(_variant(kernel, wide, tf32), args, config), prepare, clipped, fixed)
+    run = _compiled(_variant(kernel, wide, tf32), args, config)
+    launch: Callable[..., Any] | None = None
+
+    def call(*args: Any) -> None:
+        nonlocal launch
+        if launch is None:
+            launch = _launch(run, args, prepare, clipped, fixed)
+        launch(*args)
+
+    return call
+
+
+def _launch(
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    prepare: Callable[..., Sequence[Any]],
+    clipped: Mapping[int, int],
+    fixed: Container[int],
+) -> Callable[..., Any]:
+    """What calls `run`, Helion's generated function: directly, where that is possible."""
+    try:
+        return direct_launch.direct(run, _apart(prepare(*args)), clipped, fixed)
+    except direct_launch.Unavailable:
+        if clipped:
+            raise
+        return lambda *args: run(*prepare(*args))
 
 
 _one_at_a_time = threading.Lock()
@@ -130,33 +155,6 @@ def _apart(args: Sequence[Any]) -> list[Any]:
         arg.detach() if isinstance(arg, torch.Tensor) and any(arg is other for other in args[:i]) else arg
         for i, arg in enumerate(args)
     ]
-
-
-class _Launcher:
-    """Calls Helion's generated function directly, where that is possible."""
-
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        prepare: Callable[..., Sequence[Any]],
-        clipped: Mapping[int, int],
-        fixed: bool,
-    ):
-        self.run, self.prepare, self.clipped, self.fixed = run, prepare, clipped, fixed
-        self.launch: Callable[..., Any] | None = None
-
-    def __call__(self, *args: Any) -> None:
-        if self.launch is None:
-            self.launch = self._launch(args)
-        self.launch(*args)
-
-    def _launch(self, args: Sequence[Any]) -> Callable[..., Any]:
-        try:
-            return direct_launch.direct(self.run, _apart(self.prepare(*args)), self.clipped, self.fixed)
-        except direct_launch.Unavailable:
-            if self.clipped:
-                raise
-            return lambda *args: self.run(*self.prepare(*args))
 
 
 def _compile_interpreted(

@@ -359,6 +359,7 @@ def _plan(
             swiglu,
             (a, few(lies_as(gate)), few(lies_as(up)), group_offsets, to, *biases, *like, 3, 3, *settled),
             prepare=lambda A, gate, up, *rest: (A, lies_as(gate), lies_as(up), *rest),
+            fixed={1, 2},
         )
 
         def basic(*tensors: Any) -> None:
@@ -370,8 +371,9 @@ def _plan(
     def view(out: _Optional) -> _Optional:
         return out if out is None or not tma_out else windows(out, block_m)
 
-    def prepare(A: Any, pairs: Any, tiles: Any, _: Any, *rest: Any) -> tuple[Any, ...]:
+    def prepare(A: Any, gate: Any, tiles: Any, _: Any, *rest: Any) -> tuple[Any, ...]:
         number = tiles.select(0, 0).select(0, 0)
+        pairs = gate.as_strided(shape, strides)
         return A, pairs, tiles, number, *rest[:3], *(view(out) for out in rest[3:6]), *rest[6:]
 
     assert pairs is not None
@@ -387,10 +389,11 @@ def _plan(
         prepare=prepare,
         clipped=({0: 0} if tma_A else {})
         | ({7 + i: block_m for i, out in enumerate(outs) if out is not None} if tma_out else {}),
+        fixed={1},
     )
 
     def persistent(A: Any, gate: Any, _: Any, group_offsets: Any, *rest: Any) -> None:
         tiles = list_tiles(group_offsets, rest[3])
-        run(A, gate.as_strided(shape, strides), tiles, tiles, *rest, *settled)
+        run(A, gate, tiles, tiles, *rest, *settled)
 
     return persistent
