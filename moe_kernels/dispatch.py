@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 
-from moe_kernels import checks, packing, reference
-from moe_kernels.allocate import empty, empty_rows, on_current_device
+from moe_kernels import checks, packing, reference, traced
+from moe_kernels.allocate import current_device, empty, empty_strided, on_current_device
 from moe_kernels.plans import Plans
 
 _Result = TypeVar("_Result")
@@ -307,30 +307,25 @@ def _again(
     """The result if there has been such a call before, from the current device, and nobody records this one."""
     if torch.compiler.is_dynamo_compiling() or profiled():
         return None
+    tensors = A_packed, B, group_offsets
     try:
-        asked = variant, out_dtype, torch.is_grad_enabled(), forward_ad._current_level
-        M = A_packed.shape[0]
-        aligned = (A_packed.data_ptr() | B.data_ptr() | group_offsets.data_ptr()) % 16 == 0
-        found = None
-        for asked_then, same, least, most, known in _plans.recent:
-            if asked == asked_then and least <= M < most and aligned and same(A_packed, B, group_offsets):
-                found = known
-                break
-        if found is None:
-            tensors = A_packed, B, group_offsets
-            if not unobserved(*tensors) or torch._C._is_any_autocast_enabled():
-                return None
-            found = _plans[_key(variant, *tensors, None, out_dtype)]
-            # What float32 products may use is a setting, which guards do not see.
-            if _TensorGuards is not None and aligned and torch.float32 not in (A_packed.dtype, B.dtype):
-                _plans.recent = (asked, *_like(*tensors), found), *_plans.recent[:7]
+        for again in _plans.recent:
+            out: Tensor | None = again(variant, A_packed, B, group_offsets, out_dtype)
+            if out is not None:
+                return out
+        if not unobserved(*tensors) or torch._C._is_any_autocast_enabled():
+            return None
+        plan, N, dtype = _plans[_key(variant, *tensors, None, out_dtype)]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return None  # what is wrong, if anything is, the checks find
+        return None  # what is wrong, if anything is, the checks or an ordinary call find
     if not on_current_device(A_packed):
         return None
-    plan, N, dtype = found
-    out = empty_rows(M, N, dtype, A_packed)
+    out = empty((A_packed.shape[0], N), dtype, A_packed)
     plan(A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, out)
+    # What float32 products may use is a setting, which guards do not see.
+    aligned = all([tensor.data_ptr() % 16 == 0 for tensor in tensors])
+    if _TensorGuards is not None and aligned and torch.float32 not in (A_packed.dtype, B.dtype):
+        _plans.recent = _replay(variant, *tensors, out_dtype, plan, out), *_plans.recent[:7]
     return out
 
 
@@ -338,17 +333,61 @@ def _again(
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
-def _like(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> tuple[Callable[..., bool], int, int]:
-    """A function that says whether tensors are like these but for the rows of A_packed, and the dispatcher is as it is
-    now (autocast, inference mode, modes, transforms); from how many rows on the key is the same; and to below how many.
+def _replay(
+    variant: str,
+    A_packed: Tensor,
+    B: Tensor,
+    group_offsets: Tensor,
+    out_dtype: torch.dtype | None,
+    plan: Callable[..., None],
+    out: Tensor,
+) -> Callable[..., Tensor | None]:
+    """What does all of a call like this one, in one function, and returns None for another call.
+
+    Alike are calls with tensors like these, aligned to 16 bytes, but for the number of rows, as long as the key is the
+    same; from the same device, and with the dispatcher as it is now (autocast, inference mode, modes, transforms).
     """
-    M, G = A_packed.size(0), group_offsets.size(0) - 1
-    tensors = A_packed, B, group_offsets
-    sizes: list[list[int | None]] = [[None, A_packed.size(1)], list(B.shape), list(group_offsets.shape)]
-    guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=None)  # None: those they have
+    (M, N), G = out.shape, group_offsets.size(0) - 1
     bits, bits_each = M.bit_length(), (M // max(G, 1)).bit_length()
-    least = max(1 << bits >> 1, G * (1 << bits_each >> 1))
-    return guards.check, least, min(1 << bits, max(G, 1) << bits_each)
+    least, most = max(1 << bits >> 1, G * (1 << bits_each >> 1)), min(1 << bits, max(G, 1) << bits_each)
+    sizes: list[list[int | None]] = [[None, A_packed.size(1)], list(B.shape), list(group_offsets.shape)]
+    names: dict[str, Any] = {
+        "asked": (variant, out_dtype, torch.is_grad_enabled(), forward_ad._current_level),
+        "is_grad_enabled": torch.is_grad_enabled,
+        "forward_ad": forward_ad,
+        # None: the strides that they have.
+        "alike": _TensorGuards(A_packed, B, group_offsets, dynamic_dims_sizes=sizes, dynamic_dims_strides=None).check,
+        "current_device": current_device,
+        "empty_strided": empty_strided(A_packed),
+        "dtype": out.dtype,
+        "plan": plan,
+    }
+    notes = traced.Notes()
+    extents = {"A_packed": "rows", "B": str(B.size(0)), "group_offsets": str(G + 1), "out": "rows"}
+    a, b, offsets, result = (traced.StandIn(name, traced.Number(rows), notes) for name, rows in extents.items())
+    try:
+        plan(a, b, offsets, None, result)
+    except (AttributeError, TypeError):  # it does something else than to allocate and launch
+        whole = "B" if B.dim() == 3 else "B.unsqueeze(0)"
+        notes = traced.Notes([f"plan(A_packed, {whole}, group_offsets, None, out)"])
+    pointers = "A_packed_pointer | B_pointer | group_offsets_pointer"
+    return traced.function(
+        "again(variant, A_packed, B, group_offsets, out_dtype)",
+        [
+            "if (variant, out_dtype, is_grad_enabled(), forward_ad._current_level) != asked: return None",
+            f"if not alike(A_packed, B, group_offsets) or current_device() != {A_packed.get_device()}: return None",
+            "rows = A_packed.shape[0]",
+            "A_packed_pointer = A_packed.data_ptr()",
+            "B_pointer = B.data_ptr()",
+            "group_offsets_pointer = group_offsets.data_ptr()",
+            f"if not {least} <= rows < {most} or ({pointers}) % 16: return None",
+            f"out = empty_strided((rows, {N}), ({N}, 1), dtype)",
+            "out_pointer = out.data_ptr()",
+            *notes.statements,
+            "return out",
+        ],
+        names | notes.names,
+    )
 
 
 def _run(

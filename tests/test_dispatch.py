@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_kernels import dispatch
 from moe_kernels.plans import set_aside
+from moe_kernels.traced import StandIn
 
 M, K, N, G = 100, 64, 32, 8
 Call = tuple[str, Tensor, Tensor, Tensor, torch.dtype | None]
@@ -29,6 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         seen.append(len(A_packed))
 
     monkeypatch.setattr(dispatch, "on_current_device", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "current_device", lambda: -1)
     with set_aside(), torch.no_grad():
         dispatch._plans[dispatch._key(*call()[:4], None, None)] = plan, N, torch.bfloat16
         yield seen
@@ -143,3 +145,37 @@ def test_a_few_kinds_are_looked_at_first(calls: list[int]) -> None:
         dispatch._plans[dispatch._key(*args[:4], None, None)] = plan
         dispatch._again(*args)
     assert calls == every and len(dispatch._plans.recent) == 8
+
+
+def test_a_plan_that_only_launches_becomes_one_function(calls: list[int]) -> None:
+    seen: list[int] = []
+    planned: list[object] = []
+
+    def plan(A_packed: Any, B: Any, group_offsets: Any, bias: None, out: Any) -> None:
+        planned.append(A_packed)
+        slots = 2 * A_packed.shape[0] + 1
+        if isinstance(A_packed, StandIn):
+            text = f"seen.extend(({slots.text}, {out.pointer}, {group_offsets.pointer}))"
+            A_packed.notes.note(text, {"seen": seen})
+        else:
+            seen.extend((slots, out.data_ptr(), group_offsets.data_ptr()))
+
+    dispatch._plans[dispatch._key(*call()[:4], None, None)] = plan, N, torch.bfloat16
+    for M in (100, 101, 127, 64):
+        args = call(A=torch.zeros(M, K, dtype=torch.bfloat16))
+        out = dispatch._again(*args)
+        assert out is not None and out.shape == (M, N) and out.is_contiguous() and out.dtype == torch.bfloat16
+        assert seen == [2 * M + 1, out.data_ptr(), args[3].data_ptr()]
+        seen.clear()
+    assert [type(A) for A in planned] == [Tensor, StandIn]
+
+
+def test_what_fails_is_left_to_an_ordinary_call(calls: list[int]) -> None:
+    def plan(A_packed: Tensor, *_: Any) -> None:
+        calls.append(A_packed.size(0))
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+
+    dispatch._plans[dispatch._key(*call()[:4], None, None)] = plan, N, torch.bfloat16
+    assert [dispatch._again(*call()) is not None for _ in range(3)] == [True, False, True]
+    assert calls == [M] * 3

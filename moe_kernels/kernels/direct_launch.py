@@ -1,15 +1,17 @@
 """Launch a compiled Triton kernel with only what changes between calls left to do on the host.
 
 Helion's generated function and Triton's launcher together take 30 to 50 us of a launch to work out what a plan has
-settled: which binary the arguments call for, sizes, strides, descriptors. `direct` notes once where tensors and
-integers end up among the binary's arguments, and makes a function that fills in just those. It leans on the launcher
-of Triton 3.6; where that looks different, calls go the ordinary way.
+settled: which binary the arguments call for, sizes, strides, descriptors. `direct` finds out once where tensors and
+integers end up among the binary's arguments, and gives the text of a launch that fills in just those. It leans on the
+launcher of Triton 3.6; where that looks different, calls go the ordinary way.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from helion.runtime import default_launcher
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_kernels.traced import Notes, Number, StandIn, function
 
 _STAND_INS = ((1_000_003, 1_000_033, 1_000_037), (1_000_039, 1_000_081, 1_000_099))  # odd, like what they stand for
 _MOST_ENCODED = 1024  # descriptors of 128 bytes
@@ -26,10 +30,34 @@ class Unavailable(Exception):
     """This kernel cannot be launched directly with this version of Triton."""
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A launch in which all is settled but the tensors and plain integers of a call."""
+
+    text: str  # an expression, and a format of stand-ins for the call's arguments
+    names: Mapping[str, Any]  # the other names in it
+
+    def statement(self, args: Sequence[Any]) -> str:
+        """The launch for `args`: a `StandIn` for each tensor, and a `Number` for each integer that a call is given."""
+        return self.text.format(*(Number(str(arg)) if type(arg) is int else arg for arg in args))
+
+    def function(self, args: Sequence[Any]) -> Callable[..., None]:
+        """What launches, for arguments like `args`."""
+        stand_ins = [
+            StandIn(f"a{i}", Number(f"a{i}_rows"), Notes()) if isinstance(arg, torch.Tensor) else Number(f"a{i}")
+            for i, arg in enumerate(args)
+        ]
+        statement = self.statement(stand_ins)
+        tensors = [x for x in stand_ins if isinstance(x, StandIn)]
+        asked = [f"{x.pointer} = {x.name}.data_ptr()" for x in tensors if x.pointer in statement]
+        asked += [f"{x.rows.text} = {x.name}.shape[0]" for x in tensors if x.rows.text in statement]
+        return function(f"launch({', '.join(f'a{i}' for i in range(len(args)))})", [*asked, statement], self.names)
+
+
 def direct(
     run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int], fixed: Container[int] = ()
-) -> Callable[..., None]:
-    """A function that launches what `run`, Helion's generated function, would launch; nothing is launched here.
+) -> Launch:
+    """The launch that `run`, Helion's generated function, would make; nothing is launched here.
 
     It is for calls that differ from `args` in tensors and plain integers alone, from the current device. Of the
     tensors, the dtype, strides, alignment to 16 bytes and all but the first extent stay; the integers keep their class
@@ -47,9 +75,10 @@ def direct(
         raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 
-def _direct(
-    run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int], fixed: Container[int]
-) -> Callable[..., None]:
+_numbers = itertools.count()
+
+
+def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, int], fixed: Container[int]) -> Launch:
     made: list[Any] = []
 
     def compile_only(kernel: Any, *launch_args: Any, **options: Any) -> None:
@@ -61,21 +90,27 @@ def _direct(
     integers = [i for i, arg in enumerate(args) if type(arg) is int]
     first, second = (_recorded(run, args, integers, values) for values in _STAND_INS)
     descriptions = iter(getattr(binary.metadata, "tensordesc_meta", None) or ())
-    names: dict[str, Any] = {"hooks": knobs.runtime, "binary": binary}
+    number = next(_numbers)  # in all names, so that launches can be parts of one function
+    names: dict[str, Any] = {"stream": driver.active.get_current_stream, "hooks": knobs.runtime}
+
+    def named(kind: str, value: Any) -> str:
+        name = f"{kind}{number}_{len(names)}"
+        names[name] = value
+        return name
+
     pointers: list[int] = []
-    described: dict[int, None] = {}  # some more than once
+    encoded = False
     flat: list[str] = []
     for a, b in zip(first[1], second[1], strict=True):
         if isinstance(a, torch.Tensor):
             index = _index_of(a, args)
             pointers.append(index)
-            flat.append(f"a{index}.data_ptr()")
+            flat.append(f"{{{index}.pointer}}")
         elif isinstance(a, TensorDescriptor):
             index = next(i for i, arg in enumerate(args) if arg is a.base)
-            name = f"descriptor{len(names)}"
-            names[name] = descriptor = _Descriptor(a, next(descriptions))
-            pointer, extent = f"pointer{index}", f"extent{index}"
-            described[index] = None
+            encoded = True
+            descriptor = _Descriptor(a, next(descriptions))
+            pointer, extent = f"{{{index}.pointer}}", f"{{{index}.rows.text}}"
             if index in fixed:
                 extent = str(a.shape[descriptor.changing])
             if before := clipped.get(index, 0):
@@ -83,45 +118,32 @@ def _direct(
                 extent += f" + {before}"
             extents = [str(size) for size in a.shape]
             extents[descriptor.changing] = extent
-            flat += [f"{name}[{pointer}, {extent}]", *extents, *map(str, a.strides)]
+            flat += [f"{named('descriptor', descriptor)}[{pointer}, {extent}]", *extents, *map(str, a.strides)]
         elif a == b:
-            names[f"constant{len(names)}"] = a
-            flat.append(f"constant{len(names) - 1}")
+            flat.append(named("constant", a))
         else:
             index = next(i for i, x, y in zip(integers, *_STAND_INS, strict=False) if (a, b) == (x, y))
-            flat.append(f"a{index}")
+            flat.append(f"{{{index}.text}}")
     if clipped.keys() & set(pointers):
         raise Unavailable("a tensor is not reached by TMA")
-    names["raw"] = launcher.launch
-    if any(name.startswith("descriptor") for name in names):
-        names["raw"] = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         raise Unavailable("scratch memory")
-    names |= {
-        "stream": driver.active.get_current_stream,
-        "device": driver.active.get_current_device(),
-        "function": binary.function,
-        "cooperative": launcher.launch_cooperative_grid,
-        "pdl": launcher.launch_pdl,
-        "packed": binary.packed_metadata,
-    }
-    grid = _grid(first[0], second[0], integers)
-    launch = f"raw({grid}, 1, 1, stream(device), function, cooperative, pdl, None, None, packed, %s, {', '.join(flat)})"
+    raw = inspect.getclosurevars(launcher.launch).nonlocals["launcher"] if encoded else launcher.launch
+    grid = f"{_grid(first[0], second[0], integers)}, 1, 1"
+    stream = f"stream({driver.active.get_current_device()})"
+    settled = (
+        named("function", binary.function),
+        named("cooperative", launcher.launch_cooperative_grid),
+        named("pdl", launcher.launch_pdl),
+        "None, None",
+        named("packed", binary.packed_metadata),
+    )
+    before = f"{named('raw', raw)}({grid}, {stream}, {', '.join(settled)}"
+    after = f"{', '.join(flat)})"
     # A profiler listens to the hooks.
-    source = f"""
-def launch({", ".join(f"a{i}" for i in range(len(args)))}):
-    {"; ".join(f"pointer{i} = a{i}.data_ptr()" for i in described) or "pass"}
-    {"; ".join(f"extent{i} = a{i}.shape[0]" for i in described if i not in fixed) or "pass"}
-    enter = hooks.launch_enter_hook
-    if enter.calls:
-        metadata = binary.launch_metadata(({grid}, 1, 1), stream(device))
-        {launch % "metadata, enter, hooks.launch_exit_hook"}
-    else:
-        {launch % "None, None, None"}
-"""
-    exec(source, names)
-    result: Callable[..., None] = names["launch"]
-    return result
+    metadata = f"{named('binary', binary)}.launch_metadata(({grid}), {stream})"
+    observed = f"{before}, {metadata}, hooks.launch_enter_hook, hooks.launch_exit_hook, {after}"
+    return Launch(f"{observed} if hooks.launch_enter_hook.calls else {before}, None, None, None, {after}", names)
 
 
 class _CompileOnly:
@@ -147,14 +169,14 @@ def _recorded(
 
 
 def _grid(first: tuple[int, ...], second: tuple[int, ...], integers: Sequence[int]) -> str:
-    """The grid's only extent: a constant, or a multiple of an argument."""
+    """The format of the grid's only extent: a constant, or a multiple of an argument."""
     if len(first) != 1:
         raise Unavailable("a grid of several dimensions")
     if first == second:
         return str(first[0])
     for i, a, b in zip(integers, *_STAND_INS, strict=False):
         if first[0] % a == 0 and first[0] // a * b == second[0]:
-            return f"a{i} * {first[0] // a}"
+            return f"{{{i}.text}} * {first[0] // a}"
     raise Unavailable("a grid that is no multiple of an argument")
 
 

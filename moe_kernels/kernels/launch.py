@@ -18,6 +18,7 @@ from helion.runtime.settings import default_autotuner_fn
 from triton.runtime import interpreter
 
 from moe_kernels.kernels import direct_launch
+from moe_kernels.traced import StandIn
 
 INT32_MAX = 2**31 - 1
 _INTERPRETED_WORKERS = 4
@@ -92,32 +93,7 @@ def compile_kernel(
     if interpreted():
         interpret = _compile_interpreted(kernel, args, config, wide)
         return lambda *args: interpret(*prepare(*args))
-    run = _compiled(_variant(kernel, wide, tf32), args, config)
-    launch: Callable[..., Any] | None = None
-
-    def call(*args: Any) -> None:
-        nonlocal launch
-        if launch is None:
-            launch = _launch(run, args, prepare, clipped, fixed)
-        launch(*args)
-
-    return call
-
-
-def _launch(
-    run: Callable[..., Any],
-    args: Sequence[Any],
-    prepare: Callable[..., Sequence[Any]],
-    clipped: Mapping[int, int],
-    fixed: Container[int],
-) -> Callable[..., Any]:
-    """What calls `run`, Helion's generated function: directly, where that is possible."""
-    try:
-        return direct_launch.direct(run, _apart(prepare(*args)), clipped, fixed)
-    except direct_launch.Unavailable:
-        if clipped:
-            raise
-        return lambda *args: run(*prepare(*args))
+    return _Launcher(_compiled(_variant(kernel, wide, tf32), args, config), prepare, clipped, fixed)
 
 
 _one_at_a_time = threading.Lock()
@@ -155,6 +131,41 @@ def _apart(args: Sequence[Any]) -> list[Any]:
         arg.detach() if isinstance(arg, torch.Tensor) and any(arg is other for other in args[:i]) else arg
         for i, arg in enumerate(args)
     ]
+
+
+class _Launcher:
+    """Calls Helion's generated function, directly where that is possible; for stand-ins, notes the launch."""
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        prepare: Callable[..., Sequence[Any]],
+        clipped: Mapping[int, int],
+        fixed: Container[int],
+    ):
+        self.run, self.prepare, self.clipped, self.fixed = run, prepare, clipped, fixed
+        self.direct: direct_launch.Launch | None = None
+        self.function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> None:
+        if self.function is None:
+            self.function = self._function(args)
+        if isinstance(args[0], StandIn):
+            if self.direct is None:
+                raise TypeError("Helion's own function takes tensors alone")
+            args[0].notes.note(self.direct.statement(args), self.direct.names)
+        else:
+            self.function(*args)
+
+    def _function(self, args: Sequence[Any]) -> Callable[..., Any]:
+        prepared = _apart(self.prepare(*args))
+        try:
+            self.direct = direct_launch.direct(self.run, prepared, self.clipped, self.fixed)
+        except direct_launch.Unavailable:
+            if self.clipped:
+                raise
+            return lambda *args: self.run(*self.prepare(*args))
+        return self.direct.function(prepared)
 
 
 def _compile_interpreted(

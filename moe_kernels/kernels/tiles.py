@@ -9,7 +9,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import configs
-from moe_kernels.allocate import empty_rows
+from moe_kernels.allocate import empty
 from moe_kernels.kernels.inline import clamped, divide, first_row, halve, int32, running_max
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
 
@@ -173,7 +173,7 @@ def compile_table(
     def list_tiles(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         M = out.shape[0]
         slots = num_slots(M, G, block_m)
-        tiles = empty_rows(1 + G * tails_apart + slots, 3, torch.int32, out)
+        tiles = empty((1 + G * tails_apart + slots, 3), torch.int32, out)
         run(group_offsets, out, tiles, slots, 2 * M + 1, block_m, tails_apart)
         return tiles
 
