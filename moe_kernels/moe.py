@@ -120,7 +120,7 @@ def moe_mlp(
     observed = not eager or dispatch.differentiated(*tensors) or dispatch.profiled()
     kind = None
     if not (validates or observed or torch._C._is_any_autocast_enabled()):
-        kind = (form, transposed, *map(_kind, tensors))
+        kind = (form, transposed, _together(w_gate_up, w_up), *map(_kind, tensors))
         prepared = _prepared.get(kind)
         if prepared is not None and on_current_device(hidden):
             return prepared(*tensors)
@@ -148,6 +148,13 @@ _prepared: Plans[Prepared | PreparedForOneToken | None] = Plans()
 def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
     """All that checks, choices and compiled code depend on."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.layout, x.get_device(), x.data_ptr() % 16)
+
+
+def _together(w_gate_up: Tensor, w_up: Tensor | None) -> bool:
+    """Whether `w_up` begins in the middle between two experts of `w_gate_up`: then both may be read as one tensor."""
+    if w_up is None or w_gate_up.dim() != 3:
+        return False
+    return 2 * (w_up.data_ptr() - w_gate_up.data_ptr()) == w_gate_up.stride(0) * w_gate_up.element_size()
 
 
 def _columns(weight: Any, transposed: bool) -> Any:

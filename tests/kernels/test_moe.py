@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
+from moe_kernels import group_offsets_from_sizes, moe, moe_mlp, reference, route, swiglu_ffn
 from moe_kernels.form import ACTIVATIONS, Form
 from moe_kernels.kernels import activation, one_token
 from moe_kernels.kernels import swiglu_ffn as swiglu_kernels
@@ -274,6 +274,23 @@ def test_prepared_calls(name: str, up_bias: bool, device: str) -> None:
         out = prepared(tensors["hidden"], ids, tensors["gates"], *weights, *biases)
         torch.testing.assert_close(out, run(moe_mlp, tensors, ids, options), rtol=2e-3, atol=2e-3)
         assert out.any()
+
+
+def test_a_second_weight_that_lies_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up may be read as one tensor if one lies behind the other, and in the next call they may not."""
+    monkeypatch.setattr(moe, "_prepared", Plans())
+    if device == "cpu":
+        monkeypatch.setattr(moe, "prepare", lambda *args: Prepared(2, *args[-2:]))
+        monkeypatch.setattr(moe, "on_current_device", lambda _: True)
+    E, I, H = 2, 16, 24  # noqa: E741
+    tensors, ids, options = make({}, 160, H, I, E, 2, device, torch.float16)
+    both = tensors["w_gate_up"]
+    for up in (both, both, both, both.flip(0), both.flip(0)):
+        weights = {"w_gate_up": both[:, :I], "w_up": up[:, I:]}
+        out = run(moe_mlp, tensors | weights, ids, options)
+        expected = run(reference.moe_mlp, tensors | weights, ids, options)
+        torch.testing.assert_close(out, expected, rtol=1e-2, atol=3e-2)
+    assert len(moe._prepared) == 2
 
 
 def test_dropped_tokens_and_experts_without_tokens(device: str) -> None:
