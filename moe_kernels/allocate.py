@@ -31,4 +31,5 @@ def empty_strided(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], t
     if like.is_cuda and _empty_strided_cuda is not None:
         made: Callable[..., Tensor] = _empty_strided_cuda
         return made
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+    device = like.device
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)

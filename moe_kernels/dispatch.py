@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -258,7 +258,19 @@ def on_device(like: Tensor, launch: Callable[..., _Result], *args: Any) -> _Resu
 
 
 MOST_ROWS = 2**30 - 1  # twice as many and one are an int32
-_plans: Plans[tuple[Callable[..., None], int, torch.dtype]] = Plans()  # and N and dtype of the result
+
+
+class _Known(NamedTuple):
+    """What there is for a key."""
+
+    plan: Callable[..., None]
+    N: int
+    dtype: torch.dtype  # of the result
+    replays: list[Callable[..., Tensor | None]]
+
+
+_plans: Plans[_Known] = Plans()
+_MOST_REPLAYS = 8
 
 
 def _key(
@@ -307,25 +319,29 @@ def _again(
     """The result if there has been such a call before, from the current device, and nobody records this one."""
     if torch.compiler.is_dynamo_compiling() or profiled():
         return None
+    for replay in _plans.recent:
+        out: Tensor | None = replay(variant, A_packed, B, group_offsets, out_dtype)
+        if out is not None:
+            return out
     tensors = A_packed, B, group_offsets
     try:
-        for again in _plans.recent:
-            out: Tensor | None = again(variant, A_packed, B, group_offsets, out_dtype)
-            if out is not None:
-                return out
         if not unobserved(*tensors) or torch._C._is_any_autocast_enabled():
             return None
-        plan, N, dtype = _plans[_key(variant, *tensors, None, out_dtype)]
+        known = _plans[_key(variant, *tensors, None, out_dtype)]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return None  # what is wrong, if anything is, the checks or an ordinary call find
+        return None  # what is wrong, if anything is, the checks find
     if not on_current_device(A_packed):
         return None
-    out = empty((A_packed.shape[0], N), dtype, A_packed)
-    plan(A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, out)
-    # What float32 products may use is a setting, which guards do not see.
-    aligned = all([tensor.data_ptr() % 16 == 0 for tensor in tensors])
-    if _TensorGuards is not None and aligned and torch.float32 not in (A_packed.dtype, B.dtype):
-        _plans.recent = _replay(variant, *tensors, out_dtype, plan, out), *_plans.recent[:7]
+    for replay in known.replays:
+        out = replay(variant, *tensors, out_dtype)
+        if out is not None:
+            _plans.recent = replay, *_plans.recent[:7]
+            return out
+    out = empty((A_packed.size(0), known.N), known.dtype, A_packed)
+    known.plan(A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, out)
+    if len(known.replays) < _MOST_REPLAYS and (made := _replay(known.plan, out, variant, *tensors, out_dtype)):
+        known.replays.append(made)
+        _plans.recent = made, *_plans.recent[:7]
     return out
 
 
@@ -334,55 +350,65 @@ _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
 def _replay(
+    plan: Callable[..., None],
+    out: Tensor,
     variant: str,
     A_packed: Tensor,
     B: Tensor,
     group_offsets: Tensor,
     out_dtype: torch.dtype | None,
-    plan: Callable[..., None],
-    out: Tensor,
-) -> Callable[..., Tensor | None]:
-    """What does all of a call like this one, in one function, and returns None for another call.
+) -> Callable[..., Tensor | None] | None:
+    """What does all of a call like this one, in one function, and returns None for another call; None if there is none.
 
     Alike are calls with tensors like these, aligned to 16 bytes, but for the number of rows, as long as the key is the
     same; from the same device, and with the dispatcher as it is now (autocast, inference mode, modes, transforms).
     """
     (M, N), G = out.shape, group_offsets.size(0) - 1
+    tensors = A_packed, B, group_offsets
+    # What float32 products may use is a setting, which guards do not see.
+    if torch.float32 in (A_packed.dtype, B.dtype) or any([x.data_ptr() % 16 for x in tensors]):
+        return None
+    sizes: list[list[int | None]] = [[None, A_packed.size(1)], list(B.shape), list(group_offsets.shape)]
+    try:
+        # None: the strides that they have.
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=None)
+    except (RuntimeError, TypeError, ValueError):  # PyTorch does not promise that there is such a thing
+        return None
+
+    notes = traced.Notes()
+    rows = {"A_packed": "rows", "B": B.size(0) if B.dim() == 3 else 1, "group_offsets": G + 1, "out": "rows"}
+    stand_ins = [traced.StandIn(name, traced.Number(str(number)), notes) for name, number in rows.items()]
+    a, b, offsets, result = stand_ins
+    try:
+        plan(a, b, offsets, None, result)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it does more than to allocate and launch
+        three = "B" if B.dim() == 3 else "B.unsqueeze(0)"
+        notes = traced.Notes([f"plan(A_packed, {three}, group_offsets, None, out)"], {"plan": plan})
+
     bits, bits_each = M.bit_length(), (M // max(G, 1)).bit_length()
     least, most = max(1 << bits >> 1, G * (1 << bits_each >> 1)), min(1 << bits, max(G, 1) << bits_each)
-    sizes: list[list[int | None]] = [[None, A_packed.size(1)], list(B.shape), list(group_offsets.shape)]
-    names: dict[str, Any] = {
+    names = {
+        "alike": guards.check,
         "asked": (variant, out_dtype, torch.is_grad_enabled(), forward_ad._current_level),
         "is_grad_enabled": torch.is_grad_enabled,
         "forward_ad": forward_ad,
-        # None: the strides that they have.
-        "alike": _TensorGuards(A_packed, B, group_offsets, dynamic_dims_sizes=sizes, dynamic_dims_strides=None).check,
         "current_device": current_device,
         "empty_strided": empty_strided(A_packed),
         "dtype": out.dtype,
-        "plan": plan,
     }
-    notes = traced.Notes()
-    extents = {"A_packed": "rows", "B": str(B.size(0)), "group_offsets": str(G + 1), "out": "rows"}
-    a, b, offsets, result = (traced.StandIn(name, traced.Number(rows), notes) for name, rows in extents.items())
-    try:
-        plan(a, b, offsets, None, result)
-    except (AttributeError, TypeError):  # it does something else than to allocate and launch
-        whole = "B" if B.dim() == 3 else "B.unsqueeze(0)"
-        notes = traced.Notes([f"plan(A_packed, {whole}, group_offsets, None, out)"])
-    pointers = "A_packed_pointer | B_pointer | group_offsets_pointer"
-    return traced.function(
-        "again(variant, A_packed, B, group_offsets, out_dtype)",
+    return traced.define(
+        "replay(variant, A_packed, B, group_offsets, out_dtype)",
         [
-            "if (variant, out_dtype, is_grad_enabled(), forward_ad._current_level) != asked: return None",
-            f"if not alike(A_packed, B, group_offsets) or current_device() != {A_packed.get_device()}: return None",
-            "rows = A_packed.shape[0]",
-            "A_packed_pointer = A_packed.data_ptr()",
-            "B_pointer = B.data_ptr()",
-            "group_offsets_pointer = group_offsets.data_ptr()",
-            f"if not {least} <= rows < {most} or ({pointers}) % 16: return None",
+            "try:",
+            "    if (variant, out_dtype, is_grad_enabled(), forward_ad._current_level) != asked: return None",
+            "    rows = A_packed.shape[0]",
+            f"    if not {least} <= rows < {most} or not alike(A_packed, B, group_offsets): return None",
+            "except (AttributeError, IndexError, RuntimeError, TypeError): return None",
+            f"if current_device() != {A_packed.get_device()}: return None",
+            *(x.asks_pointer for x in (a, b, offsets)),
+            f"if ({a.pointer} | {b.pointer} | {offsets.pointer}) % 16: return None",
             f"out = empty_strided((rows, {N}), ({N}, 1), dtype)",
-            "out_pointer = out.data_ptr()",
+            result.asks_pointer,
             *notes.statements,
             "return out",
         ],
@@ -433,11 +459,11 @@ def _call(
     key: tuple[Any, ...], variant: str, A: Tensor, B: Tensor, offsets: Tensor, bias: Tensor | None, out: Tensor
 ) -> Callable[..., None]:
     if key in _plans:
-        plan = _plans[key][0]
+        plan = _plans[key].plan
         plan(A, B, offsets, bias, out)
         return plan
     from moe_kernels.kernels import grouped_gemm as kernels
 
     plan = kernels.plan(variant, A, B, offsets, bias, out)
-    _plans[key] = plan, B.size(2), out.dtype
+    _plans[key] = _Known(plan, B.size(2), out.dtype, [])
     return plan

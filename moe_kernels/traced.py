@@ -26,29 +26,38 @@ class Notes:
         self.names.update(names)
 
 
-@dataclass
+@dataclass(eq=False)
 class Number:
-    """Stands for an integer that only a call knows."""
+    """Stands for an integer that only a call knows: what depends on its value cannot be noted."""
 
     text: str
 
-    def __add__(self, other: int) -> Number:
-        return Number(f"({self.text} + {other})")
+    def __str__(self) -> str:
+        return self.text
 
-    def __mul__(self, other: int) -> Number:
-        return Number(f"({self.text} * {other})")
+    def __add__(self, other: object) -> Number:
+        return Number(f"({self} + {other})")
 
-    def __floordiv__(self, other: int) -> Number:
-        return Number(f"({self.text} // {other})")
+    def __mul__(self, other: object) -> Number:
+        return Number(f"({self} * {other})")
 
-    def __or__(self, other: int) -> Number:
-        return Number(f"({self.text} | {other})")
+    def __floordiv__(self, other: object) -> Number:
+        return Number(f"({self} // {other})")
+
+    def __or__(self, other: object) -> Number:
+        return Number(f"({self} | {other})")
 
     __radd__ = __add__
     __rmul__ = __mul__
 
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(f"{self} is not known yet")
 
-@dataclass
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self} is not known yet")
+
+
+@dataclass(eq=False)
 class StandIn:
     """Stands for a tensor, of which a plan may ask how many rows it has, and for other memory where it lies."""
 
@@ -64,18 +73,23 @@ class StandIn:
     def pointer(self) -> str:
         return f"{self.name}_pointer"
 
+    @property
+    def asks_pointer(self) -> str:
+        """The statement that has to come before `pointer` is used."""
+        return f"{self.pointer} = {self.name}.data_ptr()"
+
     def new_empty(self, shape: tuple[Number, int], dtype: torch.dtype) -> StandIn:
         """For memory of so many rows and columns; in the notes, `empty_strided` is what allocates it."""
         rows, columns = shape
         new = StandIn(f"new{len(self.notes.statements)}", rows, self.notes)
-        memory = f"{new.name} = empty_strided(({rows.text}, {columns}), ({columns}, 1), {new.name}_dtype)"
-        self.notes.note(f"{memory}; {new.pointer} = {new.name}.data_ptr()", {f"{new.name}_dtype": dtype})
+        memory = f"{new.name} = empty_strided(({rows}, {columns}), ({columns}, 1), {new.name}_dtype)"
+        self.notes.note(f"{memory}; {new.asks_pointer}", {f"{new.name}_dtype": dtype})
         return new
 
 
-def function(signature: str, statements: Sequence[str], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """`def signature: statements`, where `names` are known."""
+def define(signature: str, statements: Sequence[str], names: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function `def signature: statements`, where `names` are known."""
     known = dict(names)
     exec("\n    ".join([f"def {signature}:", *statements]), known)
-    made: Callable[..., Any] = known[signature.partition("(")[0]]
+    made: Callable[..., Any] = known.pop(signature.partition("(")[0])  # or it would hold itself
     return made

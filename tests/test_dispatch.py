@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_kernels import dispatch
+from moe_kernels import dispatch, traced
 from moe_kernels.plans import set_aside
 from moe_kernels.traced import StandIn
 
@@ -32,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(dispatch, "on_current_device", lambda tensor: True)
     monkeypatch.setattr(dispatch, "current_device", lambda: -1)
     with set_aside(), torch.no_grad():
-        dispatch._plans[dispatch._key(*call()[:4], None, None)] = plan, N, torch.bfloat16
+        dispatch._plans[dispatch._key(*call()[:4], None, None)] = known(plan)
         yield seen
 
 
@@ -42,6 +45,10 @@ def call(**changed: Any) -> Call:
     values = {"variant": "auto", "A": A, "B": B, "offsets": torch.zeros(G + 1, dtype=torch.int32), "out_dtype": None}
     variant, A, B, offsets, out_dtype = {**values, **changed}.values()
     return variant, A, B, offsets, out_dtype
+
+
+def known(plan: Callable[..., None]) -> dispatch._Known:
+    return dispatch._Known(plan, N, torch.bfloat16, [])
 
 
 class Subclass(Tensor):
@@ -137,14 +144,56 @@ def test_inference_mode_is_a_kind_of_its_own(calls: list[int]) -> None:
     assert dispatch._again(*call()) is not None and len(dispatch._plans.recent) == 2
 
 
-def test_a_few_kinds_are_looked_at_first(calls: list[int]) -> None:
-    plan = dispatch._plans[dispatch._key(*call()[:4], None, None)]
+def test_a_few_kinds_are_looked_at_first(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those beyond the few are not made again: that takes much longer than a call."""
+    made: list[str] = []
+    define = traced.define
+    monkeypatch.setattr(traced, "define", lambda *args: (made.append(args[0]), define(*args))[1])
+    plan = dispatch._plans[dispatch._key(*call()[:4], None, None)].plan
     every = [M << i for i in range(10)]
-    for rows in every:
+    for rows in every * 3:
         args = call(A=torch.zeros(rows, K, dtype=torch.bfloat16))
-        dispatch._plans[dispatch._key(*args[:4], None, None)] = plan
-        dispatch._again(*args)
-    assert calls == every and len(dispatch._plans.recent) == 8
+        dispatch._plans.setdefault(dispatch._key(*args[:4], None, None), known(plan))
+        out = dispatch._again(*args)
+        assert out is not None and len(out) == rows
+    assert calls == every * 3 and len(dispatch._plans.recent) == 8 and len(made) == 10
+
+
+def test_not_very_many_kinds_have_one_key(calls: list[int]) -> None:
+    key = dispatch._key(*call()[:4], None, None)
+    for options in list(itertools.product((None, torch.bfloat16), *[(False, True)] * 3)) * 2:
+        out_dtype, of_A, of_B, inference = options
+        args = call(out_dtype=out_dtype)
+        args[1].requires_grad_(of_A), args[2].requires_grad_(of_B)
+        with torch.inference_mode() if inference else nullcontext():
+            assert dispatch._again(*args) is not None
+    assert len(dispatch._plans[key].replays) == 8 and len(calls) == 32
+
+
+@pytest.mark.parametrize("name", ["float32", "not aligned"])
+def test_some_kinds_are_not_replayed(name: str, calls: list[int]) -> None:
+    args = call(A=torch.zeros(M, K)) if name == "float32" else OTHER["not aligned"]()
+    dispatch._plans[dispatch._key(*args[:4], None, None)] = known(dispatch._plans.popitem()[1].plan)
+    for _ in range(2):
+        assert dispatch._again(*args) is not None
+    assert calls == [M, M] and not dispatch._plans.recent
+
+
+def test_a_call_from_another_device_is_not_replayed(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch._again(*call())
+    calls.clear()
+    dispatch._again(*call())
+    assert calls == [M]
+    (replay,) = dispatch._plans.recent
+    replay.__globals__["current_device"] = lambda: 1
+    assert replay(*call()) is None and calls == [M]
+
+
+def test_without_guards_calls_go_on(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for guards in (None, lambda *_, **__: int("no such argument")):
+        monkeypatch.setattr(dispatch, "_TensorGuards", guards)
+        assert dispatch._again(*call()) is not None
+    assert calls == [M, M] and not dispatch._plans.recent
 
 
 def test_a_plan_that_only_launches_becomes_one_function(calls: list[int]) -> None:
@@ -160,7 +209,7 @@ def test_a_plan_that_only_launches_becomes_one_function(calls: list[int]) -> Non
         else:
             seen.extend((slots, out.data_ptr(), group_offsets.data_ptr()))
 
-    dispatch._plans[dispatch._key(*call()[:4], None, None)] = plan, N, torch.bfloat16
+    dispatch._plans[dispatch._key(*call()[:4], None, None)] = known(plan)
     for M in (100, 101, 127, 64):
         args = call(A=torch.zeros(M, K, dtype=torch.bfloat16))
         out = dispatch._again(*args)
@@ -170,12 +219,37 @@ def test_a_plan_that_only_launches_becomes_one_function(calls: list[int]) -> Non
     assert [type(A) for A in planned] == [Tensor, StandIn]
 
 
-def test_what_fails_is_left_to_an_ordinary_call(calls: list[int]) -> None:
+def test_what_fails_is_raised_and_not_done_again(calls: list[int]) -> None:
     def plan(A_packed: Tensor, *_: Any) -> None:
         calls.append(A_packed.size(0))
         if len(calls) == 2:
             raise RuntimeError("out of memory")
 
-    dispatch._plans[dispatch._key(*call()[:4], None, None)] = plan, N, torch.bfloat16
-    assert [dispatch._again(*call()) is not None for _ in range(3)] == [True, False, True]
-    assert calls == [M] * 3
+    dispatch._plans[dispatch._key(*call()[:4], None, None)] = known(plan)
+    assert dispatch._again(*call()) is not None
+    with pytest.raises(RuntimeError, match="out of memory"):
+        dispatch._again(*call())
+    assert dispatch._again(*call()) is not None and calls == [M] * 3
+
+
+def test_a_plan_that_asks_how_many_rows_there_are_is_not_frozen(calls: list[int]) -> None:
+    def plan(A_packed: Any, *_: Any) -> None:
+        if A_packed.shape[0] == M:
+            calls.append(M)
+
+    dispatch._plans[dispatch._key(*call()[:4], None, None)] = known(plan)
+    for rows in (M, M + 1, M):
+        assert dispatch._again(*call(A=torch.zeros(rows, K, dtype=torch.bfloat16))) is not None
+    assert calls == [M, M]
+
+
+def test_replays_are_freed_with_their_plans() -> None:
+    made = traced.define("one()", ["return number"], {"number": 1})
+    assert made() == 1
+    gone = weakref.ref(made)
+    gc.disable()
+    try:
+        del made
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -20,7 +20,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_kernels.traced import Notes, Number, StandIn, function
+from moe_kernels.traced import Notes, Number, StandIn, define
 
 _STAND_INS = ((1_000_003, 1_000_033, 1_000_037), (1_000_039, 1_000_081, 1_000_099))  # odd, like what they stand for
 _MOST_ENCODED = 1024  # descriptors of 128 bytes
@@ -38,10 +38,10 @@ class Launch:
     names: Mapping[str, Any]  # the other names in it
 
     def statement(self, args: Sequence[Any]) -> str:
-        """The launch for `args`: a `StandIn` for each tensor, and a `Number` for each integer that a call is given."""
-        return self.text.format(*(Number(str(arg)) if type(arg) is int else arg for arg in args))
+        """The launch for `args`: a `StandIn` for each tensor, an int or a `Number` for each integer."""
+        return self.text.format(*args)
 
-    def function(self, args: Sequence[Any]) -> Callable[..., None]:
+    def compiled(self, args: Sequence[Any]) -> Callable[..., None]:
         """What launches, for arguments like `args`."""
         stand_ins = [
             StandIn(f"a{i}", Number(f"a{i}_rows"), Notes()) if isinstance(arg, torch.Tensor) else Number(f"a{i}")
@@ -49,9 +49,9 @@ class Launch:
         ]
         statement = self.statement(stand_ins)
         tensors = [x for x in stand_ins if isinstance(x, StandIn)]
-        asked = [f"{x.pointer} = {x.name}.data_ptr()" for x in tensors if x.pointer in statement]
-        asked += [f"{x.rows.text} = {x.name}.shape[0]" for x in tensors if x.rows.text in statement]
-        return function(f"launch({', '.join(f'a{i}' for i in range(len(args)))})", [*asked, statement], self.names)
+        asked = [x.asks_pointer for x in tensors if x.pointer in statement]
+        asked += [f"{x.rows} = {x.name}.shape[0]" for x in tensors if x.rows.text in statement]
+        return define(f"launch({', '.join(f'a{i}' for i in range(len(args)))})", [*asked, statement], self.names)
 
 
 def direct(
@@ -110,7 +110,7 @@ def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, 
             index = next(i for i, arg in enumerate(args) if arg is a.base)
             encoded = True
             descriptor = _Descriptor(a, next(descriptions))
-            pointer, extent = f"{{{index}.pointer}}", f"{{{index}.rows.text}}"
+            pointer, extent = f"{{{index}.pointer}}", f"{{{index}.rows}}"
             if index in fixed:
                 extent = str(a.shape[descriptor.changing])
             if before := clipped.get(index, 0):
@@ -123,7 +123,7 @@ def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, 
             flat.append(named("constant", a))
         else:
             index = next(i for i, x, y in zip(integers, *_STAND_INS, strict=False) if (a, b) == (x, y))
-            flat.append(f"{{{index}.text}}")
+            flat.append(f"{{{index}}}")
     if clipped.keys() & set(pointers):
         raise Unavailable("a tensor is not reached by TMA")
     if launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -138,12 +138,15 @@ def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, 
         "None, None",
         named("packed", binary.packed_metadata),
     )
-    before = f"{named('raw', raw)}({grid}, {stream}, {', '.join(settled)}"
-    after = f"{', '.join(flat)})"
-    # A profiler listens to the hooks.
     metadata = f"{named('binary', binary)}.launch_metadata(({grid}), {stream})"
-    observed = f"{before}, {metadata}, hooks.launch_enter_hook, hooks.launch_exit_hook, {after}"
-    return Launch(f"{observed} if hooks.launch_enter_hook.calls else {before}, None, None, None, {after}", names)
+    to = f"{grid}, {stream}, {', '.join(settled)}"
+    return Launch(_observable(named("raw", raw), to, metadata, ", ".join(flat)), names)
+
+
+def _observable(raw: str, to: str, metadata: str, arguments: str) -> str:
+    """A launch that a profiler is told of, if one listens to Triton's hooks."""
+    told = f"{raw}({to}, {metadata}, hooks.launch_enter_hook, hooks.launch_exit_hook, {arguments})"
+    return f"{told} if hooks.launch_enter_hook.calls else {raw}({to}, None, None, None, {arguments})"
 
 
 class _CompileOnly:
@@ -176,7 +179,7 @@ def _grid(first: tuple[int, ...], second: tuple[int, ...], integers: Sequence[in
         return str(first[0])
     for i, a, b in zip(integers, *_STAND_INS, strict=False):
         if first[0] % a == 0 and first[0] // a * b == second[0]:
-            return f"{{{i}.text}} * {first[0] // a}"
+            return f"{{{i}}} * {first[0] // a}"
     raise Unavailable("a grid that is no multiple of an argument")
 
 

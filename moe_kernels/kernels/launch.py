@@ -145,19 +145,19 @@ class _Launcher:
     ):
         self.run, self.prepare, self.clipped, self.fixed = run, prepare, clipped, fixed
         self.direct: direct_launch.Launch | None = None
-        self.function: Callable[..., Any] | None = None
+        self.launch: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> None:
-        if self.function is None:
-            self.function = self._function(args)
         if isinstance(args[0], StandIn):
             if self.direct is None:
                 raise TypeError("Helion's own function takes tensors alone")
             args[0].notes.note(self.direct.statement(args), self.direct.names)
-        else:
-            self.function(*args)
+            return
+        if self.launch is None:
+            self.launch = self._launch(args)
+        self.launch(*args)
 
-    def _function(self, args: Sequence[Any]) -> Callable[..., Any]:
+    def _launch(self, args: Sequence[Any]) -> Callable[..., Any]:
         prepared = _apart(self.prepare(*args))
         try:
             self.direct = direct_launch.direct(self.run, prepared, self.clipped, self.fixed)
@@ -165,7 +165,7 @@ class _Launcher:
             if self.clipped:
                 raise
             return lambda *args: self.run(*self.prepare(*args))
-        return self.direct.function(prepared)
+        return self.direct.compiled(prepared)
 
 
 def _compile_interpreted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +13,16 @@ from torch import Tensor
 from moe_kernels import dispatch, grouped_gemm
 from moe_kernels.allocate import empty
 from moe_kernels.kernels import launch
-from moe_kernels.kernels.direct_launch import Launch
+from moe_kernels.kernels.direct_launch import Launch, _observable
 from moe_kernels.testing import assert_grouped_gemm_close, make_inputs
-from moe_kernels.traced import Notes, Number, StandIn, function
+from moe_kernels.traced import Notes, Number, StandIn, define
 
 
 def launcher(text: str, names: dict[str, Any], *like: Any) -> Callable[..., None]:
     """Of a launch that is settled already."""
     made = launch._Launcher(lambda *_: None, lambda *args: args, {}, ())
     made.direct = Launch(text, names)
-    made.function = made.direct.function(like)
+    made.launch = made.direct.compiled(like)
     return made
 
 
@@ -30,10 +31,10 @@ def test_a_plan_in_one_function_does_the_same() -> None:
     A, offsets, out = torch.ones(40, 3), torch.zeros(5), torch.ones(40, 8)
     some = torch.ones(1, 3)
     listing = launcher(
-        "note(7, {0.pointer}, {1.pointer} - 8, {1.rows.text} + 1, {2.text} * 4)", {"note": note_in(seen)}, out, some, 3
+        "note(7, {0.pointer}, {1.pointer} - 8, {1.rows} + 1, {2} * 4)", {"note": note_in(seen)}, out, some, 3
     )
     multiply = launcher(
-        "note({0.pointer}, {0.rows.text}, {1.pointer}, {3.pointer}, constant)",
+        "note({0.pointer}, {0.rows}, {1.pointer}, {3.pointer}, constant)",
         {"note": note_in(seen), "constant": None},
         *(A, some, None, out, 5),
     )
@@ -48,8 +49,13 @@ def test_a_plan_in_one_function_does_the_same() -> None:
     plan(*(StandIn(name, Number("rows"), notes) for name in ("A", "group_offsets", "out")))
     asked = [f"{name}_pointer = {name}.data_ptr()" for name in ("A", "group_offsets", "out")]
     statements = ["rows = A.shape[0]", *asked, *notes.statements]
-    names = {"empty_strided": lambda *args: torch.empty_strided(*args[:2], dtype=args[2]), **notes.names}
-    traced = function("traced(A, group_offsets, out)", statements, names)
+    asked_for = []
+
+    def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        asked_for.append((shape, strides, dtype))
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    traced = define("traced(A, group_offsets, out)", statements, {"empty_strided": empty_strided, **notes.names})
     assert not seen
 
     for M in (40, 33, 1):
@@ -60,6 +66,7 @@ def test_a_plan_in_one_function_does_the_same() -> None:
             assert (seven, at_offsets, at_A, at_out) == (7, offsets.data_ptr(), A.data_ptr(), out.data_ptr())
             assert tiles == at_tiles - 8
             assert (slots, odd, rows, none) == (((M // 16 + 5) | 1) + 1, (2 * M + 1) * 4, M, None)
+        assert asked_for.pop() == (((M // 16 + 5) | 1, 3), (3, 1), torch.int32)
         seen.clear()
 
 
@@ -67,10 +74,31 @@ def note_in(seen: list[Any]) -> Callable[..., None]:
     return lambda *args: seen.append(args)
 
 
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_profiler_is_told_of_a_launch(listens: bool) -> None:
+    text = _observable("raw", "{0} * 4, 1, 1", "metadata({0})", "{1.pointer}, {1.rows}")
+    seen: list[Any] = []
+    hook = SimpleNamespace(calls=[print] if listens else [])
+    hooks = SimpleNamespace(launch_enter_hook=hook, launch_exit_hook="exit")
+    names = {"raw": note_in(seen), "metadata": lambda n: f"of {n}", "hooks": hooks}
+    tensor = torch.ones(5, 2)
+    Launch(text, names).compiled((3, tensor))(7, tensor)
+    told = ("of 7", hook, "exit") if listens else (None, None, None)
+    assert seen == [(28, 1, 1, *told, tensor.data_ptr(), 5)]
+
+
+def test_what_is_not_known_yet_decides_nothing() -> None:
+    M = Number("M")
+    assert str((M // 16 + M + 2) | 1) == "(((" + "(M // 16) + M) + 2) | 1)"
+    for decide in (bool, lambda M: M == 100, lambda M: M != 100, lambda M: M < 100, lambda M: max(M, 3)):
+        with pytest.raises(TypeError):
+            decide(M)
+
+
 def test_what_cannot_be_launched_directly_cannot_be_noted() -> None:
     called: list[Any] = []
     made = launch._Launcher(called.append, lambda *args: args, {}, ())
-    made.function = called.append
+    made.launch = called.append
     with pytest.raises(TypeError, match="takes tensors"):
         made(StandIn("A", Number("rows"), Notes()))
     made(torch.ones(1))
@@ -78,22 +106,45 @@ def test_what_cannot_be_launched_directly_cannot_be_noted() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("layout", ["[G, K, N]", "[G, N, K]", "[K, N]"])
 @pytest.mark.parametrize(
-    ("variant", "rows", "N"), [("basic", 20, 96), ("basic", 2, 96), ("persistent", 300, 192), ("auto", 1100, 256)]
+    ("variant", "rows", "N"), [("basic", 20, 96), ("basic", 2, 96), ("persistent", 300, 192), ("persistent", 1100, 256)]
 )
-def test_a_known_call_is_one_function(variant: str, rows: int, N: int, transposed: bool, device: str) -> None:
+def test_a_known_call_is_one_function(variant: str, rows: int, N: int, layout: str, device: str) -> None:
     """Of the basic kernel, also by a slot for each row, of the persistent one, and of the one with tails apart."""
     G = 4 if rows > 2 else 16
 
     def inputs(M: int) -> tuple[Tensor, Tensor, Tensor]:
         sizes = [M // 4 - 1, 0, M // 4 + 1, *[0] * (G - 4), M - 2 * (M // 4)]
-        return make_inputs(sizes, N, 128, dtype=torch.bfloat16, device=device, transposed=transposed)
+        transposed, per_group = layout == "[G, N, K]", layout != "[K, N]"
+        return make_inputs(
+            sizes, N, 128, dtype=torch.bfloat16, device=device, transposed=transposed, per_group=per_group
+        )
 
     dispatch._plans.clear()
     for M in (4 * rows, 4 * rows, 4 * rows + 1, 4 * rows + 3):
         tensors = inputs(M)
         assert_grouped_gemm_close(grouped_gemm(*tensors, variant=variant), *tensors)
     assert len(dispatch._plans) == 1
-    (again,) = dispatch._plans.recent
-    assert "plan" not in again.__code__.co_names
+    (replay,) = dispatch._plans.recent
+    assert "plan" not in replay.__globals__
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "launches"), [(20, 1), (300, 2)])
+def test_tritons_hooks_see_a_known_call(rows: int, launches: int, device: str) -> None:
+    from triton import knobs
+
+    tensors = make_inputs([rows] * 4, 192, 128, dtype=torch.bfloat16, device=device)
+    for _ in range(2):
+        grouped_gemm(*tensors)
+    seen: list[Any] = []
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        out = grouped_gemm(*tensors)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == launches
+    assert_grouped_gemm_close(out, *tensors)
+    grouped_gemm(*tensors)
+    assert len(seen) == launches
