@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels import dispatch, grouped_gemm
 from moe_kernels.allocate import empty
-from moe_kernels.kernels import launch
+from moe_kernels.kernels import direct_launch, launch
 from moe_kernels.kernels.direct_launch import Launch, _observable
+from moe_kernels.kernels.tiles import windows
 from moe_kernels.testing import assert_grouped_gemm_close, make_inputs
 from moe_kernels.traced import Notes, Number, StandIn, define
 
@@ -72,6 +75,59 @@ def test_a_plan_in_one_function_does_the_same() -> None:
 
 def note_in(seen: list[Any]) -> Callable[..., None]:
     return lambda *args: seen.append(args)
+
+
+def test_what_a_launch_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher and a driver that only note what they are given, in place of Triton's for a GPU."""
+    seen: list[Any] = []
+
+    def closure(launcher: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: launcher(*args)
+
+    launcher = SimpleNamespace(
+        launch=closure(note_in(seen)),
+        **dict(launch_cooperative_grid=False, launch_pdl=True, global_scratch_size=0, profile_scratch_size=0),
+    )
+    meta = {"elem_type": 6, "elem_size": 2, "swizzle": 3, "fp4_padded": False}
+    blocks = [16, 32], [1, 16, 32], [16, 1, 32]
+    metadata = SimpleNamespace(tensordesc_meta=[meta | {"block_size": block} for block in blocks])
+    binary = SimpleNamespace(run=launcher, metadata=metadata, function=99, packed_metadata=(4, 1, 1000))
+    utils = SimpleNamespace(fill_tma_descriptor=lambda pointer, *encoding: (pointer, *encoding))
+    active = SimpleNamespace(
+        utils=utils, get_current_device=lambda: 3, get_current_stream=lambda device: f"of {device}"
+    )
+    monkeypatch.setattr(direct_launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(direct_launch, "default_launcher", lambda *_, **__: binary)
+
+    def run(A: Tensor, B: Tensor, ends: Tensor, bias: None, out: Tensor, slots: int, odd: int, _launcher: Any) -> None:
+        a, b = (TensorDescriptor.from_tensor(x, block) for x, block in zip((A, B), blocks, strict=False))
+        o = TensorDescriptor(out, [16, out.size(2), 64], [64, 64, 1], blocks[2])  # as Helion puts columns last
+        _launcher("kernel", (slots * 4,), a, b, ends, o, odd, slots, 1.5, num_warps=4)
+
+    def tensors(M: int) -> tuple[Any, ...]:
+        half = torch.float16
+        whole = torch.zeros(M, 64, dtype=half)
+        return torch.zeros(M, 64, dtype=half), torch.zeros(3, 64, 64, dtype=half), torch.zeros(4), None, whole
+
+    def given(M: int) -> tuple[Any, ...]:
+        *others, out = tensors(M)
+        return *others, windows(out, 16)
+
+    launch_ = direct_launch.direct(run, (*given(32), 3, 5), {0: 0, 4: 16}, {1}).compiled((*given(32), 3, 5))
+    for M in (32, 100):
+        A, B, ends, _, out = tensors(M)
+        launch_(A, B, ends, None, out, 7, 2 * M + 1)
+        (grid, *settled), arguments = seen[0][:13], seen.pop()[13:]
+        assert grid == 28 and settled == [1, 1, "of 3", 99, False, True, None, None, (4, 1, 1000), None, None, None]
+        encoding = lambda block: (3, 2, TMA_DTYPE_DEVICE_TO_HOST[6], block)  # noqa: E731
+        shapes = [M, 64], [3, 64, 64], [16, M + 16, 64]
+        strides = [64, 1], [4096, 64, 1], [64, 64, 1]
+        places = A.data_ptr(), B.data_ptr(), out.data_ptr() - 16 * 64 * 2
+        a, b, o = (
+            [(place, *encoding(block), shape, stride, 0), *shape, *stride]
+            for place, block, shape, stride in zip(places, blocks, shapes, strides, strict=True)
+        )
+        assert arguments == (*a, *b, ends.data_ptr(), *o, 2 * M + 1, 7, 1.5)
 
 
 @pytest.mark.parametrize("listens", [True, False])
