@@ -3,7 +3,7 @@
 Helion's generated function and Triton's launcher together take 30 to 50 us of a launch to work out what a plan has
 settled: which binary the arguments call for, sizes, strides, descriptors. `direct` finds out once where tensors and
 integers end up among the binary's arguments, and gives the text of a launch that fills in just those. It leans on the
-launcher of Triton 3.6; where that looks different, calls go the ordinary way.
+launchers of Triton 3.6 and 3.7; where they look different, calls go the ordinary way.
 """
 
 from __future__ import annotations
@@ -131,16 +131,18 @@ def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, 
     raw = inspect.getclosurevars(launcher.launch).nonlocals["launcher"] if encoded else launcher.launch
     grid = f"{_grid(first[0], second[0], integers)}, 1, 1"
     stream = f"stream({driver.active.get_current_device()})"
-    settled = (
-        named("function", binary.function),
-        named("cooperative", launcher.launch_cooperative_grid),
-        named("pdl", launcher.launch_pdl),
-        "None, None",
-        named("packed", binary.packed_metadata),
-    )
-    metadata = f"{named('binary', binary)}.launch_metadata(({grid}), {stream})"
+    settled = named("function", binary.function), repr(launcher.launch_cooperative_grid), repr(launcher.launch_pdl)
     to = f"{grid}, {stream}, {', '.join(settled)}"
-    return Launch(_observable(named("raw", raw), to, metadata, ", ".join(flat)), names)
+    packed = named("packed", binary.packed_metadata)
+    no_scratch = "None, None"
+    arguments = "".join(f"{argument}, " for argument in flat)
+    if hasattr(launcher, "arg_annotations"):  # Triton 3.7 has one launcher for all kernels
+        kinds = named("kinds", launcher.arg_annotations), named("signature", launcher.kernel_signature)
+        to, arguments = f"{to}, {packed}", f"{no_scratch}, {', '.join(kinds)}, ({arguments})"
+    else:
+        to = f"{to}, {no_scratch}, {packed}"
+    metadata = f"{named('binary', binary)}.launch_metadata(({grid}), {stream})"
+    return Launch(_observable(named("raw", raw), to, metadata, arguments), names)
 
 
 def _observable(raw: str, to: str, metadata: str, arguments: str) -> str:
@@ -198,9 +200,10 @@ class _Descriptor(dict[tuple[int, int], Any]):
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # not in every build of Triton
 
         super().__init__()
-        if like.padding != "zero" or meta["fp4_padded"]:
+        if like.padding != "zero" or meta["fp4_padded"] or getattr(like, "round_f32_to_tf32", False):
             raise Unavailable("an unusual descriptor")
-        self.encode = driver.active.utils.fill_tma_descriptor
+        utils = driver.active.utils
+        self.encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
         kind = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
         self.encoding = (meta["swizzle"], meta["elem_size"], kind, meta["block_size"])
         self.shape, self.strides = list(like.shape), list(like.strides)

@@ -77,8 +77,9 @@ def note_in(seen: list[Any]) -> Callable[..., None]:
     return lambda *args: seen.append(args)
 
 
-def test_what_a_launch_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher and a driver that only note what they are given, in place of Triton's for a GPU."""
+@pytest.mark.parametrize("version", ["3.6", "3.7"])
+def test_what_a_launch_is_made_of(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher and a driver that only note what they are given, in place of this version of Triton's."""
     seen: list[Any] = []
 
     def closure(launcher: Callable[..., None]) -> Callable[..., None]:
@@ -87,12 +88,14 @@ def test_what_a_launch_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = SimpleNamespace(
         launch=closure(note_in(seen)),
         **dict(launch_cooperative_grid=False, launch_pdl=True, global_scratch_size=0, profile_scratch_size=0),
+        **(dict(arg_annotations=["kinds"], kernel_signature=b"signature") if version == "3.7" else {}),
     )
     meta = {"elem_type": 6, "elem_size": 2, "swizzle": 3, "fp4_padded": False}
     blocks = [16, 32], [1, 16, 32], [16, 1, 32]
     metadata = SimpleNamespace(tensordesc_meta=[meta | {"block_size": block} for block in blocks])
     binary = SimpleNamespace(run=launcher, metadata=metadata, function=99, packed_metadata=(4, 1, 1000))
-    utils = SimpleNamespace(fill_tma_descriptor=lambda pointer, *encoding: (pointer, *encoding))
+    encode = "fill_tma_descriptor_tiled" if version == "3.7" else "fill_tma_descriptor"
+    utils = SimpleNamespace(**{encode: lambda pointer, *encoding: (pointer, *encoding)})
     active = SimpleNamespace(
         utils=utils, get_current_device=lambda: 3, get_current_stream=lambda device: f"of {device}"
     )
@@ -117,8 +120,14 @@ def test_what_a_launch_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for M in (32, 100):
         A, B, ends, _, out = tensors(M)
         launch_(A, B, ends, None, out, 7, 2 * M + 1)
-        (grid, *settled), arguments = seen[0][:13], seen.pop()[13:]
-        assert grid == 28 and settled == [1, 1, "of 3", 99, False, True, None, None, (4, 1, 1000), None, None, None]
+        given_to_launcher, packed, unobserved, scratch = seen.pop(), (4, 1, 1000), (None, None, None), (None, None)
+        if version == "3.7":
+            *settled, arguments = given_to_launcher
+            expected = [packed, *unobserved, *scratch, ["kinds"], b"signature"]
+        else:
+            settled, arguments = list(given_to_launcher[:13]), given_to_launcher[13:]
+            expected = [*scratch, packed, *unobserved]
+        assert settled == [28, 1, 1, "of 3", 99, False, True, *expected]
         encoding = lambda block: (3, 2, TMA_DTYPE_DEVICE_TO_HOST[6], block)  # noqa: E731
         shapes = [M, 64], [3, 64, 64], [16, M + 16, 64]
         strides = [64, 1], [4096, 64, 1], [64, 64, 1]
