@@ -308,7 +308,7 @@ def launch(
         act.device,
         top_k,
         form,
-        A.dtype == torch.float32 and tf32_allowed(torch.float32),
+        tf32_allowed(torch.promote_types(A.dtype, gate.dtype)),
         _pairs(A, gate, up) is not None,
         *(None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors),
     )

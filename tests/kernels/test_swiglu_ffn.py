@@ -142,3 +142,21 @@ def test_more_than_2_to_the_31_elements(device: str) -> None:
     kernels.launch(rows, *SILU.halves(w, None), group_offsets, None, None, None, act, None, None, 0, SILU)
     exact = reference.activate(rows[300:].double() @ weight[-1].double().T, None, SILU)
     torch.testing.assert_close(act[300:].double(), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_pytorchs_tf32_setting_decides_for_float32_weights(dtype: torch.dtype, device: str) -> None:
+    """Whatever the dtype of the rows, and also for tensors that there has been a plan for."""
+    rows = torch.randn(20, 32, device=device).to(dtype)
+    w = torch.randn(2, 32, 32, device=device) * 32**-0.5
+    before = torch.backends.cuda.matmul.fp32_precision
+    kernels._plans.clear()
+    try:
+        for plans, precision in enumerate(("tf32", "ieee"), 1):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            act = torch.empty(20, 16, dtype=torch.float32, device=device)
+            group_offsets = offsets([0, 7, 20], device)
+            kernels.launch(rows, *SILU.halves(w.mT, None), group_offsets, None, None, None, act, None, None, 0, SILU)
+            assert len(kernels._plans) == plans
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
