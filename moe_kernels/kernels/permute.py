@@ -126,8 +126,8 @@ _plans: Plans[Callable[..., None]] = Plans()
 def launch(
     kernel: helion.Kernel[Any],  # one of the three
     tensors: Sequence[torch.Tensor | None],  # its leading arguments
-    slot_to_row: torch.Tensor,  # [R] int32
-    group_offsets: torch.Tensor,  # [E + 1] int32
+    slot_to_row: torch.Tensor,  # [R] int32, contiguous
+    group_offsets: torch.Tensor,  # [E + 1] int32, contiguous
     top_k: int,
 ) -> Callable[..., None]:
     """Fill the first of `tensors`. Nothing is checked; none of them may be empty.

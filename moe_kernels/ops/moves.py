@@ -22,7 +22,8 @@ def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         if route.sorts(R, num_experts):
             sizes = (num_experts + 1, R, R)
             group_offsets, row_to_slot, slot_to_row = (empty((n,), torch.int32, topk_ids) for n in sizes)
-            dispatch.on_device(topk_ids, route.launch, topk_ids.reshape(-1), group_offsets, row_to_slot, slot_to_row)
+            slots = topk_ids.reshape(-1).contiguous()
+            dispatch.on_device(topk_ids, route.launch, slots, group_offsets, row_to_slot, slot_to_row)
             return group_offsets, row_to_slot, slot_to_row
     return reference.route(topk_ids, torch.empty_like(topk_ids, dtype=torch.float32), num_experts)[:3]
 
@@ -107,9 +108,8 @@ def _move(
         return
     # Triton's interpreter truncates when it stores bfloat16.
     result = torch.empty_like(out, dtype=torch.float32) if out.is_cpu and out.dtype == torch.bfloat16 else out
-    dispatch.on_device(
-        out, permute.launch, getattr(permute, name), (result, *tensors[1:]), slot_to_row, group_offsets, top_k
-    )
+    indices = slot_to_row.contiguous(), group_offsets.contiguous()
+    dispatch.on_device(out, permute.launch, getattr(permute, name), (result, *tensors[1:]), *indices, top_k)
     if result is not out:
         out.copy_(result)
 

@@ -44,7 +44,7 @@ class Prepared:
         down_bias: Tensor | None,  # [E, H]
     ) -> Tensor:  # [T, H]
         R, E = topk_ids.numel(), w_down.size(0)
-        slots = topk_ids.reshape(-1)
+        slots = topk_ids.reshape(-1).contiguous()
         group_offsets, row_to_slot, slot_to_row = (empty((n,), torch.int32, slots) for n in (E + 1, R, R))
         self.route = self.route(slots, group_offsets, row_to_slot, slot_to_row) or self.route
 

@@ -162,6 +162,27 @@ def test_strided_operands_and_gates(device: str) -> None:
     torch.testing.assert_close(out, reference.unpermute(rows.contiguous(), routing))
 
 
+def test_strides_of_indices_in_turn(device: str) -> None:
+    """A launch that is settled for contiguous indices is not for others."""
+    apart = torch.randint(0, 5, (40, 2), device=device)
+    gates = torch.rand(40, 1, device=device)
+    for ids in (apart[:, :1].contiguous(), apart[:, :1], apart[:, 1:].contiguous()):
+        assert_routed(route(ids, gates, 5), ids, 5)
+
+    routing = _routing(40, 2, 5, device)
+    hidden = torch.randn(40, 24, device=device)
+    rows = reference.permute(hidden, routing)
+    every_second = {
+        name: torch.stack([part, torch.full_like(part, 7)], 1)[:, 0]
+        for name, part in routing._asdict().items()
+        if name != "gates"
+    }
+    for other in ({}, every_second, {}):
+        given = routing._replace(**other)
+        assert torch.equal(permute(hidden, given), rows)
+        torch.testing.assert_close(unpermute(rows, given), reference.unpermute(rows, routing))
+
+
 def test_moves_of_nothing(device: str) -> None:
     for T, H, num_experts in ((0, 8, 3), (4, 0, 3), (4, 8, 0)):
         ids = torch.zeros(T, 2, dtype=torch.int64, device=device)
