@@ -8,7 +8,15 @@ from typing import Any
 import helion
 import torch
 
-from moe_kernels.configs import PERSISTENT_FROM_ROWS, Access, basic_height, block_for, floor_power_of_2, offsets_block
+from moe_kernels.configs import (
+    PERSISTENT_FROM_ROWS,
+    Access,
+    access,
+    basic_height,
+    block_for,
+    floor_power_of_2,
+    offsets_block,
+)
 
 __all__ = ["PERSISTENT_FROM_ROWS", "Choice", "Problem", "basic", "floor_power_of_2", "persistent", "rule"]
 
@@ -31,8 +39,9 @@ class Problem:
     tma_A: bool  # rows can be read by TMA
     tma_B: bool  # so can both weights
     tma_out: bool  # everything that is written can be, and TMA clips it
-    wide: bool  # operands that TMA cannot reach do not fit into 32 bits
-    wide_out: bool  # nor does what is written
+    wide_A: bool  # addresses in A, or in the indices of its rows, do not fit into 32 bits
+    wide_B: bool
+    wide_out: bool  # nor those in what is written
 
 
 @dataclass(frozen=True)
@@ -60,9 +69,8 @@ def rule(problem: Problem) -> Choice:
 def basic(problem: Problem) -> Choice:
     """The rule's config of `swiglu`."""
     block_m = min(basic_height(problem.rows), 64)
-    wide = problem.wide or problem.wide_out
-    tma_A = problem.tma_A and block_m <= problem.M and not wide
-    tma_B = problem.tma_B and not wide
+    reached = access(problem, problem.tma_A and block_m <= problem.M, problem.tma_B, False)
+    tma_A, tma_B, *_ = reached
     presets = _FP32 if problem.dtype == torch.float32 else _TMA if tma_B else _POINTERS
     block_i, block_k, num_warps, num_stages = presets[block_m]
     block_i, block_k = block_for(problem.I, block_i), block_for(problem.H, block_k)
@@ -73,16 +81,15 @@ def basic(problem: Problem) -> Choice:
     if tma_A or tma_B:
         options["host_tensor_descriptors"] = True
     config = helion.Config(block_sizes=blocks, indexing=indexing, **options)
-    return Choice(False, block_m, block_i, Access(tma_A, tma_B, False, wide), config)
+    return Choice(False, block_m, block_i, reached, config)
 
 
 def persistent(problem: Problem) -> Choice:
     """The rule's config of `swiglu_persistent`."""
     block_m, block_i, block_k = 128, block_for(problem.I, 128), block_for(problem.H, 64)
-    wide = problem.wide or (problem.wide_out and not problem.tma_out)
-    tma_A = problem.tma_A and block_m <= problem.M and not wide
-    tma_B = problem.tma_B and not wide
-    tma_out = problem.tma_out and tma_B
+    tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
+    reached = access(problem, tma_A, tma_B, problem.tma_out and tma_B)
+    tma_A, tma_B, tma_out, _ = reached
     stores = [_by(tma_out)] * _results(problem)
     tables, biases = _pointers(3 + problem.gathered), _pointers(problem.biases)
     options: dict[str, Any] = {"host_tensor_descriptors": True, "range_flattens": [True, None]} if tma_B else {}
@@ -95,7 +102,7 @@ def persistent(problem: Problem) -> Choice:
         num_stages=4,
         **options,
     )
-    return Choice(True, block_m, block_i, Access(tma_A, tma_B, tma_out, wide), config)
+    return Choice(True, block_m, block_i, reached, config)
 
 
 def _results(problem: Problem) -> int:

@@ -86,7 +86,7 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
 
     Memory is accessed as the tensors allow.
     """
-    tma_A, tma_B, tma_out = problem.tma_A, problem.tma_B, problem.tma_out
+    tma_A, tma_B, tma_out, wide = configs.access(problem, problem.tma_A, problem.tma_B, problem.tma_out)
     extents = (problem.M, problem.N, problem.K)
     block_m, block_n, block_k = (configs.fitting(block, size) for block, size in zip(block_sizes, extents, strict=True))
     if tma_A or tma_B or tma_out:
@@ -96,7 +96,7 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
         tma_A=tma_A,
         tma_B=tma_B,
         tma_out=tma_out,
-        wide=(problem.wide_A and not tma_A) or (problem.wide_B and not tma_B) or (problem.wide_out and not tma_out),
+        wide=wide,
         config=helion.Config(
             block_sizes=[block_m, block_n, block_k],
             indexing=["tensor_descriptor" if tma else "pointer" for tma in (tma_A, tma_B, tma_out)],

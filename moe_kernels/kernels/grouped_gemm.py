@@ -12,6 +12,7 @@ rows from the offsets alone, and the host bounds the number of slots by M and G 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multip
 from moe_kernels.kernels.launch import (
     INT32_MAX,
     compile_kernel,
+    far_apart,
     kernel,
     plan_and_launch,
     span,
@@ -266,6 +268,10 @@ def _plan(
     lies_as = (lambda B: B.transpose(1, 2)) if transposed else (lambda B: B)
     B = lies_as(B)
     problem = _problem(A_packed, B, G, bias, out, transposed, clips)
+    if not clips:
+        problem = replace(problem, tma_A=False)  # a last tile reaches past the end
+    if far_apart(group_offsets, bias):
+        problem = replace(problem, tma_A=False, wide_A=True)
     choice = configs.choose(problem, variant)
     if choice.variant == "tails":
         return grouped_gemm_tails.plan(choice, A_packed, lies_as(B), group_offsets, bias, out, transposed, problem.tf32)

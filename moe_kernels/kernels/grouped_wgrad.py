@@ -8,6 +8,7 @@ NaN; a group without rows gives zeros.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from moe_kernels.kernels.inline import divide, halve, unmasked
 from moe_kernels.kernels.launch import (
     INT32_MAX,
     compile_kernel,
+    far_apart,
     kernel,
     plan_and_launch,
     span,
@@ -153,7 +155,10 @@ def _plan(
     out: torch.Tensor,
     clips: bool = True,  # TMA may be relied upon to give zeros for what is outside of a tensor
 ) -> Callable[..., None]:
-    choice = configs.rule(_problem(X, Y, out, clips))
+    problem = _problem(X, Y, out, clips)
+    if far_apart(group_offsets):
+        problem = replace(problem, tma=False, wide_rows=True)
+    choice = configs.rule(problem)
     block_m, tma = choice.block_m, choice.tma
     G = out.size(0)
     width = max(2, 1 << G.bit_length()) if G < configs.MOST_OFFSETS else 0
@@ -171,7 +176,7 @@ def _plan(
         args,
         choice.config,
         wide=choice.wide,
-        tf32=tf32_allowed(torch.promote_types(X.dtype, Y.dtype)),
+        tf32=problem.tf32,
         prepare=lambda X, Y, *rest: (view(X), view(Y), *rest),
         clipped={0: block_m, 1: block_m} if tma else {},
     )

@@ -238,6 +238,13 @@ def span(tensor: torch.Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def far_apart(*vectors: torch.Tensor | None) -> bool:
+    """Whether the elements of one of `vectors`, of which there are few, are so far apart that their addresses do not
+    fit into 32 bits.
+    """
+    return any(x is not None and span(x) > INT32_MAX for x in vectors)
+
+
 def without_ones(tensor: torch.Tensor, keep_first: bool = False) -> torch.Tensor:
     """A tensor to compile for in place of `tensor`: Helion would drop the masks and strides of extents of 1."""
     sizes = [size if keep_first and dim == 0 else max(size, 2) for dim, size in enumerate(tensor.shape)]

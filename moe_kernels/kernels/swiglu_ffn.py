@@ -7,6 +7,7 @@ given as tokens, read through `row_to_slot`: then nothing has to be gathered bef
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multip
 from moe_kernels.kernels.launch import (
     INT32_MAX,
     compile_kernel,
+    far_apart,
     interpreted,
     kernel,
     plan_and_launch,
@@ -170,7 +172,7 @@ def swiglu_persistent(
     hl.pdl_wait()  # launched while tile_table still runs
     for tile_t, tile_i in hl.tile([num_tiles, I], block_size=[1, block_i]):
         t = tile_t.id + 1
-        expert = tiles[t, 0]
+        expert = tiles[t, 0].to(torch.int64)
         row0 = tiles[t, 1]
         end = tiles[t, 2]
         rows = row0.to(torch.int64) + hl.arange(block_m)
@@ -252,9 +254,6 @@ def _problem(
     outs = [out for out in (act, h_gate, h_up) if out is not None]
     tma_A = H >= 16 and row_to_slot is None and tma_readable(A)
     tma_B = min(H, I) >= 16 and tma_readable(gate) and tma_readable(up)
-    # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
-    wide = 2 * span(A) > INT32_MAX and not tma_A
-    wide |= max(span(gate), span(up)) > INT32_MAX and not tma_B
     return configs.Problem(
         rows=configs.floor_power_of_2(M // E),
         M=configs.floor_power_of_2(M),
@@ -270,7 +269,9 @@ def _problem(
         tma_A=tma_A,
         tma_B=tma_B,
         tma_out=clips and I >= 16 and all(tma_readable(out) for out in outs),
-        wide=wide,
+        # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
+        wide_A=2 * max(span(t) for t in (A, row_to_slot) if t is not None) > INT32_MAX,
+        wide_B=max(span(gate), span(up)) > INT32_MAX,
         wide_out=max(2 * span(out) for out in outs) > INT32_MAX,
     )
 
@@ -336,6 +337,10 @@ def _plan(
     transposed = gate.stride(1) == 1 != gate.stride(2)
     lies_as = (lambda w: w.transpose(1, 2)) if transposed else (lambda w: w)
     problem = _problem(A, lies_as(gate), lies_as(up), E, (row_to_slot, *others), clips, pairs is not None)
+    if not clips:
+        problem = replace(problem, tma_A=False)  # a last tile reaches past the end
+    if far_apart(group_offsets, *others[:2]):
+        problem = replace(problem, tma_A=False, wide_A=True)
     choice = configs.rule(problem)
     block_m = choice.block_m
     tma_A, tma_B, tma_out, wide = choice.access

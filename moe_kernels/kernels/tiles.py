@@ -11,7 +11,7 @@ import torch
 from moe_kernels import configs
 from moe_kernels.allocate import empty
 from moe_kernels.kernels.inline import clamped, divide, first_row, halve, int32, running_max
-from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
+from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, far_apart, kernel, span, without_ones
 
 
 @kernel(lambda group_offsets, out, *_: configs.tile_table(group_offsets.size(0) - 1, out.size(1)))
@@ -167,7 +167,7 @@ def compile_table(
     """What lists the tiles of `block_m` rows, and sets the rows of `out` in no group to zero: see `tile_table`."""
     G = group_offsets.size(0) - 1
     args = (group_offsets, without_ones(out), some_table(out), 3, 3, block_m, tails_apart)
-    wide = 2 * span(out) > INT32_MAX
+    wide = 2 * span(out) > INT32_MAX or far_apart(group_offsets)
     run = compile_kernel(tile_table, args, configs.tile_table(G, out.size(1)), wide=wide)
 
     def list_tiles(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

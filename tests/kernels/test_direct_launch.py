@@ -12,11 +12,13 @@ from torch import Tensor
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_kernels import dispatch, grouped_gemm
+import moe_kernels
+from moe_kernels import dispatch, grouped_gemm, reference
 from moe_kernels.allocate import empty
 from moe_kernels.kernels import direct_launch, launch
 from moe_kernels.kernels.direct_launch import Launch, _observable
 from moe_kernels.kernels.tiles import windows
+from moe_kernels.plans import set_aside
 from moe_kernels.testing import assert_grouped_gemm_close, make_inputs
 from moe_kernels.traced import Notes, Number, StandIn, define
 
@@ -213,3 +215,28 @@ def test_tritons_hooks_see_a_known_call(rows: int, launches: int, device: str) -
     assert_grouped_gemm_close(out, *tensors)
     grouped_gemm(*tensors)
     assert len(seen) == launches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "N"), [(20, 64), (200, 64), (1100, 256)])
+def test_where_nothing_can_be_launched_directly(
+    rows: int, N: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a Triton whose launchers look different: the kernels may not rely on TMA then to leave out anything."""
+
+    def unknown(*_: Any) -> None:
+        raise KeyError("no such launcher")
+
+    monkeypatch.setattr(direct_launch, "_direct", unknown)
+    A, B, group_offsets = make_inputs([rows, 0, rows + 7], N, 64, dtype=torch.bfloat16, device=device)
+    guard = torch.full((A.size(0) + 300, 64), float("nan"), dtype=A.dtype, device=device)
+    A = guard[: A.size(0)].copy_(A)
+    with set_aside():
+        for _ in range(2):
+            assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets), A, B, group_offsets)
+        act = moe_kernels.swiglu_ffn(A, B.mT.contiguous(), group_offsets)
+        exact = reference.swiglu_ffn(A.double(), B.mT.double(), group_offsets)
+        torch.testing.assert_close(act.double(), exact, rtol=2e-2, atol=2e-2)
+        gradient = moe_kernels.grouped_gemm_wgrad(A, A, group_offsets)
+        exact = torch.stack([a.T @ a for a in A.double().tensor_split(group_offsets[1:-1].cpu().long())])
+        torch.testing.assert_close(gradient.double(), exact, rtol=2e-2, atol=0.2)
