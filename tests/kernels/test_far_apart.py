@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ _Spread = Callable[[Tensor], Tensor]
 
 
 @pytest.fixture
-def spread(device: str, tmp_path: Path) -> _Spread:
+def spread(device: str, tmp_path: Path) -> Iterator[_Spread]:
     """What gives the same values in a view of more than 2^31 elements."""
 
     def spread(x: Tensor) -> Tensor:
@@ -29,7 +29,8 @@ def spread(device: str, tmp_path: Path) -> _Spread:
             memory = torch.empty(elements, dtype=x.dtype, device=device)
         return memory.as_strided(x.shape, (row, *x[0].stride())).copy_(x)
 
-    return spread
+    yield spread
+    torch.cuda.empty_cache()  # there are other tests at the same time
 
 
 @pytest.mark.parametrize("rows", [5, 150])
