@@ -34,7 +34,7 @@ class Problem:
     tma_A: bool  # A_packed can be read by TMA
     tma_B: bool
     tma_out: bool  # out can be written by TMA
-    wide_A: bool  # addresses in A_packed do not fit into 32 bits
+    wide_A: bool  # addresses in A_packed, the offsets or the bias do not fit into 32 bits
     wide_B: bool
     wide_out: bool
     has_bias: bool
@@ -186,14 +186,18 @@ def access(problem: Any, tma_A: bool, tma_B: bool, tma_out: bool) -> Access:
 
 def _indexing(variant: str, has_bias: bool, access: Access) -> dict[str, Any]:
     """The options for `access`, in the kernel's order: tables, A_packed, B, bias, out."""
-    a, b, out = ("tensor_descriptor" if tma else "pointer" for tma in access[:3])
+    a, b, out, _ = access
     if variant == "tails":
-        tile = [*["pointer"] * 3, a, b, *["pointer"] * has_bias, out]
-        indexing = [*["pointer"] * 2, *tile, *tile, out]
-    else:
-        tables = 3 if variant == "persistent" else 1
-        indexing = [*["pointer"] * tables, a, b, *["pointer"] * has_bias, out]
-    return {"indexing": indexing} | ({"host_tensor_descriptors": True} if access.tma_A or access.tma_B else {})
+        tile = [*[False] * 3, a, b, *[False] * has_bias, out]
+        return indexing(*[False] * 2, *tile, *tile, out)
+    tables = 3 if variant == "persistent" else 1
+    return indexing(*[False] * tables, a, b, *[False] * has_bias, out)
+
+
+def indexing(*tma: bool) -> dict[str, Any]:
+    """The options by which a kernel's accesses to memory, in its order, go through TMA or pointers."""
+    ways = ["tensor_descriptor" if by_tma else "pointer" for by_tma in tma]
+    return {"indexing": ways} | ({"host_tensor_descriptors": True} if any(tma) else {})
 
 
 def floor_power_of_2(n: int) -> int:

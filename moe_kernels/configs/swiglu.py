@@ -15,6 +15,7 @@ from moe_kernels.configs import (
     basic_height,
     block_for,
     floor_power_of_2,
+    indexing,
     offsets_block,
 )
 
@@ -39,7 +40,7 @@ class Problem:
     tma_A: bool  # rows can be read by TMA
     tma_B: bool  # so can both weights
     tma_out: bool  # everything that is written can be, and TMA clips it
-    wide_A: bool  # addresses in A, or in the indices of its rows, do not fit into 32 bits
+    wide_A: bool  # addresses in A, the indices of its rows, the offsets or biases do not fit into 32 bits
     wide_B: bool
     wide_out: bool  # nor those in what is written
 
@@ -75,12 +76,10 @@ def basic(problem: Problem) -> Choice:
     block_i, block_k, num_warps, num_stages = presets[block_m]
     block_i, block_k = block_for(problem.I, block_i), block_for(problem.H, block_k)
     blocks = [block_m, block_i, offsets_block(problem.E), block_k]
-    before, after = _pointers(1 + problem.gathered), _pointers(problem.biases + _results(problem))
-    indexing = [*before, _by(tma_A), _by(tma_B), _by(tma_B), *after]
+    before, after = [False] * (1 + problem.gathered), [False] * (problem.biases + _results(problem))
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [4]}
-    if tma_A or tma_B:
-        options["host_tensor_descriptors"] = True
-    config = helion.Config(block_sizes=blocks, indexing=indexing, **options)
+    options |= indexing(*before, tma_A, tma_B, tma_B, *after)
+    config = helion.Config(block_sizes=blocks, **options)
     return Choice(False, block_m, block_i, reached, config)
 
 
@@ -90,12 +89,12 @@ def persistent(problem: Problem) -> Choice:
     tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
     reached = access(problem, tma_A, tma_B, problem.tma_out and tma_B)
     tma_A, tma_B, tma_out, _ = reached
-    stores = [_by(tma_out)] * _results(problem)
-    tables, biases = _pointers(3 + problem.gathered), _pointers(problem.biases)
-    options: dict[str, Any] = {"host_tensor_descriptors": True, "range_flattens": [True, None]} if tma_B else {}
+    tables, biases, stores = [False] * (3 + problem.gathered), [False] * problem.biases, [tma_out] * _results(problem)
+    options = indexing(*tables, tma_A, tma_B, *biases, *stores)
+    if tma_B:
+        options["range_flattens"] = [True, None]
     config = helion.Config(
         block_sizes=[block_k],
-        indexing=[*tables, _by(tma_A), _by(tma_B), *biases, *stores],
         pid_type="persistent_interleaved",
         l2_groupings=[8],
         num_warps=8,
@@ -107,11 +106,3 @@ def persistent(problem: Problem) -> Choice:
 
 def _results(problem: Problem) -> int:
     return 3 if problem.keeps else 1
-
-
-def _by(tma: bool) -> str:
-    return "tensor_descriptor" if tma else "pointer"
-
-
-def _pointers(number: int) -> list[str]:
-    return ["pointer"] * number

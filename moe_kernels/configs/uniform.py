@@ -89,8 +89,6 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
     tma_A, tma_B, tma_out, wide = configs.access(problem, problem.tma_A, problem.tma_B, problem.tma_out)
     extents = (problem.M, problem.N, problem.K)
     block_m, block_n, block_k = (configs.fitting(block, size) for block, size in zip(block_sizes, extents, strict=True))
-    if tma_A or tma_B or tma_out:
-        options["host_tensor_descriptors"] = True
     return Choice(
         kernel=kernel or ("folded" if foldable(problem, block_m, block_k) else "batched"),
         tma_A=tma_A,
@@ -99,8 +97,7 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
         wide=wide,
         config=helion.Config(
             block_sizes=[block_m, block_n, block_k],
-            indexing=["tensor_descriptor" if tma else "pointer" for tma in (tma_A, tma_B, tma_out)],
-            **options,
+            **(options | configs.indexing(tma_A, tma_B, tma_out)),
         ),
     )
 

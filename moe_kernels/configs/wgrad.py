@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import helion
 import torch
 
-from moe_kernels.configs import block_for, floor_power_of_2
+from moe_kernels.configs import block_for, floor_power_of_2, indexing
 
 __all__ = ["Choice", "Problem", "floor_power_of_2", "rule"]
 
@@ -28,7 +27,7 @@ class Problem:
     tf32: bool  # fp32 products may use tf32
     tma: bool  # X and Y can be read by TMA
     tma_out: bool  # a result of 16 bits an element can be written by it
-    wide_rows: bool  # addresses in X or Y do not fit into 32 bits
+    wide_rows: bool  # addresses in X, Y or the offsets do not fit into 32 bits
     wide_out: bool  # nor those in one group's result
 
 
@@ -50,7 +49,8 @@ def rule(problem: Problem) -> Choice:
     tma = problem.tma and not problem.wide_out and problem.M >= 64 and problem.dtype != torch.float32
     # A persistent program stores a tile by TMA while it loads for the next one.
     tma_out = tma and problem.tma_out
-    options: dict[str, Any] = {"host_tensor_descriptors": True} if tma else {}
+    offsets = [False] * (1 if problem.G < MOST_OFFSETS else 2)
+    options = indexing(*offsets, tma, tma, tma_out)
     if problem.dtype == torch.float32:
         block_m, block_p, block_q, num_warps, num_stages = 32, 64, 64, 4, 3
     elif not tma:
@@ -67,14 +67,11 @@ def rule(problem: Problem) -> Choice:
     if tma_out:
         options["pid_type"] = "persistent_interleaved"
     blocks = [block_for(problem.Q, block_q), block_for(problem.P, block_p)]
-    loads = "tensor_descriptor" if tma else "pointer"
-    offsets = ["pointer"] * (1 if problem.G < MOST_OFFSETS else 2)
     config = helion.Config(
         block_sizes=blocks,
         num_warps=num_warps,
         num_stages=num_stages,
         l2_groupings=[16],
-        indexing=[*offsets, loads, loads, "tensor_descriptor" if tma_out else "pointer"],
         **options,
     )
     return Choice(block_m, tma, problem.wide_out or (problem.wide_rows and not tma), config)
