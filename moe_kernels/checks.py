@@ -1,7 +1,7 @@
 """What the functions accept, and how offsets that they cannot refuse are read.
 
-The `check_*` functions run on every eager call: one cheap pass decides, and only a refused call pays for
-finding out what was wrong. They look at metadata alone, so meta and fake tensors pass through them.
+The `check_*` functions run on every eager call that is not like an earlier one. They look at metadata alone, so meta
+and fake tensors pass through them.
 """
 
 from __future__ import annotations

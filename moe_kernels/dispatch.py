@@ -12,7 +12,7 @@ from torch.autograd import forward_ad as _forward_ad
 
 from moe_kernels import checks, packing, reference, traced
 from moe_kernels.allocate import current_device, empty, empty_strided, on_current_device
-from moe_kernels.plans import Plans
+from moe_kernels.plans import Plans, kind
 
 _Result = TypeVar("_Result")
 
@@ -260,12 +260,15 @@ def on_device(like: Tensor, launch: Callable[..., _Result], *args: Any) -> _Resu
 MOST_ROWS = 2**30 - 1  # twice as many and one are an int32
 
 
+def check_rows(name: str, M: int) -> None:
+    if M > MOST_ROWS:
+        raise ValueError(f"{name}: expected at most {MOST_ROWS} rows, got {M}")
+
+
 class _Known(NamedTuple):
     """What there is for a key."""
 
     plan: Callable[..., None]
-    N: int
-    dtype: torch.dtype  # of the result
     replays: list[Callable[..., Tensor | None]]
 
 
@@ -308,7 +311,7 @@ def _key(
         group_offsets.stride(),
         group_offsets.data_ptr() % 16,
         group_offsets.get_device(),
-        None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16),
+        kind(bias),
         (a_dtype == torch.float32 or b_dtype == torch.float32) and torch.backends.cuda.matmul.fp32_precision,
     )
 
@@ -327,7 +330,8 @@ def _again(
     try:
         if not unobserved(*tensors) or torch._C._is_any_autocast_enabled():
             return None
-        known = _plans[_key(variant, *tensors, None, out_dtype)]
+        key = _key(variant, *tensors, None, out_dtype)
+        known = _plans[key]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None  # what is wrong, if anything is, the checks find
     if not on_current_device(A_packed):
@@ -337,7 +341,8 @@ def _again(
         if out is not None:
             _plans.recent = replay, *_plans.recent[:7]
             return out
-    out = empty((A_packed.size(0), known.N), known.dtype, A_packed)
+    _, dtype, *_ = key
+    out = empty((A_packed.size(0), B.size(-1)), dtype, A_packed)
     known.plan(A_packed, B if B.dim() == 3 else B.unsqueeze(0), group_offsets, None, out)
     if len(known.replays) < _MOST_REPLAYS and (made := _replay(known.plan, out, variant, *tensors, out_dtype)):
         known.replays.append(made)
@@ -431,16 +436,7 @@ def _run(
         return out
     if group_offsets.size(0) == 1 or (K == 0 and bias is None):
         return out.zero_()
-    if M > MOST_ROWS:
-        raise ValueError(f"A_packed: expected at most {MOST_ROWS} rows, got {M}")
-
-    if A_packed.is_cpu:
-        # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
-        A_packed, B = (x.float() if x.dtype == torch.bfloat16 else x for x in (A_packed, B))
-        bias = None if bias is None else bias.float()
-        result = torch.empty_like(out, dtype=torch.float32)
-        _call(key, variant, A_packed, B, group_offsets, bias, result)
-        return out.copy_(result)
+    check_rows("A_packed", M)
     on_device(A_packed, _call, key, variant, A_packed, B, group_offsets, bias, out)
     return out
 
@@ -458,12 +454,11 @@ def launch(
 def _call(
     key: tuple[Any, ...], variant: str, A: Tensor, B: Tensor, offsets: Tensor, bias: Tensor | None, out: Tensor
 ) -> Callable[..., None]:
-    if key in _plans:
-        plan = _plans[key].plan
-        plan(A, B, offsets, bias, out)
-        return plan
+    if (known := _plans.get(key)) is not None:
+        known.plan(A, B, offsets, bias, out)
+        return known.plan
     from moe_kernels.kernels import grouped_gemm as kernels
 
     plan = kernels.plan(variant, A, B, offsets, bias, out)
-    _plans[key] = _Known(plan, B.size(2), out.dtype, [])
+    _plans[key] = _Known(plan, [])
     return plan

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 _T = TypeVar("_T")
 _MOST = 4096
 _every: list[Plans[Any]] = []
@@ -29,6 +31,11 @@ class Plans(dict[tuple[Any, ...], _T]):
         super().__setitem__(key, plan)
 
 
+def kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What compiled code depends on of a tensor whose extents, if they matter, are a part of the key."""
+    return None if tensor is None else (tensor.dtype, tensor.stride(), tensor.data_ptr() % 16)
+
+
 @contextmanager
 def set_aside() -> Iterator[None]:
     """In here all calls make plans of their own, as the first ones of a process."""
@@ -38,6 +45,7 @@ def set_aside() -> Iterator[None]:
             plans.clear()
         yield
     finally:
-        for plans, known in zip(_every, kept, strict=False):
+        for plans in _every:  # there may be more now
             plans.clear()
+        for plans, known in zip(_every, kept, strict=False):
             plans.update(known)

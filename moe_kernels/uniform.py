@@ -101,10 +101,6 @@ def multiply(A: Tensor, B: Tensor, G: int, dtype: torch.dtype) -> Tensor:
     K, N = A.size(-1), B.size(-1)
     if G * M * N * K == 0:
         return A.new_zeros((G, M, N) if A.dim() == 3 else (G * M, N), dtype=dtype)
-    if A.is_cpu:
-        # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
-        A, B = (x.float() if x.dtype == torch.bfloat16 else x for x in (A, B))
-        return _planned(A, B, G, torch.float32).to(dtype)
     return on_device(A, _planned, A, B, G, dtype)
 
 

@@ -46,7 +46,7 @@ def varied_grouped_gemm(
     if out is not None:
         with torch.no_grad():
             if use_kernels(group_A[0]):
-                _write(group_A, group_B, out)
+                _launch(group_A, group_B, out)()
                 _changed(out)
             else:
                 reference.varied_grouped_gemm(group_A, group_B, out=out)
@@ -74,7 +74,7 @@ def plan_varied_grouped_gemm(
         return list
     group_A, group_B = [a.detach() for a in group_A], [b.detach() for b in group_B]
     out = None if out is None else list(out)
-    if group_A[0].is_cpu and (not use_kernels(group_A[0]) or group_A[0].dtype == torch.bfloat16):
+    if group_A[0].is_cpu and not use_kernels(group_A[0]):
         return partial(varied_grouped_gemm, group_A, group_B, out=out)
     return _Plan(group_A, group_B, out)
 
@@ -115,7 +115,7 @@ def multiply(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> list[Tenso
         torch.empty((a.size(0), b.size(1)), dtype=a.dtype, device=a.device)
         for a, b in zip(group_A, group_B, strict=True)
     ]
-    _write(group_A, group_B, outs)
+    _launch(group_A, group_B, outs)()
     return outs
 
 
@@ -124,19 +124,14 @@ def _changed(tensors: Sequence[Tensor]) -> None:
     torch.autograd.graph.increment_version(tensors)
 
 
-def _write(group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    if not (outs[0].is_cpu and outs[0].dtype == torch.bfloat16):
-        _launch(group_A, group_B, outs)()
-        return
-    # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
-    results = [torch.empty_like(out, dtype=torch.float32) for out in outs]
-    _launch([a.float() for a in group_A], [b.float() for b in group_B], results)()
-    for out, result in zip(outs, results, strict=True):
-        out.copy_(result)
-
-
 def _launch(group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor]) -> Callable[..., None]:
     """What writes the products to `outs`, or to those parts of the buffer that it is given."""
+    for name, tensors in {"group_A": group_A, "group_B": group_B, "out": outs}.items():
+        for p, tensor in enumerate(tensors):
+            if tensor.is_neg():
+                raise ValueError(
+                    f"{name}[{p}]: expected a tensor as it is in memory, got a negated view: resolve_neg()"
+                )
     first = group_A[0]
     problems = [(a, b, o) for a, b, o in zip(group_A, group_B, outs, strict=True) if o.numel()]
     if not problems:

@@ -29,8 +29,11 @@ def test_set_aside(known: plans.Plans[str]) -> None:
         assert not known
         known[(1,)] = "new"
         other[(2,)] = "new"
+        first: plans.Plans[str] = plans.Plans()  # of a module that is imported in here
+        first[(3,)] = "new"
     assert dict(known) == {(1,): "kept"}
     assert not other
+    assert not first
     with pytest.raises(RuntimeError), plans.set_aside():
         raise RuntimeError
     assert dict(known) == {(1,): "kept"}

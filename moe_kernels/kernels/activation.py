@@ -16,7 +16,7 @@ import torch
 from moe_kernels.configs import by_rows
 from moe_kernels.kernels.inline import halve
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
-from moe_kernels.plans import Plans
+from moe_kernels.plans import Plans, kind
 
 
 def _erf(x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ def launch(
         R.bit_length(),
         width,
         first.device,
-        *(None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors),
+        *map(kind, tensors),
         None if tensors[-1] is None or tensors[-1].dim() > 1 else tensors[-1].size(0),
     )
     plan = _plans.get(key)

@@ -22,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels.traced import Notes, Number, StandIn, define
 
-_STAND_INS = ((1_000_003, 1_000_033, 1_000_037), (1_000_039, 1_000_081, 1_000_099))  # odd, like what they stand for
+# For a kernel's first integers, the others being settled; odd, like what they stand for.
+_STAND_INS = ((1_000_003, 1_000_033, 1_000_037), (1_000_039, 1_000_081, 1_000_099))
 _MOST_ENCODED = 1024  # descriptors of 128 bytes
 
 
@@ -107,7 +108,7 @@ def _direct(run: Callable[..., Any], args: Sequence[Any], clipped: Mapping[int, 
             pointers.append(index)
             flat.append(f"{{{index}.pointer}}")
         elif isinstance(a, TensorDescriptor):
-            index = next(i for i, arg in enumerate(args) if arg is a.base)
+            index = _index_of(a.base, args)
             encoded = True
             descriptor = _Descriptor(a, next(descriptions))
             pointer, extent = f"{{{index}.pointer}}", f"{{{index}.rows}}"

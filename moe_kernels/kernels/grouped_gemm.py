@@ -185,6 +185,7 @@ def _problem(
     out: torch.Tensor,
     transposed: bool = False,
     clips: bool = False,
+    far: bool = False,  # offsets or biases need 64 bits
 ) -> configs.Problem:
     M, K = A_packed.shape
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
@@ -199,10 +200,10 @@ def _problem(
         dtype=dtype,
         tf32=tf32_allowed(dtype),
         # A descriptor's block has at least 16 of each.
-        tma_A=K >= 16 and tma_readable(A_packed),
+        tma_A=not far and K >= 16 and tma_readable(A_packed),
         tma_B=min(K, N) >= 16 and tma_readable(B),
         tma_out=clips and N >= 16 and tma_readable(out),
-        wide_A=2 * span(A_packed) > INT32_MAX,
+        wide_A=far or 2 * span(A_packed) > INT32_MAX,
         wide_B=span(B) > INT32_MAX,
         wide_out=2 * span(out) > INT32_MAX,
         has_bias=bias is not None,
@@ -267,11 +268,9 @@ def _plan(
     transposed = B.stride(1) == 1 != B.stride(2)
     lies_as = (lambda B: B.transpose(1, 2)) if transposed else (lambda B: B)
     B = lies_as(B)
-    problem = _problem(A_packed, B, G, bias, out, transposed, clips)
+    problem = _problem(A_packed, B, G, bias, out, transposed, clips, far_apart(group_offsets, bias))
     if not clips:
         problem = replace(problem, tma_A=False)  # a last tile reaches past the end
-    if far_apart(group_offsets, bias):
-        problem = replace(problem, tma_A=False, wide_A=True)
     choice = configs.choose(problem, variant)
     if choice.variant == "tails":
         return grouped_gemm_tails.plan(choice, A_packed, lies_as(B), group_offsets, bias, out, transposed, problem.tf32)

@@ -30,7 +30,7 @@ from moe_kernels.kernels.launch import (
     tma_readable,
     without_ones,
 )
-from moe_kernels.plans import Plans
+from moe_kernels.plans import Plans, kind
 
 
 def _preset(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: torch.Tensor, *_: Any) -> helion.Config:
@@ -125,21 +125,10 @@ def launch(
     """
     key = (
         X.size(0).bit_length(),
-        X.dtype,
-        X.stride(),
-        X.data_ptr() % 16,
         X.device,
-        Y.dtype,
-        Y.stride(),
-        Y.data_ptr() % 16,
-        group_offsets.dtype,
-        group_offsets.stride(),
-        group_offsets.data_ptr() % 16,
-        out.dtype,
         out.shape,
-        out.stride(),
-        out.data_ptr() % 16,
-        (X.dtype == torch.float32 or Y.dtype == torch.float32) and tf32_allowed(torch.float32),
+        tf32_allowed(torch.promote_types(X.dtype, Y.dtype)),
+        *map(kind, (X, Y, group_offsets, out)),
     )
     plan = _plans.get(key)
     if plan is None:

@@ -12,9 +12,11 @@ from typing import Any
 from unittest import mock
 
 import helion
+import numpy as np
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from helion.runtime.settings import default_autotuner_fn
+from triton import language as tl
 from triton.runtime import interpreter
 
 from moe_kernels.kernels import direct_launch
@@ -43,7 +45,7 @@ class _Preset:
 
 
 def kernel(
-    rule: Callable[..., helion.Config], *, static_shapes: bool = False, **settings: Any
+    rule: Callable[..., helion.Config], *, static_shapes: bool = False
 ) -> Callable[[Callable[..., Any]], helion.Kernel[Any]]:
     """`@helion.kernel` for shapes that change at every call, with `rule(*args)` in place of an automatic search.
 
@@ -54,7 +56,6 @@ def kernel(
         autotuner_fn=lambda bound, args, **options: _Preset(rule, bound, args, options),
         # HELION_AUTOTUNE_EFFORT=none would mean blocks of 16 x 16 x 16 instead of the rule.
         autotune_effort="quick" if os.environ.get("HELION_AUTOTUNE_EFFORT") == "quick" else "full",
-        **settings,
     )
 
 
@@ -177,7 +178,7 @@ def _compile_interpreted(
     run = _compiled(_variant(kernel, wide, False), args, helion.Config(**kept))
 
     def launch(*args: Any) -> Any:
-        with _lean_interpreter():
+        with _one_at_a_time, _lean_interpreter():
             return run(*args)
 
     return launch
@@ -186,7 +187,8 @@ def _compile_interpreted(
 @contextmanager
 def _lean_interpreter() -> Iterator[None]:
     """Triton's interpreter for one launch, without what takes most of its time: it would replace the functions of its
-    language again at every call of a device function, and look for overflows that it reports in debug mode only.
+    language again at every call of a device function, and look for overflows that it reports in debug mode only. And
+    with bfloat16 as on a GPU: it would multiply raw bits, and truncate where it should round.
     """
     replace, done = interpreter._patch_lang, set()
     builder = interpreter.interpreter_builder
@@ -198,7 +200,23 @@ def _lean_interpreter() -> Iterator[None]:
         done.add(id(fn.__globals__))
         return replace(fn)
 
+    dot, cast = builder.create_dot, builder.cast_impl
+
+    def exact_dot(a: Any, b: Any, *rest: Any) -> Any:
+        return dot(*(cast_exactly(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest)
+
+    def cast_exactly(src: Any, dst_type: Any) -> Any:
+        scalars = src.dtype.scalar, dst_type.scalar
+        if scalars == (tl.bfloat16, tl.float32):
+            return interpreter.TensorHandle((src.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        if scalars == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.array(src.data)).bfloat16().view(torch.uint16).numpy()
+            return interpreter.TensorHandle(rounded, tl.bfloat16)
+        return cast(src, dst_type)
+
     with (
+        mock.patch.object(builder, "create_dot", exact_dot),
+        mock.patch.object(builder, "cast_impl", cast_exactly),
         mock.patch.object(interpreter, "_patch_lang", replace_once),
         mock.patch.object(builder, "options", options),
         # Helion asks the device for the number of persistent workers, which a CPU cannot answer.

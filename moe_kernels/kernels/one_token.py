@@ -18,7 +18,7 @@ from moe_kernels.form import Form
 from moe_kernels.kernels.activation import activated
 from moe_kernels.kernels.inline import halve
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
-from moe_kernels.plans import Plans
+from moe_kernels.plans import Plans, kind
 
 _BLOCK = 1024  # elements of a weight's row that a program reads at once
 _MOST_SLOTS = 16  # the second kernel has a loop for each: 128 would take most of a minute to compile
@@ -157,7 +157,8 @@ def launch(
     key = (
         form,
         out.device,
-        *(None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors),
+        *(None if t is None else t.shape for t in tensors),
+        *map(kind, tensors),
     )
     plan = _plans.get(key)
     if plan is None:

@@ -21,7 +21,7 @@ import torch
 from moe_kernels.configs import by_rows
 from moe_kernels.kernels.inline import halve
 from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
-from moe_kernels.plans import Plans
+from moe_kernels.plans import Plans, kind
 
 _FEW_TOKENS = 128
 
@@ -143,10 +143,9 @@ def launch(
         R.bit_length(),
         T > _FEW_TOKENS,
         group_offsets.size(0),
-        group_offsets.data_ptr() % 16,
-        slot_to_row.data_ptr() % 16,
         slot_to_row.device,
-        *(None if t is None else (t.dtype, t.size(1), t.stride(), t.data_ptr() % 16) for t in tensors),
+        *(None if t is None else t.size(1) for t in tensors),
+        *map(kind, (*tensors, slot_to_row, group_offsets)),
     )
     plan = _plans.get(key)
     if plan is None:

@@ -19,7 +19,7 @@ import torch
 
 from moe_kernels.kernels.inline import halve, histogram, lookup
 from moe_kernels.kernels.launch import compile_kernel, kernel
-from moe_kernels.plans import Plans
+from moe_kernels.plans import Plans, kind
 
 RANK_UP_TO = 1024
 _RANK_BLOCK = 4
@@ -170,7 +170,7 @@ def launch(
     The result does it again for other tensors of this kind.
     """
     R, E = topk_ids.size(0), group_offsets.size(0) - 1
-    key = ((R - 1).bit_length() if R > RANK_UP_TO else 0, E, topk_ids.dtype, topk_ids.data_ptr() % 16, topk_ids.device)
+    key = ((R - 1).bit_length() if R > RANK_UP_TO else 0, E, topk_ids.device, kind(topk_ids))
     plan = _plans.get(key)
     if plan is None:
         make = _ranking if R <= RANK_UP_TO else _counting

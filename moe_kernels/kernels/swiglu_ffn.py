@@ -32,7 +32,7 @@ from moe_kernels.kernels.launch import (
     without_ones,
 )
 from moe_kernels.kernels.tiles import compile_table, num_slots, some_table, windows
-from moe_kernels.plans import Plans
+from moe_kernels.plans import Plans, kind
 
 
 def _preset_basic(
@@ -221,6 +221,8 @@ def _pairs(A: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> _Optional:
         return None
     if up.data_ptr() - gate.data_ptr() != I * row * gate.element_size():
         return None
+    if up.untyped_storage().data_ptr() != gate.untyped_storage().data_ptr():
+        return None  # two that happen to be neighbours
     pairs = gate.as_strided((2 * E, I, H), (I * row, row, 1))
     if interpreted():
         return pairs
@@ -245,6 +247,7 @@ def _problem(
     rest: Sequence[_Optional],  # row_to_slot, gate_bias, up_bias, act, h_gate, h_up
     clips: bool,
     paired: bool = False,
+    far: bool = False,  # offsets or biases need 64 bits
 ) -> configs.Problem:
     row_to_slot, gate_bias, up_bias, act, h_gate, h_up = rest
     assert act is not None
@@ -252,7 +255,7 @@ def _problem(
     H = A.size(1)
     dtype = torch.promote_types(A.dtype, gate.dtype)
     outs = [out for out in (act, h_gate, h_up) if out is not None]
-    tma_A = H >= 16 and row_to_slot is None and tma_readable(A)
+    tma_A = not far and H >= 16 and row_to_slot is None and tma_readable(A)
     tma_B = min(H, I) >= 16 and tma_readable(gate) and tma_readable(up)
     return configs.Problem(
         rows=configs.floor_power_of_2(M // E),
@@ -270,7 +273,7 @@ def _problem(
         tma_B=tma_B,
         tma_out=clips and I >= 16 and all(tma_readable(out) for out in outs),
         # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
-        wide_A=2 * max(span(t) for t in (A, row_to_slot) if t is not None) > INT32_MAX,
+        wide_A=far or 2 * max(span(t) for t in (A, row_to_slot) if t is not None) > INT32_MAX,
         wide_B=max(span(gate), span(up)) > INT32_MAX,
         wide_out=max(2 * span(out) for out in outs) > INT32_MAX,
     )
@@ -311,7 +314,7 @@ def launch(
         form,
         tf32_allowed(torch.promote_types(A.dtype, gate.dtype)),
         _pairs(A, gate, up) is not None,
-        *(None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors),
+        *map(kind, tensors),
     )
     plan = _plans.get(key)
     if plan is None:
@@ -336,11 +339,10 @@ def _plan(
     pairs = _pairs(A, gate, up)
     transposed = gate.stride(1) == 1 != gate.stride(2)
     lies_as = (lambda w: w.transpose(1, 2)) if transposed else (lambda w: w)
-    problem = _problem(A, lies_as(gate), lies_as(up), E, (row_to_slot, *others), clips, pairs is not None)
+    far = far_apart(group_offsets, *others[:2])
+    problem = _problem(A, lies_as(gate), lies_as(up), E, (row_to_slot, *others), clips, pairs is not None, far)
     if not clips:
         problem = replace(problem, tma_A=False)  # a last tile reaches past the end
-    if far_apart(group_offsets, *others[:2]):
-        problem = replace(problem, tma_A=False, wide_A=True)
     choice = configs.rule(problem)
     block_m = choice.block_m
     tma_A, tma_B, tma_out, wide = choice.access

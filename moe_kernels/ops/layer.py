@@ -18,11 +18,6 @@ from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_w
 _FORM = "str activation, bool gated, bool interleaved, float alpha, float limit"
 
 
-def _interpretable(x: Tensor) -> Tensor:
-    """What Triton's interpreter may store into: it truncates bfloat16."""
-    return x.float() if x.is_cpu and x.dtype == torch.bfloat16 else x
-
-
 def _activate(h: Tensor, h_up: Tensor | None, *form: Any) -> Tensor:  # [R, 2I] or [R, I], [R, I] -> [R, I]
     form = Form(*form)
     if not dispatch.use_kernels(h):
@@ -32,11 +27,9 @@ def _activate(h: Tensor, h_up: Tensor | None, *form: Any) -> Tensor:  # [R, 2I] 
     if act.numel() > 0:
         from moe_kernels.kernels import activation as kernels
 
-        result = _interpretable(act)
         dispatch.on_device(
-            h, kernels.launch, kernels.activate, (result, gate, up), form.activation, form.alpha, form.limit
+            h, kernels.launch, kernels.activate, (act, gate, up), form.activation, form.alpha, form.limit
         )
-        return result.to(h.dtype)
     return act
 
 
@@ -73,8 +66,9 @@ def _activate_backward(
         d_h, d_h_up, weighted, dots = (h.new_empty(0) if x is None else x for x in found)
         return d_h, d_h_up, weighted if weigh else h.new_empty(0), dots
     gate, up = form.halves(h, h_up)
-    results = _activate_backward_fake(h, h_up, d_act, gates, row_to_slot, group_offsets, weigh, *form)
-    d_h, d_h_up, weighted, dots = (_interpretable(x) for x in results)
+    d_h, d_h_up, weighted, dots = _activate_backward_fake(
+        h, h_up, d_act, gates, row_to_slot, group_offsets, weigh, *form
+    )
     if gate.numel() == 0:
         dots.zero_()
     else:
@@ -89,9 +83,6 @@ def _activate_backward(
             tensors = (d_gate, d_up, weighted if weigh else None, dots.view(-1), gate, up, d_act, gates.reshape(-1))
             tensors = (*tensors, row_to_slot, group_offsets)
             dispatch.on_device(h, kernels.launch, kernels.weighted_backward, tensors, *options)
-    d_h, d_h_up, weighted, dots = (
-        x.to(result.dtype) for x, result in zip((d_h, d_h_up, weighted, dots), results, strict=True)
-    )
     return d_h, d_h_up, weighted, dots
 
 
@@ -221,11 +212,7 @@ def _fused(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     from moe_kernels.kernels import swiglu_ffn as kernels
 
-    result_dtype = dtype
-    if A.is_cpu and dtype == torch.bfloat16:
-        # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
-        dtype = torch.float32
-        A, w_in, w_up = A.float(), w_in.float(), None if w_up is None else w_up.float()
+    dispatch.check_rows("rows", M)
     act = empty((M, _width(w_in, w_up, form)), dtype, A)
     h = empty((M, w_in.size(2)), dtype, A) if keep else None
     h_up = empty((M, w_in.size(2)), dtype, A) if keep and w_up is not None else None
@@ -234,8 +221,6 @@ def _fused(
     (b_gate, b_up), (h_gate, h_of_up) = (form.parts(*x, apart=w_up is not None) for x in ((b_in, b_up), (h, h_up)))
     tensors = (A, gate, up, group_offsets, row_to_slot, b_gate, b_up, act, h_gate, h_of_up)
     dispatch.on_device(A, kernels.launch, *tensors, top_k, form)
-    if dtype != result_dtype:
-        act, h, h_up = act.to(result_dtype), *(None if x is None else x.to(result_dtype) for x in (h, h_up))
     return act, h, h_up
 
 
@@ -469,8 +454,6 @@ def one_token_is_faster(hidden: Tensor, topk_ids: Tensor, w_in: Tensor, w_out: T
     """Whether there is one token, and the kernels that sort nothing take it: they are faster."""
     if hidden.size(0) != 1 or not dispatch.use_kernels(hidden, w_in, w_out):
         return False
-    if hidden.is_cpu and torch.bfloat16 in (hidden.dtype, w_in.dtype, w_out.dtype):
-        return False  # Triton's interpreter truncates it
     if not all([x.numel() > 0 for x in (hidden, topk_ids, w_in, w_out)]):
         return False
     from moe_kernels.kernels import one_token

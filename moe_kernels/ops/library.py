@@ -71,7 +71,3 @@ def _recorded(
 def needs(ctx: Any, i: int, value: Tensor | None) -> Tensor | None:
     """`value` if the gradient of input i will be asked for."""
     return value if ctx.needs_input_grad[i] else None
-
-
-def widened(x: Tensor) -> Tensor:
-    return x.float() if x.dtype == torch.bfloat16 else x

@@ -106,12 +106,8 @@ def _move(
     if any(t is not None and t.numel() == 0 for t in tensors):
         out.zero_()
         return
-    # Triton's interpreter truncates when it stores bfloat16.
-    result = torch.empty_like(out, dtype=torch.float32) if out.is_cpu and out.dtype == torch.bfloat16 else out
     indices = slot_to_row.contiguous(), group_offsets.contiguous()
-    dispatch.on_device(out, permute.launch, getattr(permute, name), (result, *tensors[1:]), *indices, top_k)
-    if result is not out:
-        out.copy_(result)
+    dispatch.on_device(out, permute.launch, getattr(permute, name), tensors, *indices, top_k)
 
 
 def _dot_rows_fake(

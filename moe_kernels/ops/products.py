@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels import dispatch, reference
 from moe_kernels.allocate import empty
-from moe_kernels.ops.library import define, needs, widened
+from moe_kernels.ops.library import define, needs
 
 
 def _grouped_gemm(
@@ -78,21 +78,14 @@ def _wgrad(
     if not dispatch.use_kernels(A_packed, d_out):
         out = reference.grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype=out_dtype)
         return out[0] if shared else out
-    if M > dispatch.MOST_ROWS:
-        raise ValueError(f"A_packed: expected at most {dispatch.MOST_ROWS} rows, got {M}")
+    dispatch.check_rows("A_packed", M)
     out = empty((group_offsets.size(0) - 1, K, d_out.size(1)), out_dtype, A_packed)
     if M == 0:
         out.zero_()
     elif out.numel() > 0:
         from moe_kernels.kernels import grouped_wgrad
 
-        if A_packed.is_cpu:
-            # Triton's interpreter multiplies bfloat16 as raw bits and truncates when it stores it.
-            result = torch.empty_like(out, dtype=torch.float32)
-            grouped_wgrad.launch(widened(A_packed), widened(d_out), group_offsets, result)
-            out.copy_(result)
-        else:
-            dispatch.on_device(out, grouped_wgrad.launch, A_packed, d_out, group_offsets, out)
+        dispatch.on_device(out, grouped_wgrad.launch, A_packed, d_out, group_offsets, out)
     return out[0] if shared else out
 
 

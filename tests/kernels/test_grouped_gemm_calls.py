@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,14 @@ def test_a_call_that_is_recorded_or_profiled_finds_the_plan_of_one_that_is_not(d
         grouped_gemm(A, B, group_offsets)
     grouped_gemm(A.requires_grad_(), B, group_offsets, out_dtype=torch.float16)
     assert len(dispatch._plans) == 1
+
+
+def test_calls_from_several_threads(device: str) -> None:
+    calls = [make_inputs([M, 0, 20], 64, 32, dtype=torch.float16, device=device) for M in (5, 40, 200, 500)] * 3
+    with set_aside(), ThreadPoolExecutor(4) as pool:
+        outs = list(pool.map(lambda call: grouped_gemm(*call), calls))
+    for out, call in zip(outs, calls, strict=True):
+        assert_grouped_gemm_close(out, *call)
 
 
 @pytest.mark.gpu

@@ -137,7 +137,7 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ONE_TOKEN)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_token(name: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One dropped slot, an expert chosen twice, and weights of the others that must not be read."""
     monkeypatch.setattr(one_token, "_plans", Plans())
@@ -311,7 +311,7 @@ def test_dropped_tokens_and_experts_without_tokens(device: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations(activation: str, dtype: torch.dtype, device: str) -> None:
     routing = route(torch.tensor([[0, 1], [5, 2], [1, 1]], device=device), torch.rand(3, 2, device=device), 3)
     order = (routing.gates, routing.row_to_slot, routing.group_offsets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,3 +161,21 @@ def test_pytorchs_tf32_setting_decides_for_float32_weights(dtype: torch.dtype, d
             assert len(kernels._plans) == plans
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its allocator decides what lies where")
+@pytest.mark.parametrize("M", [20, 300])
+def test_weights_that_are_neighbours_by_chance(M: int, device: str) -> None:
+    I, H = 32, 24  # noqa: E741
+    memory = np.random.default_rng(0).standard_normal((2, I, H)).astype(np.float16)
+    gate, up = (torch.from_numpy(half).as_strided((1, I, H), (2 * I * H, H, 1)) for half in memory)
+    assert up.data_ptr() == gate.data_ptr() + gate.nbytes
+    rows = torch.randn(M, H, device=device).half()
+    act = torch.empty(M, I, dtype=rows.dtype, device=device)
+    kernels.launch(rows, gate.mT, up.mT, offsets([0, M], device), None, None, None, act, None, None, 0, SILU)
+
+    def half(dtype: torch.dtype) -> torch.Tensor:
+        return reference.activate(rows.to(dtype) @ gate[0].to(dtype).T, rows.to(dtype) @ up[0].to(dtype).T, SILU)
+
+    exact = half(torch.float64)
+    assert_within_budget(act, half(rows.dtype), exact, scale=16 * exact.abs().max().item())

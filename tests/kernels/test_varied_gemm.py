@@ -322,3 +322,18 @@ def test_autograd_notices_that_what_it_saved_was_written_to(planned: bool, devic
         varied_grouped_gemm(A, B, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_views_that_are_negated_when_they_are_read(device: str) -> None:
+    """What takes their addresses has to refuse them."""
+    A, B, out = (torch.randn(8, 8, dtype=torch.complex64, device=device).conj().imag for _ in range(3))
+    assert A.is_neg() and B.is_neg() and out.is_neg()
+    plain_A, plain_B = A.resolve_neg(), B.resolve_neg()
+    assert_close(varied_grouped_gemm([A], [B]), [plain_A], [plain_B])
+    for lists, name in ((([A], [plain_B]), "group_A"), (([plain_A], [B]), "group_B")):
+        with pytest.raises(ValueError, match=rf"{name}\[0\]: .*resolve_neg"):
+            plan_varied_grouped_gemm(*lists)
+        with pytest.raises(ValueError, match=rf"{name}\[0\]: .*resolve_neg"):
+            varied_grouped_gemm(*lists, out=[torch.empty_like(plain_A)])
+    with pytest.raises(ValueError, match=r"out\[0\]: .*resolve_neg"):
+        varied_grouped_gemm([plain_A], [plain_B], out=[out])
