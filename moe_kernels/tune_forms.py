@@ -45,7 +45,7 @@ def tune_one(task: tune.Task, device: torch.device, share: float) -> store.Entry
         found, us, rule_us = _fastest(start, make, uniform_variations, device, until)
         blocks: Any = found.config.config.get("block_sizes", [0])
         config = tune.concise(found.config.config)
-        entry = {"kernel": found.kernel, "block_m": blocks[0], "tma": rules.access(found), "config": config}
+        entry = {"kernel": found.kernel, "block_m": blocks[0], "tma": found.access.tma, "config": config}
     else:
         listed, make = _varied(task, device)
         choices = [varied.rule(listed), varied.choose(listed), *varied_grid(listed)]

@@ -14,12 +14,9 @@ from moe_kernels.configs import (
     access,
     basic_height,
     block_for,
-    floor_power_of_2,
     indexing,
     offsets_block,
 )
-
-__all__ = ["PERSISTENT_FROM_ROWS", "Choice", "Problem", "basic", "floor_power_of_2", "persistent", "rule"]
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,15 @@ class Problem:
     device: torch.device
 
 
+_BY_POINTERS = configs.Access(False, False, False, wide=False)
+
+
 @dataclass(frozen=True)
 class Choice:
     """How a problem is computed."""
 
     kernel: str  # "folded" or "batched"; or "bmm" for torch.bmm, to which the rest does not matter
-    tma_A: bool = False
-    tma_B: bool = False
-    tma_out: bool = False
-    wide: bool = False  # addresses that pointers are used for do not fit into 32 bits
+    access: configs.Access = _BY_POINTERS
     config: helion.Config = field(default_factory=helion.Config)
     source: str = "rule"  # or the file that the entry is from
     entry: store.Entry | None = field(default=None, compare=False, repr=False)
@@ -86,18 +86,15 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
 
     Memory is accessed as the tensors allow.
     """
-    tma_A, tma_B, tma_out, wide = configs.access(problem, problem.tma_A, problem.tma_B, problem.tma_out)
+    access = configs.access(problem, problem.tma_A, problem.tma_B, problem.tma_out)
     extents = (problem.M, problem.N, problem.K)
     block_m, block_n, block_k = (configs.fitting(block, size) for block, size in zip(block_sizes, extents, strict=True))
     return Choice(
         kernel=kernel or ("folded" if foldable(problem, block_m, block_k) else "batched"),
-        tma_A=tma_A,
-        tma_B=tma_B,
-        tma_out=tma_out,
-        wide=wide,
+        access=access,
         config=helion.Config(
             block_sizes=[block_m, block_n, block_k],
-            **(options | configs.indexing(tma_A, tma_B, tma_out)),
+            **(options | configs.indexing(*access[:3])),
         ),
     )
 
@@ -155,12 +152,6 @@ def adapted(entry: store.Entry, problem: Problem, source: str) -> Choice | None:
     sizes: Any = made.config.config["block_sizes"]
     if entry.kernel == "folded" and not foldable(problem, sizes[0], sizes[2]):
         return None
-    if entry.tma != access(made):
+    if entry.tma != made.access.tma:
         return None
     return Choice(**{**vars(made), "source": source, "entry": entry})
-
-
-def access(choice: Choice) -> list[str]:
-    """Which tensors `choice` reaches by TMA, as a tuned entry has it."""
-    tma = {"A": choice.tma_A, "B": choice.tma_B, "out": choice.tma_out}
-    return [name for name, reached in tma.items() if reached]

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import helion
 import torch
 
-from moe_kernels.configs import block_for, floor_power_of_2, indexing
-
-__all__ = ["Choice", "Problem", "floor_power_of_2", "rule"]
-
+from moe_kernels.configs import block_for, indexing
 
 MOST_OFFSETS = 1024  # that a program looks at together; more are clamped beforehand
 

@@ -34,7 +34,7 @@ from moe_kernels.kernels.launch import (
     tma_readable,
     without_ones,
 )
-from moe_kernels.kernels.tiles import compile_table, num_slots, some_table, windows
+from moe_kernels.kernels.tiles import compile_table, num_slots, some_table, tile_count, windows
 
 
 def _preset_basic(
@@ -315,12 +315,12 @@ def _plan(
     ) -> tuple[Any, ...]:
         if tma_out:
             out = windows(out, block_m)
-        return A_packed, lies_as(B), tiles, tiles.select(0, 0).select(0, 0), bias, out, *rest
+        return A_packed, lies_as(B), tiles, tile_count(tiles), bias, out, *rest
 
     tiles = some_table(out)
     list_tiles = compile_table(group_offsets, out, block_m)
     o = without_ones(windows(out.narrow(0, 0, block_m), block_m) if tma_out else out)
-    number = tiles.select(0, 0).select(0, 0)
+    number = tile_count(tiles)
     run = compiled(
         jagged_persistent,
         (a, b, tiles, number, bias, o, shared, transposed, block_m, tma_A, tma_out),

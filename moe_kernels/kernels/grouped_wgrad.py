@@ -16,8 +16,8 @@ import helion
 import helion.language as hl
 import torch
 
-from moe_kernels import checks
-from moe_kernels.configs import wgrad as configs
+from moe_kernels import checks, configs
+from moe_kernels.configs import wgrad as rules
 from moe_kernels.kernels.inline import divide, halve, unmasked
 from moe_kernels.kernels.launch import (
     INT32_MAX,
@@ -34,7 +34,7 @@ from moe_kernels.plans import Plans, kind
 
 
 def _preset(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: torch.Tensor, *_: Any) -> helion.Config:
-    return configs.rule(_problem(X, Y, out, clips=False)).config
+    return rules.rule(_problem(X, Y, out, clips=False)).config
 
 
 @kernel(_preset)
@@ -91,11 +91,11 @@ def _windows(rows: torch.Tensor, block_m: int) -> torch.Tensor:
     return rows.as_strided((rows.size(0) - block_m + 1, block_m, rows.size(1)), (row, row, column))
 
 
-def _problem(X: torch.Tensor, Y: torch.Tensor, out: torch.Tensor, clips: bool) -> configs.Problem:
+def _problem(X: torch.Tensor, Y: torch.Tensor, out: torch.Tensor, clips: bool) -> rules.Problem:
     G, P, Q = out.shape
     M = X.size(0)
     dtype = torch.promote_types(X.dtype, Y.dtype)
-    return configs.Problem(
+    return rules.Problem(
         M=configs.floor_power_of_2(M),
         P=P,
         Q=Q,
@@ -147,10 +147,10 @@ def _plan(
     problem = _problem(X, Y, out, clips)
     if far_apart(group_offsets):
         problem = replace(problem, tma=False, wide_rows=True)
-    choice = configs.rule(problem)
+    choice = rules.rule(problem)
     block_m, tma = choice.block_m, choice.tma
     G = out.size(0)
-    width = max(2, 1 << G.bit_length()) if G < configs.MOST_OFFSETS else 0
+    width = max(2, 1 << G.bit_length()) if G < rules.MOST_OFFSETS else 0
 
     def view(rows: torch.Tensor) -> torch.Tensor:
         return _windows(rows, block_m) if tma else rows

@@ -15,7 +15,8 @@ import helion
 import helion.language as hl
 import torch
 
-from moe_kernels.configs import swiglu as configs
+from moe_kernels import configs
+from moe_kernels.configs import swiglu as rules
 from moe_kernels.form import Form
 from moe_kernels.kernels.activation import activated
 from moe_kernels.kernels.inline import clamped, divide, first_row, halve, multiple, running_max, unmasked
@@ -31,21 +32,21 @@ from moe_kernels.kernels.launch import (
     tma_readable,
     without_ones,
 )
-from moe_kernels.kernels.tiles import compile_table, num_slots, some_table, windows
+from moe_kernels.kernels.tiles import compile_table, num_slots, some_table, tile_count, windows
 from moe_kernels.plans import Plans, kind
 
 
 def _preset_basic(
     A: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, group_offsets: torch.Tensor, *rest: Any
 ) -> helion.Config:
-    return configs.basic(_problem(A, gate, up, group_offsets.size(0) - 1, rest[:6], clips=False)).config
+    return rules.basic(_problem(A, gate, up, group_offsets.size(0) - 1, rest[:6], clips=False)).config
 
 
 def _preset_persistent(
     A: torch.Tensor, pairs: torch.Tensor, tiles: torch.Tensor, num_tiles: torch.Tensor, *rest: Any
 ) -> helion.Config:
     gate, up = pairs.unflatten(0, (-1, 2)).unbind(1)
-    return configs.persistent(_problem(A, gate, up, gate.size(0), rest[:6], clips=False)).config
+    return rules.persistent(_problem(A, gate, up, gate.size(0), rest[:6], clips=False)).config
 
 
 @kernel(_preset_basic)
@@ -248,7 +249,7 @@ def _problem(
     clips: bool,
     paired: bool = False,
     far: bool = False,  # offsets or biases need 64 bits
-) -> configs.Problem:
+) -> rules.Problem:
     row_to_slot, gate_bias, up_bias, act, h_gate, h_up = rest
     assert act is not None
     M, I = act.shape  # noqa: E741
@@ -257,7 +258,7 @@ def _problem(
     outs = [out for out in (act, h_gate, h_up) if out is not None]
     tma_A = not far and H >= 16 and row_to_slot is None and tma_readable(A)
     tma_B = min(H, I) >= 16 and tma_readable(gate) and tma_readable(up)
-    return configs.Problem(
+    return rules.Problem(
         rows=configs.floor_power_of_2(M // E),
         M=configs.floor_power_of_2(M),
         I=I,
@@ -343,7 +344,7 @@ def _plan(
     problem = _problem(A, lies_as(gate), lies_as(up), E, (row_to_slot, *others), clips, pairs is not None, far)
     if not clips:
         problem = replace(problem, tma_A=False)  # a last tile reaches past the end
-    choice = configs.rule(problem)
+    choice = rules.rule(problem)
     block_m = choice.block_m
     tma_A, tma_B, tma_out, wide = choice.access
     biases = [None if x is None else without_ones(x) for x in others[:2]]
@@ -379,7 +380,7 @@ def _plan(
         return out if out is None or not tma_out else windows(out, block_m)
 
     def prepare(A: Any, gate: Any, tiles: Any, _: Any, *rest: Any) -> tuple[Any, ...]:
-        number = tiles.select(0, 0).select(0, 0)
+        number = tile_count(tiles)
         pairs = gate.as_strided(shape, strides)
         return A, pairs, tiles, number, *rest[:3], *(view(out) for out in rest[3:6]), *rest[6:]
 
@@ -392,7 +393,7 @@ def _plan(
     like = [None if out is None else without_ones(view(out.narrow(0, 0, block_m)) if tma_out else out) for out in outs]
     run = compiled(
         swiglu_persistent,
-        (a, few(pairs), tiles, tiles.select(0, 0).select(0, 0), to, *biases, *like, *settled),
+        (a, few(pairs), tiles, tile_count(tiles), to, *biases, *like, *settled),
         prepare=prepare,
         clipped=({0: 0} if tma_A else {})
         | ({7 + i: block_m for i, out in enumerate(outs) if out is not None} if tma_out else {}),

@@ -174,18 +174,18 @@ def plan(
         kernel, constants = uniform_folded, (G, M, N, K, a_columns, b_columns)
         flat = lambda x: x.view(-1, x.size(2))  # noqa: E731
     else:
-        kernel, constants = uniform, (N, K, a_columns, b_columns, choice.tma_A, choice.tma_B)
+        kernel, constants = uniform, (N, K, a_columns, b_columns, *choice.access[:2])
         flat = lambda x: x  # noqa: E731
 
     def prepare(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
         return flat(stored(A, a_columns)), flat(stored(B, b_columns)), flat(out.view(G, M, N)), *rest
 
-    like = zip(prepare(A, B, out), (choice.tma_A, choice.tma_B, choice.tma_out), strict=True)
+    like = zip(prepare(A, B, out), choice.access[:3], strict=True)
     run = compile_kernel(
         kernel,
         (*(_like(x, tma) for x, tma in like), *constants),
         choice.config,
-        wide=choice.wide,
+        wide=choice.access.wide,
         tf32=problem.tf32,
         prepare=prepare,
         fixed=range(3),

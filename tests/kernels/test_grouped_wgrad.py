@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, reference
 from moe_kernels.checks import clamp_offsets
-from moe_kernels.configs import wgrad as configs
+from moe_kernels.configs import wgrad as rules
 from moe_kernels.kernels import grouped_wgrad as kernels
 from moe_kernels.testing import assert_grouped_gemm_close, assert_within_budget, group_sizes_for, make_inputs
 
@@ -128,7 +128,7 @@ def test_extents_of_zero(M: int, K: int, N: int, G: int, device: str) -> None:
 
 
 def test_more_groups_than_a_program_looks_at_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "MOST_OFFSETS", 4)
+    monkeypatch.setattr(rules, "MOST_OFFSETS", 4)
     A, D, group_offsets = make([3, 20, 10, -5, 500, 60], 80, 24, 40, device)
     assert_wgrad_close(grouped_gemm_wgrad(A, D, group_offsets), A, D, group_offsets)
 
