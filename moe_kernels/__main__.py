@@ -217,9 +217,10 @@ def _print_configs() -> None:
             wide_out=False,
             has_bias=False,
             device=device,
+            slow_memory=device is not None and configs.slow_memory(device),
         )
         choice = configs.choose(problem)
-        limit = configs.TAILS_FROM_ROWS if choice.variant == "tails" else configs.PERSISTENT_FROM_ROWS
+        limit = configs.tails_from_rows(problem) if choice.variant == "tails" else configs.PERSISTENT_FROM_ROWS
         because = f"rule: {mean_rows} rows per group {'>=' if mean_rows >= limit else '<'} {limit}"
         if choice.entry is not None:
             near = choice.entry.bucket

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -597,6 +598,10 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"K": 4096, "rows": 512, "M": 65536, "tma_out": False}, ("persistent", 128, [256, 64], 8, 4)),
         ({"K": 4096, "rows": 512, "M": 65536, "out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),
         ({"rows": 128, "M": 16384}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 512, "M": 65536, "slow_memory": True}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 1024, "M": 131072, "slow_memory": True}, ("tails", 128, [64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 8192, "G": 16, "slow_memory": True}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 4096, "G": 8, "slow_memory": True}, ("persistent", 64, [256, 64], 4, 5)),
         ({"rows": 64, "M": 8192}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 4, "M": 512}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
         ({"rows": 0, "M": 8, "tma_A": False}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
@@ -614,6 +619,17 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
     assert got == expected
     assert configs.why_illegal(choice, problem) is None
+
+
+@pytest.mark.parametrize(
+    ("clock", "width", "slow"), [(2_619_000, 5120, True), (3_201_000, 6144, False), (0, 6144, False)]
+)
+def test_slow_memory(clock: int, width: int, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an H100, that of an H200, and one that is not told."""
+    properties = SimpleNamespace(memory_clock_rate=clock, memory_bus_width=width)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert configs.slow_memory(torch.device("cuda", 0)) is slow
+    assert not configs.slow_memory(torch.device("cpu"))
 
 
 def test_bundled_files_are_read_and_legal() -> None:

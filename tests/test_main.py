@@ -116,6 +116,7 @@ def test_info_names_the_entry_and_its_distance(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(store, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(store, "BUNDLED", tmp_path / "none")
+    monkeypatch.setattr(configs, "slow_memory", lambda device: False)
     monkeypatch.setattr(cli, "_gpu", lambda: "cuda")
     monkeypatch.setattr(cli, "_gpu_fields", list)
     configs.reload()

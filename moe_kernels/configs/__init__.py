@@ -41,6 +41,7 @@ class Problem:
     transposed: bool = False  # B lies in memory as [G, N, K]
     out_dtype: torch.dtype | None = None  # of the result, where it is not `dtype`
     device: torch.device | None = None  # None leaves the choice to the rule
+    slow_memory: bool = False  # see `slow_memory`
 
 
 class Access(NamedTuple):
@@ -79,7 +80,6 @@ _TF32: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4,
 _IEEE: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4, 3, 4), 128: (64, 32, 8, 3, 4)}
 
 PERSISTENT_FROM_ROWS = 128
-TAILS_FROM_ROWS = 512
 # The kernels that are what is asked for.
 _KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
 TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of the whole tiles of `jagged_tails`, whose text has them as numbers
@@ -135,9 +135,23 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     return Choice(variant, block_m, access, helion.Config(block_sizes=blocks, **options))
 
 
+def slow_memory(device: torch.device) -> bool:
+    """Whether weights come slowly, for what a Hopper GPU multiplies: an H100 reads 3.35 TB/s, an H200 4.8."""
+    if device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    kilobits = 2 * properties.memory_clock_rate * properties.memory_bus_width  # a second: two on each line and clock
+    return bool(0 < kilobits < 8 * 4e9)  # 0 is unknown
+
+
+def tails_from_rows(problem: Problem) -> int:
+    """Per group. Of few rows too much is tails, and waits for the weights."""
+    return 1024 if problem.slow_memory else 512
+
+
 def _apart(problem: Problem) -> bool:
-    """Whether to compute tails apart. Of few rows per group too much is tails, and waits for the weights."""
-    enough = problem.rows >= TAILS_FROM_ROWS and _persistent_height(problem) == TAILS_HEIGHT
+    """Whether to compute tails apart."""
+    enough = problem.rows >= tails_from_rows(problem) and _persistent_height(problem) == TAILS_HEIGHT
     return enough and _access(problem, "tails", TAILS_HEIGHT).tma_out
 
 
@@ -164,6 +178,8 @@ def _persistent_height(problem: Problem) -> int:
     # 64 waste less at the ends of groups, 128 read weights less often: see benchmarks/notes.md.
     whole = problem.N % 256 == 0 and problem.out_dtype is None and _access(problem, "persistent", 128).tma_out
     few = problem.rows == 512 or (problem.rows == 256 and problem.G <= 16)
+    if problem.slow_memory:
+        few &= problem.G <= 8
     return 64 if whole and few and problem.K > 2048 else 128
 
 

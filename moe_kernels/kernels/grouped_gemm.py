@@ -210,6 +210,7 @@ def _problem(
         transposed=transposed,
         out_dtype=None if out.dtype == dtype else out.dtype,
         device=A_packed.device,
+        slow_memory=configs.slow_memory(A_packed.device),
     )
 
 

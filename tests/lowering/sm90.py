@@ -42,6 +42,8 @@ _H200 = types.SimpleNamespace(
     gcnArchName="",
     is_integrated=False,
     clock_rate=1980000,
+    memory_clock_rate=3201000,
+    memory_bus_width=6144,
 )
 
 torch.version.cuda = "13.0"
