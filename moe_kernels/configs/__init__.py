@@ -190,10 +190,10 @@ def _access(problem: Problem, variant: str, block_m: int) -> Access:
     tma_out = variant != "basic" and tma_A and tma_B and problem.tma_out and problem.dtype != torch.float32
     if variant == "tails":  # all or nothing
         tma_A = tma_B = tma_out = tma_out and problem.N % TAILS_WIDTH == 0 and problem.K >= 64 and not problem.out_dtype
-    return access(problem, tma_A, tma_B, tma_out)
+    return reach(problem, tma_A, tma_B, tma_out)
 
 
-def access(problem: Any, tma_A: bool, tma_B: bool, tma_out: bool) -> Access:
+def reach(problem: Any, tma_A: bool, tma_B: bool, tma_out: bool) -> Access:
     """By TMA what is said to be, unless something else in a `problem`, of any operator, needs 64 bits."""
     if (problem.wide_A and not tma_A) or (problem.wide_B and not tma_B) or (problem.wide_out and not tma_out):
         return Access(False, False, False, wide=True)  # Helion makes no descriptors where it computes in 64 bits

@@ -11,11 +11,11 @@ import torch
 from moe_kernels.configs import (
     PERSISTENT_FROM_ROWS,
     Access,
-    access,
     basic_height,
     block_for,
     indexing,
     offsets_block,
+    reach,
 )
 
 
@@ -67,7 +67,7 @@ def rule(problem: Problem) -> Choice:
 def basic(problem: Problem) -> Choice:
     """The rule's config of `swiglu`."""
     block_m = min(basic_height(problem.rows), 64)
-    reached = access(problem, problem.tma_A and block_m <= problem.M, problem.tma_B, False)
+    reached = reach(problem, problem.tma_A and block_m <= problem.M, problem.tma_B, False)
     tma_A, tma_B, *_ = reached
     presets = _FP32 if problem.dtype == torch.float32 else _TMA if tma_B else _POINTERS
     block_i, block_k, num_warps, num_stages = presets[block_m]
@@ -84,7 +84,7 @@ def persistent(problem: Problem) -> Choice:
     """The rule's config of `swiglu_persistent`."""
     block_m, block_i, block_k = 128, block_for(problem.I, 128), block_for(problem.H, 64)
     tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
-    reached = access(problem, tma_A, tma_B, problem.tma_out and tma_B)
+    reached = reach(problem, tma_A, tma_B, problem.tma_out and tma_B)
     tma_A, tma_B, tma_out, _ = reached
     tables, biases, stores = [False] * (3 + problem.gathered), [False] * problem.biases, [tma_out] * _results(problem)
     options = indexing(*tables, tma_A, tma_B, *biases, *stores)

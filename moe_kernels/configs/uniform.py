@@ -86,7 +86,7 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
 
     Memory is accessed as the tensors allow.
     """
-    access = configs.access(problem, problem.tma_A, problem.tma_B, problem.tma_out)
+    access = configs.reach(problem, problem.tma_A, problem.tma_B, problem.tma_out)
     extents = (problem.M, problem.N, problem.K)
     block_m, block_n, block_k = (configs.fitting(block, size) for block, size in zip(block_sizes, extents, strict=True))
     return Choice(

@@ -97,7 +97,7 @@ def compile_kernel(
     return _Launcher(_compiled(_variant(kernel, wide, tf32), args, config), prepare, clipped, fixed)
 
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.Lock()  # what patches functions of PyTorch or Triton meanwhile
 
 
 def _compiled(kernel: helion.Kernel[Any], args: Sequence[Any], config: helion.Config) -> Callable[..., Any]:
@@ -188,7 +188,8 @@ def _compile_interpreted(
 def _lean_interpreter() -> Iterator[None]:
     """Triton's interpreter for one launch, without what takes most of its time: it would replace the functions of its
     language again at every call of a device function, and look for overflows that it reports in debug mode only. And
-    with bfloat16 as on a GPU: it would multiply raw bits, and truncate where it should round.
+    with exact bfloat16 in products and casts from and to float32: it would multiply raw bits, and truncate where it
+    should round. It still adds raw bits, so kernels compute in float32.
     """
     replace, done = interpreter._patch_lang, set()
     builder = interpreter.interpreter_builder
