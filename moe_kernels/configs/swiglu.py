@@ -8,15 +8,7 @@ from typing import Any
 import helion
 import torch
 
-from moe_kernels.configs import (
-    PERSISTENT_FROM_ROWS,
-    Access,
-    basic_height,
-    block_for,
-    indexing,
-    offsets_block,
-    reach,
-)
+from moe_kernels.configs import PERSISTENT_FROM_ROWS, Access, basic_height, block_for, indexing, offsets_block, reach
 
 
 @dataclass(frozen=True)
