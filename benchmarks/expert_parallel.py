@@ -2,7 +2,7 @@
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N benchmarks/expert_parallel.py [--tiny] [--json FILE]
 
-A step is forward and backward of dispatch, experts and combine, with the gradients of hidden states, gates and weights;
+A step is forward and backward of dispatch, experts and combine, with the gradients of all inputs and weights;
 H = 7168, I = 2048, 256 experts of which each rank holds 256 / N, top_k = 8, bfloat16. Weak scaling: each rank has 4096
 tokens, whatever N is. Strong scaling: 8192 tokens in all, 8192 / N on each rank. The time is that of the slowest rank.
 The exchange is what passes on the device from the beginning of each all-to-all to its end, so that waiting for slower
@@ -35,7 +35,7 @@ from moe_kernels.testing import assert_within_budget
 
 TOP_K = 8
 SIZES = {False: (7168, 2048, 256, 4096), True: (64, 32, 16, 32)}  # tiny or not: H, I, E, tokens per rank
-NAMES = ("hidden", "gates", "w_gate_up", "w_down")
+NAMES = ("hidden", "topk_weights", "w_gate_up", "w_down")
 
 
 def make(T: int, H: int, I: int, E: int, seed: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:  # noqa: E741
@@ -54,7 +54,7 @@ def make(T: int, H: int, I: int, E: int, seed: int, device: torch.device, dtype:
 
 
 def route_randomly(T: int, E: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The choice and the gates of T tokens among E experts."""
+    """The choice and the topk_weights of T tokens among E experts."""
     generator = torch.Generator(device).manual_seed(seed)
     return topk_softmax(torch.randn(T, E, device=device, generator=generator), TOP_K, renormalize=True)
 
@@ -62,8 +62,8 @@ def route_randomly(T: int, E: int, seed: int, device: torch.device) -> tuple[Ten
 def step(x: dict[str, Tensor], E: int) -> list[Tensor]:
     """The output, and the gradients in the order of `NAMES`; the weights are those of this rank's experts."""
     inputs = [x[name].detach().requires_grad_() for name in NAMES]
-    hidden, gates, w_gate_up, w_down = inputs
-    rows, exchange = dispatch(hidden, x["topk_ids"], gates, E)
+    hidden, topk_weights, w_gate_up, w_down = inputs
+    rows, exchange = dispatch(hidden, x["topk_ids"], topk_weights, E)
     act = swiglu_ffn(rows, w_gate_up, exchange.group_offsets)
     out = combine(grouped_gemm(act, w_down.mT, exchange.group_offsets), exchange)
     return [out.detach(), *torch.autograd.grad(out, inputs, x["upstream"])]
@@ -81,7 +81,7 @@ def check(device: torch.device, dtype: torch.dtype) -> float:
     P, rank = dist.get_world_size(), dist.get_rank()
     H, I, E, T = 256, 128, 16 * P, 64  # noqa: E741
     whole = make(P * T, H, I, E, 0, device, dtype)
-    whole["topk_ids"], whole["gates"] = route_randomly(P * T, E, 1, device)
+    whole["topk_ids"], whole["topk_weights"] = route_randomly(P * T, E, 1, device)
     exact = single({name: x.cpu().double() if x.is_floating_point() else x.cpu() for name, x in whole.items()})
     ours = step({name: x.chunk(P)[rank] for name, x in whole.items()}, E)
     shares = []
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     records = []
     for scaling, tokens in (("weak", T), ("strong", 2 * T // P)):
         part = x | {name: x[name][:tokens] for name in ("hidden", "upstream")}
-        part["topk_ids"], part["gates"] = route_randomly(tokens, E, rank, device)
+        part["topk_ids"], part["topk_weights"] = route_randomly(tokens, E, rank, device)
         found = measure(part, E, options.rounds, device)
         records.append(
             {"suite": "expert_parallel", "scaling": scaling, "ranks": P, "H": H, "I": I, "E": E, "top_k": TOP_K}

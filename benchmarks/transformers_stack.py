@@ -66,14 +66,14 @@ def check(model: Any) -> None:
     config, device = model.config, model.device
     hidden = torch.randn(64, config.hidden_size, device=device).bfloat16()
     logits = torch.randn(64, config.num_experts, device=device)
-    gates, ids = logits.softmax(-1).topk(config.num_experts_per_tok)
-    gates = gates.bfloat16()
+    topk_weights, ids = logits.softmax(-1).topk(config.num_experts_per_tok)
+    topk_weights = topk_weights.bfloat16()
     model.set_experts_implementation("eager")
-    exact = copy.deepcopy(experts).double()(hidden.double(), ids, gates.double())
-    plain = experts(hidden, ids, gates)
+    exact = copy.deepcopy(experts).double()(hidden.double(), ids, topk_weights.double())
+    plain = experts(hidden, ids, topk_weights)
     for name in IMPLEMENTATIONS:
         model.set_experts_implementation(name)
-        assert_within_budget(experts(hidden, ids, gates), plain, exact, name=name)
+        assert_within_budget(experts(hidden, ids, topk_weights), plain, exact, name=name)
 
 
 def make_call(model: Any, part: str, batch: int, length: int, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

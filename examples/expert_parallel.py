@@ -35,15 +35,15 @@ def main() -> None:
     mine = slice(rank * E // dist.get_world_size(), (rank + 1) * E // dist.get_world_size())
     torch.manual_seed(rank + 1)  # other tokens everywhere
     hidden = torch.randn(T + rank, H).to(device, dtype).requires_grad_()
-    topk_ids, gates = topk_softmax(torch.randn(T + rank, E, device=device), TOP_K)
+    topk_ids, topk_weights = topk_softmax(torch.randn(T + rank, E, device=device), TOP_K)
 
-    rows, exchange = dispatch(hidden, topk_ids, gates, E)
+    rows, exchange = dispatch(hidden, topk_ids, topk_weights, E)
     act = swiglu_ffn(rows, w_gate_up[mine], exchange.group_offsets)
     out = combine(grouped_gemm(act, w_down[mine].mT, exchange.group_offsets), exchange)
     upstream = torch.randn_like(out)
     (d_hidden,) = torch.autograd.grad(out, hidden, upstream)
 
-    whole = moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down)
+    whole = moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down)
     (d_whole,) = torch.autograd.grad(whole, hidden, upstream)
     tolerance = 3e-2 if on_gpu else 1e-4
     torch.testing.assert_close(out, whole, rtol=tolerance, atol=tolerance)

@@ -14,8 +14,8 @@ from moe_kernels import MoE, reference, topk_softmax
 
 def plain(layer: MoE, hidden: torch.Tensor) -> torch.Tensor:
     """The layer's forward, every expert by itself."""
-    ids, gates = topk_softmax(hidden @ layer.router.T, layer.top_k, renormalize=layer.renormalize)
-    return reference.moe_mlp(hidden, ids, gates, layer.w_gate_up, layer.w_down)
+    ids, topk_weights = topk_softmax(hidden @ layer.router.T, layer.top_k, renormalize=layer.renormalize)
+    return reference.moe_mlp(hidden, ids, topk_weights, layer.w_gate_up, layer.w_down)
 
 
 def main() -> None:

@@ -87,23 +87,25 @@ def check_grouped_gemm_wgrad(
     return torch.promote_types(A_packed.dtype, d_out.dtype) if out_dtype is None else out_dtype
 
 
-def check_route(topk_ids: Tensor, gates: Tensor, num_experts: int) -> None:
-    """Check the arguments of `route`: ids `[T, top_k]` int32 or int64, gates `[T, top_k]` floating-point.
+def check_route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> None:
+    """Check the arguments of `route`: ids `[T, top_k]` int32 or int64, topk_weights `[T, top_k]` floating-point.
 
     Raises:
         TypeError: an argument is no tensor or has a wrong dtype, or `num_experts` is no int.
         ValueError: wrong rank, shape or device, no slots per token, or a negative number of experts.
     """
-    for name, value in (("topk_ids", topk_ids), ("gates", gates)):
+    for name, value in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         _check_is_tensor(name, value)
     if topk_ids.dtype not in _INDEX_DTYPES:
         raise TypeError(f"topk_ids: expected int32 or int64, got {topk_ids.dtype}")
-    _check_float_dtype("gates", gates.dtype, gates, False)
+    _check_float_dtype("topk_weights", topk_weights.dtype, topk_weights, False)
     if topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
         raise ValueError(f"topk_ids: expected shape [T, top_k] with top_k of at least 1, got {list(topk_ids.shape)}")
-    if gates.shape != topk_ids.shape:
-        raise ValueError(f"gates: expected shape {list(topk_ids.shape)} as topk_ids, got {list(gates.shape)}")
-    check_same_device("gates", gates, "topk_ids", topk_ids)
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights: expected shape {list(topk_ids.shape)} as topk_ids, got {list(topk_weights.shape)}"
+        )
+    check_same_device("topk_weights", topk_weights, "topk_ids", topk_ids)
     if isinstance(num_experts, bool) or not isinstance(num_experts, (int, torch.SymInt)):
         raise TypeError(f"num_experts: expected an int, got {type(num_experts).__name__}")
     if num_experts < 0:
@@ -145,7 +147,7 @@ def check_permute(hidden: Tensor, routing: Routing) -> None:
     Raises:
         TypeError, ValueError: wrong dtype; wrong rank, shape or device.
     """
-    _check_moved("hidden", hidden, "T", routing.gates.shape[0], routing)
+    _check_moved("hidden", hidden, "T", routing.topk_weights.shape[0], routing)
 
 
 def check_unpermute(rows: Tensor, routing: Routing) -> None:
@@ -163,13 +165,14 @@ def _check_moved(name: str, value: Tensor, extent: str, expected: int, routing: 
     if value.dim() != 2 or value.shape[0] != expected:
         raise ValueError(f"{name}: expected shape [{extent}, H] with {extent} = {expected}, got {list(value.shape)}")
     check_same_device(name, value, "routing", routing.slot_to_row)
-    R = routing.gates.numel()
+    R = routing.topk_weights.numel()
     for field, indices in (("slot_to_row", routing.slot_to_row), ("group_offsets", routing.group_offsets)):
         if indices.dtype != torch.int32:
             raise TypeError(f"routing.{field}: expected int32, got {indices.dtype}")
-    if routing.gates.dim() != 2 or routing.slot_to_row.shape != (R,):
+    if routing.topk_weights.dim() != 2 or routing.slot_to_row.shape != (R,):
         raise ValueError(
-            f"routing: expected gates [T, top_k] and slot_to_row [T * top_k], got shapes {list(routing.gates.shape)} "
+            f"routing: expected topk_weights [T, top_k] and slot_to_row [T * top_k], got shapes "
+            f"{list(routing.topk_weights.shape)} "
             f"and {list(routing.slot_to_row.shape)}"
         )
 
@@ -203,7 +206,7 @@ def check_swiglu_ffn(
 def check_moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
-    gates: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
     w_gate_up: Tensor,  # [E, W, H], or [E, H, W] if transposed
     w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
     w_up: Tensor | None,  # as w_gate_up
@@ -223,7 +226,7 @@ def check_moe_mlp(
     """
     _check_first_weights("hidden", "T", hidden, w_gate_up, w_up, gate_up_bias, up_bias, form, transposed, reference)
     E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
-    check_route(topk_ids, gates, E)
+    check_route(topk_ids, topk_weights, E)
     T, H = hidden.shape
     if topk_ids.shape[0] != T:
         raise ValueError(f"topk_ids: expected T = {T} as in hidden {[T, H]}, got {list(topk_ids.shape)}")

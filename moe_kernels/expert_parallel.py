@@ -39,7 +39,7 @@ class Exchange(NamedTuple):
 def dispatch(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
-    gates: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
     num_experts: int,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Tensor, Exchange]:
@@ -51,7 +51,7 @@ def dispatch(
         hidden: `[T, H]`, this rank's tokens; T differs from rank to rank as it likes and may be 0.
         topk_ids: `[T, top_k]` int32 or int64, out of all ranks' experts; an id outside `0..num_experts - 1` drops its
             slot.
-        gates: `[T, top_k]`; they stay here, and `combine` applies them.
+        topk_weights: `[T, top_k]`; they stay here, and `combine` applies them.
         num_experts: E, a multiple of the number of ranks.
         group: the ranks, as a process group or a mesh of one dimension; by default all.
 
@@ -67,7 +67,7 @@ def dispatch(
     P = dist.get_world_size(group)
     if num_experts % P:
         raise ValueError(f"num_experts: expected a multiple of the group's {P} ranks, got {num_experts}")
-    routing = route(topk_ids, gates, num_experts)
+    routing = route(topk_ids, topk_weights, num_experts)
     rows = permute(hidden, routing)
 
     to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
@@ -84,14 +84,14 @@ def dispatch(
 
 
 def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
-    """Send the experts' rows back, and add up each token's, weighted with its gates.
+    """Send the experts' rows back, and add up each token's, weighted with its topk_weights.
 
     Args:
         rows: `[R', H]`, in the order of `dispatch`'s.
         exchange: from `dispatch`.
 
     Returns:
-        `[T, H]` of the dtype of `rows`; dropped slots add nothing. Differentiable in `rows` and the gates.
+        `[T, H]` of the dtype of `rows`; dropped slots add nothing. Differentiable in `rows` and the topk_weights.
 
     Raises:
         TypeError, ValueError: as for `unpermute`.

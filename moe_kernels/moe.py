@@ -73,7 +73,7 @@ def swiglu_ffn(
 def moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
-    gates: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
     w_gate_up: Tensor,  # [E, 2I, H]; other layouts as for swiglu_ffn
     w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
     *,
@@ -89,7 +89,7 @@ def moe_mlp(
     limit: float = 7.0,
     validate: bool | None = None,
 ) -> Tensor:
-    """A layer of experts: `out[t] = sum over k of gates[t, k] * expert[topk_ids[t, k]](hidden[t])`.
+    """A layer of experts: `out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])`.
 
     `expert(x) = act @ w_down^T + down_bias` with the act of `swiglu_ffn`. The same as `route`, `permute`, `swiglu_ffn`,
     `grouped_gemm` and `unpermute`, one after another, but that its backward keeps only the first product's result.
@@ -97,7 +97,7 @@ def moe_mlp(
     Args:
         hidden: `[T, H]`; dtypes as for `grouped_gemm`.
         topk_ids: `[T, top_k]` int32 or int64; an id outside `0..E - 1` drops its slot.
-        gates: `[T, top_k]`, any of these dtypes; weights are applied in float32.
+        topk_weights: `[T, top_k]`, any of these dtypes; weights are applied in float32.
         w_gate_up, w_up, gate_up_bias, up_bias: as for `swiglu_ffn`, by default gate and up in one `[E, 2I, H]`.
         w_down: `[E, H, I]`.
         down_bias: `[E, H]`, added in float32.
@@ -106,15 +106,14 @@ def moe_mlp(
         validate: as for `route`.
 
     Returns:
-        `[T, H]`, of the promoted dtype of hidden states and weights. Differentiable in hidden states, gates, weights
-        and biases.
+        `[T, H]`, of the promoted dtype of hidden states and weights. Differentiable in everything but the ids.
 
     Raises:
         TypeError, ValueError: as for `route` and `swiglu_ffn`.
     """
     form = Form(activation, gated, interleaved, alpha, limit)
     biases = (gate_up_bias, up_bias, down_bias)
-    tensors = (hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases)
+    tensors = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases)
     validates = checks.validation_enabled(validate)
     eager = dispatch.eager(*tensors)
     observed = not eager or dispatch.differentiated(*tensors) or dispatch.profiled()
@@ -125,7 +124,7 @@ def moe_mlp(
         if prepared is not None and on_current_device(hidden):
             return prepared(*tensors)
     hidden, w_gate_up, w_up, w_down = _autocast(hidden, w_gate_up, w_up, w_down)
-    checks.check_moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down, w_up, *biases, form, transposed)
+    checks.check_moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases, form, transposed)
     num_experts = w_gate_up.size(0)
     if validates:
         checks.validate_ids(topk_ids, num_experts)
@@ -135,10 +134,10 @@ def moe_mlp(
     keep = dispatch.differentiated(*tensors)
     plain = eager or torch.compiler.is_dynamo_compiling()
     if plain and not keep and one_token_is_faster(hidden, topk_ids, w_in, w_out):
-        one: Tensor = ops.moe_mlp_of_one_token(hidden, topk_ids, gates, w_in, w_up, w_out, *biases, *form)
+        one: Tensor = ops.moe_mlp_of_one_token(hidden, topk_ids, topk_weights, w_in, w_up, w_out, *biases, *form)
         return one
     routing = ops.route(topk_ids, num_experts)
-    out: Tensor = ops.moe_mlp(hidden, gates, *routing, w_in, w_up, w_out, *biases, keep, *form)[0]
+    out: Tensor = ops.moe_mlp(hidden, topk_weights, *routing, w_in, w_up, w_out, *biases, keep, *form)[0]
     return out
 
 
@@ -167,7 +166,7 @@ def _autocast(*operands: Any) -> tuple[Any, ...]:
 
 
 class MoE(nn.Module):
-    """A router and its experts: `moe_mlp` of the hidden states with the gates of `topk_softmax`.
+    """A router and its experts: `moe_mlp` of the hidden states with the topk_weights of `topk_softmax`.
 
     Parameters:
         router: `[E, H]`; the logits are `hidden @ router^T`.
@@ -258,9 +257,9 @@ class MoE(nn.Module):
         """
         checks.check_layer(hidden, self.router)
         tokens = hidden.reshape(-1, hidden.size(-1))
-        topk_ids, gates = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
+        topk_ids, topk_weights = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
         out = moe_mlp(
-            tokens, topk_ids, gates, self.w_gate_up, self.w_down, activation=self.activation, gated=self.gated
+            tokens, topk_ids, topk_weights, self.w_gate_up, self.w_down, activation=self.activation, gated=self.gated
         )
         return out.view(hidden.shape)
 

@@ -226,7 +226,7 @@ def varied_grouped_gemm(
         return [torch.mm(a, b, out=o) for a, b, o in zip(group_A, group_B, out, strict=True)]
 
 
-def route(topk_ids: Tensor, gates: Tensor, num_experts: int) -> Routing:
+def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
     """Sort the slots of `topk_ids [T, top_k]` by expert; see `moe_kernels.route`. Without a sync.
 
     Raises:
@@ -234,7 +234,7 @@ def route(topk_ids: Tensor, gates: Tensor, num_experts: int) -> Routing:
     """
     from .routing import Routing  # imports this module
 
-    check_route(topk_ids, gates, num_experts)
+    check_route(topk_ids, topk_weights, num_experts)
     ids = topk_ids.reshape(-1)
     experts = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     experts, row_to_slot = torch.sort(experts, stable=True)
@@ -242,7 +242,7 @@ def route(topk_ids: Tensor, gates: Tensor, num_experts: int) -> Routing:
     group_offsets = torch.searchsorted(experts, starts, out_int32=True)
     rows = torch.arange(ids.numel(), device=ids.device, dtype=torch.int32)
     slot_to_row = torch.empty_like(rows).scatter_(0, row_to_slot, rows)
-    return Routing(group_offsets, row_to_slot.to(torch.int32), slot_to_row, gates)
+    return Routing(group_offsets, row_to_slot.to(torch.int32), slot_to_row, topk_weights)
 
 
 def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
@@ -252,35 +252,35 @@ def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
         TypeError, ValueError: see `checks.check_permute`.
     """
     check_permute(hidden, routing)
-    top_k = routing.gates.size(1)
+    top_k = routing.topk_weights.size(1)
     return scatter_rows(hidden, None, routing.slot_to_row, routing.group_offsets, top_k, hidden.dtype)
 
 
 def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tensor:  # [R, H] -> [T, H]
-    """Add up each token's rows, weighted by its gates; see `moe_kernels.unpermute`.
+    """Add up each token's rows, weighted by its topk_weights; see `moe_kernels.unpermute`.
 
     Raises:
         TypeError, ValueError: see `checks.check_unpermute`.
     """
     check_unpermute(rows, routing)
-    gates = routing.gates if weighted else None
-    top_k = routing.gates.size(1)
-    return combine_rows(rows, gates, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)
+    topk_weights = routing.topk_weights if weighted else None
+    top_k = routing.topk_weights.size(1)
+    return combine_rows(rows, topk_weights, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)
 
 
 def scatter_rows(
     tokens: Tensor,  # [T, H]
-    gates: Tensor | None,  # [T, top_k]
+    topk_weights: Tensor | None,  # [T, top_k]
     slot_to_row: Tensor,  # [R]
     group_offsets: Tensor,  # [E + 1]
     top_k: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [R, H]
-    """`rows[slot_to_row[s]] = gates[s] * tokens[s // top_k]`; zeros for the rows at and past group_offsets[-1]."""
+    """`rows[slot_to_row[s]] = topk_weights[s] * tokens[s // top_k]`; zeros at and past group_offsets[-1]."""
     slots = tokens.repeat_interleave(top_k, dim=0)
-    if gates is not None:
-        compute = _accumulation_dtype(tokens, gates)
-        slots = slots.to(compute) * gates.reshape(-1, 1).to(compute)
+    if topk_weights is not None:
+        compute = _accumulation_dtype(tokens, topk_weights)
+        slots = slots.to(compute) * topk_weights.reshape(-1, 1).to(compute)
     row_to_slot = torch.empty_like(slot_to_row, dtype=torch.int64)
     row_to_slot[slot_to_row.long()] = torch.arange(len(slot_to_row), device=tokens.device)
     return _kept(slots, slot_to_row, group_offsets)[row_to_slot].to(out_dtype)
@@ -288,17 +288,17 @@ def scatter_rows(
 
 def combine_rows(
     rows: Tensor,  # [R, H]
-    gates: Tensor | None,  # [T, top_k]
+    topk_weights: Tensor | None,  # [T, top_k]
     slot_to_row: Tensor,  # [R]
     group_offsets: Tensor,  # [E + 1]
     top_k: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, H]
-    """`tokens[t] = sum over k of gates[t, k] * rows[slot_to_row[t * top_k + k]]`, less rows past group_offsets[-1]."""
-    compute = _accumulation_dtype(rows) if gates is None else _accumulation_dtype(rows, gates)
+    """`tokens[t] = sum over k of topk_weights[t, k] * rows[slot_to_row[t * top_k + k]]`, without dropped slots."""
+    compute = _accumulation_dtype(rows) if topk_weights is None else _accumulation_dtype(rows, topk_weights)
     slots = rows[slot_to_row.long()].to(compute)
-    if gates is not None:
-        slots = slots * gates.reshape(-1, 1).to(compute)
+    if topk_weights is not None:
+        slots = slots * topk_weights.reshape(-1, 1).to(compute)
     slots = _kept(slots, slot_to_row, group_offsets).view(len(slots) // top_k, top_k, rows.shape[1])
     # Not sum(1): the order of its additions is not specified.
     total = torch.zeros_like(slots[:, 0])
@@ -345,27 +345,27 @@ def activate_backward(
     h: Tensor,  # [R, 2I] or [R, I]
     h_up: Tensor | None,  # [R, I]
     d_act: Tensor,  # [R, I]
-    gates: Tensor | None,  # [T, top_k]
+    topk_weights: Tensor | None,  # [T, top_k]
     row_to_slot: Tensor | None,  # [R]
     group_offsets: Tensor | None,  # [E + 1]
     form: Form,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of `w[r] * act[r]` for `act = activate(h, h_up)`, where `d_act` is that of the result.
 
-    `w` are the rows' gates, zero at and past group_offsets[-1], or ones without gates.
+    `w` are the rows' topk_weights, zero at and past group_offsets[-1], or ones without topk_weights.
 
     Returns:
-        The gradients of `h` and `h_up`, and with gates `w * act [R, I]` and the gates' gradient `[T, top_k]`.
+        The gradients of `h` and `h_up`, and with topk_weights `w * act [R, I]` and their gradient `[T, top_k]`.
     """
     gate, up = form.halves(h, h_up)
     compute = _accumulation_dtype(h, d_act)
     d = d_act.to(compute)
     w = kept = None
-    if gates is not None:
+    if topk_weights is not None:
         assert row_to_slot is not None
         assert group_offsets is not None
         kept = torch.arange(len(row_to_slot), device=h.device) < group_offsets[-1]
-        w = gates.reshape(-1)[row_to_slot.long()].to(compute)
+        w = topk_weights.reshape(-1)[row_to_slot.long()].to(compute)
         w = torch.where(kept, w, torch.zeros_like(w)).unsqueeze(1)
     wd = d if w is None else w * d
     if up is None:
@@ -387,14 +387,14 @@ def activate_backward(
     d_h_up = None if h_up is None or d_up is None else d_up.to(h_up.dtype)
     if w is None:
         return d_h.to(h.dtype), d_h_up, None, None
-    assert gates is not None
+    assert topk_weights is not None
     assert row_to_slot is not None
-    dots = torch.empty(gates.numel(), dtype=compute, device=h.device)
+    dots = torch.empty(topk_weights.numel(), dtype=compute, device=h.device)
     products = (act * d).sum(1)
     assert kept is not None
     products = torch.where(kept, products, torch.zeros_like(products))
-    dots = dots.index_put((row_to_slot.long(),), products).view(gates.shape)
-    return d_h.to(h.dtype), d_h_up, (w * act).to(h.dtype), dots.to(gates.dtype)
+    dots = dots.index_put((row_to_slot.long(),), products).view(topk_weights.shape)
+    return d_h.to(h.dtype), d_h_up, (w * act).to(h.dtype), dots.to(topk_weights.dtype)
 
 
 def _clamped(gate: Tensor, up: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -457,7 +457,7 @@ def swiglu_ffn(
 def moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
-    gates: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
     w_gate_up: Tensor,  # as for swiglu_ffn
     w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
     *,
@@ -470,7 +470,7 @@ def moe_mlp(
     Raises:
         TypeError, ValueError: see the functions that it calls.
     """
-    routing = route(topk_ids, gates, len(w_gate_up))
+    routing = route(topk_ids, topk_weights, len(w_gate_up))
     rows = permute(hidden, routing)
     act = swiglu_ffn(rows, w_gate_up, routing.group_offsets, transposed=transposed, **options)
     down = w_down if transposed else w_down.mT

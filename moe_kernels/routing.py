@@ -1,6 +1,6 @@
 """From a router's choice to the order that grouped products need, and back.
 
-topk_ids, gates --route--> Routing          hidden --permute--> rows --...--> rows --unpermute--> hidden
+topk_ids, topk_weights --route--> Routing          hidden --permute--> rows --...--> rows --unpermute--> hidden
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Routing(NamedTuple):
     group_offsets: Tensor  # [E + 1]
     row_to_slot: Tensor  # [R]
     slot_to_row: Tensor  # [R]
-    gates: Tensor  # [T, top_k], token order
+    topk_weights: Tensor  # [T, top_k], token order
 
 
 def route(
     topk_ids: Tensor,  # [T, top_k]
-    gates: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
     num_experts: int,
     *,
     validate: bool | None = None,
@@ -52,7 +52,7 @@ def route(
 
     Args:
         topk_ids: `[T, top_k]` int32 or int64, any strides. An id outside `0..num_experts - 1` drops its slot.
-        gates: `[T, top_k]` router weights, bfloat16, float16 or float32, on a CPU also float64; they are
+        topk_weights: `[T, top_k]` router weights, bfloat16, float16 or float32, on a CPU also float64; they are
             passed on.
         num_experts: E.
         validate: True refuses ids that would drop a slot, which waits for the device; None does so if the
@@ -61,11 +61,11 @@ def route(
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
     """
-    checks.check_route(topk_ids, gates, num_experts)
+    checks.check_route(topk_ids, topk_weights, num_experts)
     if checks.validation_enabled(validate):
         checks.validate_ids(topk_ids, num_experts)
     group_offsets, row_to_slot, slot_to_row = ops.route(topk_ids, num_experts)
-    return Routing(group_offsets, row_to_slot, slot_to_row, gates)
+    return Routing(group_offsets, row_to_slot, slot_to_row, topk_weights)
 
 
 def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
@@ -77,17 +77,17 @@ def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
     """
     checks.check_permute(hidden, routing)
-    top_k = routing.gates.size(1)
+    top_k = routing.topk_weights.size(1)
     rows: Tensor = ops.scatter_rows(hidden, None, routing.slot_to_row, routing.group_offsets, top_k, hidden.dtype)
     return rows
 
 
 def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tensor:  # [R, H] -> [T, H]
-    """Add up each token's rows: `hidden[t] = sum over k of gates[t, k] * rows[slot_to_row[t * top_k + k]]`.
+    """Add up each token's rows: `hidden[t] = sum over k of topk_weights[t, k] * rows[slot_to_row[t * top_k + k]]`.
 
     Rows are weighted and added in float32 (on a CPU float64 if an argument is) in the order of k, and rounded once.
-    Dropped slots add nothing, whatever their rows hold. Differentiable in `rows` and the gates. With `weighted=False`
-    the gates count as ones, which makes this the adjoint of `permute`.
+    Dropped slots add nothing, whatever their rows hold. Differentiable in `rows` and the weights. With `weighted=False`
+    the weights count as ones, which makes this the adjoint of `permute`.
 
     Returns:
         `[T, H]` of the dtype of `rows`.
@@ -96,9 +96,9 @@ def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tenso
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
     """
     checks.check_unpermute(rows, routing)
-    gates = routing.gates if weighted else None
-    top_k = routing.gates.size(1)
-    hidden: Tensor = ops.combine_rows(rows, gates, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)
+    topk_weights = routing.topk_weights if weighted else None
+    top_k = routing.topk_weights.size(1)
+    hidden: Tensor = ops.combine_rows(rows, topk_weights, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)
     return hidden
 
 
@@ -113,19 +113,20 @@ def topk_softmax(
     Args:
         logits: `[T, E]`.
         top_k: experts per token, at most E.
-        renormalize: divide a token's gates by their sum; the same as a softmax over the chosen logits alone.
+        renormalize: divide a token's topk_weights by their sum; the same as a softmax over the chosen logits alone.
 
     Returns:
-        `topk_ids [T, top_k]` int64, the most probable first, and `gates [T, top_k]` float32, or float64 for float64.
+        `topk_ids [T, top_k]` int64, the most probable first, and `topk_weights [T, top_k]`
+        float32, or float64 for float64.
 
     Raises:
         TypeError, ValueError: logits have a wrong dtype or rank; there are fewer than top_k experts.
     """
     checks.check_gating(logits, top_k)
-    gates, topk_ids = torch.topk(logits.softmax(-1, dtype=_gate_dtype(logits)), top_k, dim=-1)
+    topk_weights, topk_ids = torch.topk(logits.softmax(-1, dtype=_gate_dtype(logits)), top_k, dim=-1)
     if renormalize:
-        gates = gates / gates.sum(-1, keepdim=True)
-    return topk_ids, gates
+        topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+    return topk_ids, topk_weights
 
 
 def topk_sigmoid(
@@ -138,7 +139,7 @@ def topk_sigmoid(
     renormalize: bool = True,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the top_k experts by `sigmoid(logits) + bias`; the gates are the chosen experts' sigmoids.
+    """Choose the top_k experts by `sigmoid(logits) + bias`; the topk_weights are the chosen experts' sigmoids.
 
     The gating of DeepSeek-V3 (arXiv 2412.19437, 2.1.2): experts stand in `num_groups` equal groups, a group's
     score is the sum of its two best experts', and only experts of the `top_groups` best groups can be chosen. The
@@ -149,11 +150,11 @@ def topk_sigmoid(
         top_k: experts per token, at most `top_groups * E / num_groups`.
         bias: `[E]`, or None for zeros.
         num_groups, top_groups: as above; with one group every expert can be chosen.
-        renormalize: divide a token's gates by their sum.
-        scale: the gates are multiplied by it in the end.
+        renormalize: divide a token's topk_weights by their sum.
+        scale: the topk_weights are multiplied by it in the end.
 
     Returns:
-        `topk_ids [T, top_k]` int64, the best first, and `gates [T, top_k]` float32, or float64 for float64.
+        `topk_ids [T, top_k]` int64, the best first, and `topk_weights [T, top_k]` float32, or float64 for float64.
 
     Raises:
         TypeError: logits have a wrong dtype.
@@ -179,11 +180,11 @@ def topk_sigmoid(
         chosen = chosen.scatter(1, group_scores.topk(top_groups, dim=-1).indices, True)
         choice = grouped.masked_fill(~chosen[:, :, None], float("-inf")).view(T, E)
     topk_ids = choice.topk(top_k, dim=-1).indices
-    gates = scores.gather(1, topk_ids)
+    topk_weights = scores.gather(1, topk_ids)
     if renormalize:
         # A sigmoid may underflow to zero in all chosen experts.
-        gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
-    return topk_ids, gates * scale
+        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
+    return topk_ids, topk_weights * scale
 
 
 def _gate_dtype(logits: Tensor) -> torch.dtype:

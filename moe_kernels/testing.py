@@ -123,18 +123,18 @@ def make_experts(
 def make_tokens(
     T: int, H: int, E: int, top_k: int, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random `(hidden, topk_ids, gates)` of T tokens, each with `top_k` different ones of E experts.
+    """Return random `(hidden, topk_ids, topk_weights)` of T tokens, each with `top_k` different ones of E experts.
 
     `hidden [T, H]` is standard normal, from a generator on `device`. The ids `[T, top_k]`, int64, are drawn without
-    replacement by the probabilities `softmax(0.5 * randn(E))`, and the gates `[T, top_k]`, in `dtype`, are
+    replacement by the probabilities `softmax(0.5 * randn(E))`, and the topk_weights `[T, top_k]`, in `dtype`, are
     `softmax(randn(T, top_k))`; one CPU generator draws these three, in this order. Both are seeded with `seed`.
     """
     hidden = torch.randn(T, H, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(seed))
     generator = torch.Generator().manual_seed(seed)
     probabilities = torch.softmax(0.5 * torch.randn(E, generator=generator), 0)
     topk_ids = torch.multinomial(probabilities.expand(T, E), top_k, generator=generator)
-    gates = torch.softmax(torch.randn(T, top_k, generator=generator), 1)
-    return hidden, topk_ids.to(device), gates.to(device, dtype)
+    topk_weights = torch.softmax(torch.randn(T, top_k, generator=generator), 1)
+    return hidden, topk_ids.to(device), topk_weights.to(device, dtype)
 
 
 @torch.no_grad()

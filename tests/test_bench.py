@@ -247,7 +247,7 @@ def test_layers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forgetful(inputs: ffn.Layer) -> Call:
         right = operator.providers["ours"].make(inputs)
-        return lambda: (made := right()) | {"gates": torch.zeros_like(made["gates"])}
+        return lambda: (made := right()) | {"topk_weights": torch.zeros_like(made["topk_weights"])}
 
     providers = {**operator.providers, "bad": Provider("bad", forgetful)}
     monkeypatch.setitem(OPERATORS, "ffn-train", replace(operator, providers=providers))
@@ -263,7 +263,7 @@ def test_layers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found["peak_mb"] == 12.5 and found["host_prepared_us"] is None
         assert [found[d] for d in "GMNK"] == [6, 150, 48, 64] and found["layout"] == "[E, 2I, H]"
         assert found["tflops"] == pytest.approx(3 * 2 * 150 * 3 * 48 * 64 / found["us"] / 1e6, abs=1e-3)
-    assert bad["us"] is None and bad["peak_mb"] is None and "gradient of gates: error" in bad["error"]
+    assert bad["us"] is None and bad["peak_mb"] is None and "gradient of topk_weights: error" in bad["error"]
     assert "peak MB" in report.case_text(results.records) and "bad, eager: failed" in report.case_text(results.records)
     text = report.markdown(results)
     assert "| case (E, T * top_k, I, H) |" in text and "| small, T = 50 (6, 150, 48, 64) |" in text
@@ -636,7 +636,7 @@ class Peer:
     def matmul(self, a: Any, b: Any, bias: None, a_ragged_metadata: Any) -> Any:
         return torch._grouped_mm(a, b, a_ragged_metadata.slice_sizes.cumsum(0).int())
 
-    def RoutingData(self, gates: None, sizes: Any, experts: int, top_k: int, metadata: Any) -> Any:
+    def RoutingData(self, topk_weights: None, sizes: Any, experts: int, top_k: int, metadata: Any) -> Any:
         assert sizes is metadata.slice_sizes and len(sizes) == experts and top_k == 1
         return metadata
 

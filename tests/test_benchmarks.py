@@ -108,8 +108,8 @@ def test_a_wrong_result_is_not_timed(stack: Any) -> None:
     model = stack.make_model(True, torch.device("cpu"))
     stack.check(model)
 
-    def swapped(experts: Any, hidden: Any, ids: Any, gates: Any) -> Any:
-        return stack.integration.experts_forward(experts, hidden, ids ^ 1, gates)
+    def swapped(experts: Any, hidden: Any, ids: Any, topk_weights: Any) -> Any:
+        return stack.integration.experts_forward(experts, hidden, ids ^ 1, topk_weights)
 
     registry.ExpertsInterface.register("moe_kernels", swapped)
     try:

@@ -58,12 +58,12 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 def loop(experts: list[nn.Module], router: Tensor, hidden: Tensor) -> Tensor:
     """Every expert by itself."""
-    gates, ids = (hidden @ router.T).softmax(-1).topk(TOP_K)
-    gates = gates / gates.sum(-1, keepdim=True)
+    topk_weights, ids = (hidden @ router.T).softmax(-1).topk(TOP_K)
+    topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
     out = torch.zeros_like(hidden)
     for e, expert in enumerate(experts):
         token, k = torch.where(ids == e)
-        out = out.index_add(0, token, gates[token, k, None] * expert(hidden[token]))
+        out = out.index_add(0, token, topk_weights[token, k, None] * expert(hidden[token]))
     return out
 
 

@@ -29,7 +29,7 @@ CASES = {  # tokens of both ranks, and the ids that they draw from
 
 
 def make(case: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Both weights, whole, and each rank's tokens, ids, gates and upstream gradients."""
+    """Both weights, whole, and each rank's tokens, ids, topk_weights and upstream gradients."""
     tokens, ids = CASES[case]
     generator = torch.Generator().manual_seed(len(case))
 
@@ -41,7 +41,7 @@ def make(case: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
         {
             "hidden": randn(T, H),
             "topk_ids": torch.tensor(ids)[torch.randint(len(ids), (T, TOP_K), generator=generator)],
-            "gates": randn(T, TOP_K),
+            "topk_weights": randn(T, TOP_K),
             "upstream": randn(T, H),
         }
         for T in tokens
@@ -56,12 +56,12 @@ def run_rank(rank: int, folder: str) -> None:
         weights, ranks = make(case)
         w_gate_up, w_down = (w.chunk(P)[rank].clone().requires_grad_() for w in weights)
         x = ranks[rank]
-        hidden, gates = x["hidden"].requires_grad_(), x["gates"].requires_grad_()
+        hidden, topk_weights = x["hidden"].requires_grad_(), x["topk_weights"].requires_grad_()
         group = init_device_mesh("cpu", (P,)) if case == "uneven" else None
-        rows, exchange = dispatch(hidden, x["topk_ids"], gates, E, group)
+        rows, exchange = dispatch(hidden, x["topk_ids"], topk_weights, E, group)
         act = swiglu_ffn(rows, w_gate_up, exchange.group_offsets)
         out = combine(grouped_gemm(act, w_down.mT, exchange.group_offsets), exchange)
-        gradients = torch.autograd.grad(out, (hidden, gates, w_gate_up, w_down), x["upstream"])
+        gradients = torch.autograd.grad(out, (hidden, topk_weights, w_gate_up, w_down), x["upstream"])
         results[case] = [out.detach(), *gradients]
     with pytest.raises(ValueError, match=r"num_experts: expected a multiple of the group's 2 ranks, got 7"):
         dispatch(torch.ones(1, H), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), 7)
@@ -81,7 +81,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str,
 def test_ranks_give_what_one_process_gives(case: str, results: list[dict[str, list[Tensor]]]) -> None:
     (w_gate_up, w_down), ranks = make(case)
     whole = {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
-    inputs = [x.requires_grad_() for x in (whole["hidden"], whole["gates"], w_gate_up, w_down)]
+    inputs = [x.requires_grad_() for x in (whole["hidden"], whole["topk_weights"], w_gate_up, w_down)]
     out = moe_mlp(inputs[0], whole["topk_ids"], *inputs[1:])
     expected = [out.detach(), *torch.autograd.grad(out, inputs, whole["upstream"])]
     ours = [torch.cat(parts) for parts in zip(*(rank[case] for rank in results), strict=True)]

@@ -53,7 +53,7 @@ def make(layer: dict[str, Any], dtype: torch.dtype = torch.float64, tokens: int 
 
     tensors = {
         "hidden": vector(tokens, H),
-        "gates": vector(tokens, TOP_K),
+        "topk_weights": vector(tokens, TOP_K),
         "w_gate_up": weight(W, H),
         "w_down": weight(H, I),
     }
@@ -103,7 +103,7 @@ def one_expert(x: Tensor, e: int, arguments: dict[str, Any]) -> Tensor:
 
 def call(function: Any, arguments: dict[str, Any], ids: Tensor = IDS) -> Tensor:
     tensors = dict(arguments["tensors"])
-    first = [tensors.pop(name) for name in ("hidden", "gates", "w_gate_up", "w_down")]
+    first = [tensors.pop(name) for name in ("hidden", "topk_weights", "w_gate_up", "w_down")]
     out: Tensor = function(first[0], ids, *first[1:], **tensors, **arguments["options"])
     return out
 
@@ -118,7 +118,7 @@ def test_token_by_token(name: str, function: Any) -> None:
             e = int(IDS[t, k])
             if 0 <= e < E:
                 tensors = arguments["tensors"]
-                expected[t] += (tensors["gates"][t, k] * one_expert(tensors["hidden"][t], e, arguments)).detach()
+                expected[t] += (tensors["topk_weights"][t, k] * one_expert(tensors["hidden"][t], e, arguments)).detach()
     torch.testing.assert_close(call(function, arguments).detach(), expected)
 
 
@@ -144,7 +144,9 @@ def test_gradients_lie_as_what_they_are_of(name: str) -> None:
         assert value.grad.stride() == value.stride(), key
 
 
-@pytest.mark.parametrize("needed", ["hidden", "gates", "w_gate_up", "w_down", "w_up", "gate_up_bias", "down_bias"])
+@pytest.mark.parametrize(
+    "needed", ["hidden", "topk_weights", "w_gate_up", "w_down", "w_up", "gate_up_bias", "down_bias"]
+)
 def test_a_gradient_alone(needed: str) -> None:
     arguments = make(LAYERS["two weights, biases"])
     out = call(moe_mlp, arguments)
@@ -202,13 +204,13 @@ def test_opcheck(name: str, keep: bool) -> None:
         None if w is None else w if transposed else w.mT for w in map(tensors.get, ("w_gate_up", "w_up", "w_down"))
     )
     biases = [tensors.get(name) for name in ("gate_up_bias", "up_bias", "down_bias")]
-    routing = route(IDS, tensors["gates"], E)[:3]
+    routing = route(IDS, tensors["topk_weights"], E)[:3]
     operators = torch.ops.moe_kernels
     opcheck(
         operators.moe_mlp.default,
-        (tensors["hidden"], tensors["gates"], *routing, w_in, w_up, w_out, *biases, keep, *form),
+        (tensors["hidden"], tensors["topk_weights"], *routing, w_in, w_up, w_out, *biases, keep, *form),
     )
-    first = (tensors["hidden"][:1], IDS[:1], tensors["gates"][:1], w_in, w_up, w_out, *biases)
+    first = (tensors["hidden"][:1], IDS[:1], tensors["topk_weights"][:1], w_in, w_up, w_out, *biases)
     opcheck(operators.moe_mlp_of_one_token.default, (*(None if x is None else x.detach() for x in first), *form))
     opcheck(
         operators.swiglu_ffn.default,
@@ -218,15 +220,15 @@ def test_opcheck(name: str, keep: bool) -> None:
 
 def test_opcheck_of_the_activation() -> None:
     h = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    d, gates = torch.randn(6, 2, dtype=torch.float64, requires_grad=True), torch.randn(3, 2, requires_grad=True)
-    routing = route(torch.tensor([[0, 1], [3, 1], [0, 0]]), gates, 3)
+    d, topk_weights = torch.randn(6, 2, dtype=torch.float64, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    routing = route(torch.tensor([[0, 1], [3, 1], [0, 0]]), topk_weights, 3)
     form = ("silu", True, False, 1.0, 1.0)
     operators = torch.ops.moe_kernels
     opcheck(operators.activate.default, (h, None, *form))
     opcheck(operators.activate.default, (h, h.detach() + 1, *form))
     opcheck(operators.activate_backward.default, (h, None, d, None, None, None, False, *form))
     order = (routing.row_to_slot, routing.group_offsets)
-    opcheck(operators.activate_backward.default, (h, None, d, gates.double(), *order, True, *form))
+    opcheck(operators.activate_backward.default, (h, None, d, topk_weights.double(), *order, True, *form))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -329,7 +331,11 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gate_up_bias": torch.zeros(E, I)}, ValueError, r"gate_up_bias: expected shape \[4, 4\], got \[4, 2\]"),
     ({"w_down": torch.zeros(E, H, I, device="meta")}, ValueError, "w_down: expected on cpu with hidden, got on meta"),
     ({"topk_ids": IDS.float()}, TypeError, "topk_ids: expected int32 or int64, got torch.float32"),
-    ({"gates": torch.zeros(T, 1)}, ValueError, r"gates: expected shape \[4, 2\] as topk_ids, got \[4, 1\]"),
+    (
+        {"topk_weights": torch.zeros(T, 1)},
+        ValueError,
+        r"topk_weights: expected shape \[4, 2\] as topk_ids, got \[4, 1\]",
+    ),
 ]
 
 
@@ -338,7 +344,7 @@ def test_refusals(changes: dict[str, Any], error: type[Exception], message: str)
     values: dict[str, Any] = {
         "hidden": torch.zeros(T, H),
         "topk_ids": IDS,
-        "gates": torch.zeros(T, TOP_K),
+        "topk_weights": torch.zeros(T, TOP_K),
         "w_gate_up": torch.zeros(E, 2 * I, H),
         "w_down": torch.zeros(E, H, I),
     }
@@ -371,9 +377,9 @@ def test_the_module() -> None:
     assert out.shape == hidden.shape
     tokens = hidden.detach().view(-1, H)
     probabilities = (tokens @ layer.router.T).softmax(-1)
-    gates, ids = probabilities.topk(TOP_K)
-    gates = gates / gates.sum(1, keepdim=True)
-    expected = reference.moe_mlp(tokens, ids, gates, layer.w_gate_up, layer.w_down)
+    topk_weights, ids = probabilities.topk(TOP_K)
+    topk_weights = topk_weights / topk_weights.sum(1, keepdim=True)
+    expected = reference.moe_mlp(tokens, ids, topk_weights, layer.w_gate_up, layer.w_down)
     torch.testing.assert_close(out.view(-1, H), expected)
     out.backward(torch.randn_like(out))
     for value in (hidden, *layer.parameters()):

@@ -87,7 +87,7 @@ def moves() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
     to, offsets = routing.slot_to_row, routing.group_offsets
     return {
         "permute": (lambda x: permute(x, routing), (random(3, 5),)),
-        "unpermute": (lambda y, g: unpermute(y, routing._replace(gates=g)), (random(6, 5), random(3, 2))),
+        "unpermute": (lambda y, g: unpermute(y, routing._replace(topk_weights=g)), (random(6, 5), random(3, 2))),
         "unpermute, not weighted": (lambda y: unpermute(y, routing, weighted=False), (random(6, 5),)),
         "scatter_rows": (
             lambda x, g: OPERATORS.scatter_rows(x, g, to, offsets, 2, torch.float64),
@@ -139,9 +139,9 @@ def test_checkpoints(name: str, use_reentrant: bool) -> None:
 
 
 def operator_samples() -> list[tuple[Any, tuple[Any, ...]]]:
-    A, B, D, gates = random(7, 3), random(3, 3, 2), random(7, 2), random(3, 2)
+    A, B, D, topk_weights = random(7, 3), random(3, 3, 2), random(7, 2), random(3, 2)
     ids = torch.tensor([[0, 2], [4, 1], [2, 2]])
-    routing = route(ids, gates, 4)
+    routing = route(ids, topk_weights, 4)
     to, offsets = routing.slot_to_row, routing.group_offsets
     x, y, f64 = random(3, 5), random(6, 5), torch.float64
     bias_offsets = torch.tensor([0, 3, 3, 6])
@@ -158,9 +158,9 @@ def operator_samples() -> list[tuple[Any, tuple[Any, ...]]]:
         (OPERATORS.route, (ids, 4)),
         (OPERATORS.route, (ids.int()[:0], 4)),
         (OPERATORS.scatter_rows, (x, None, to, offsets, 2, f64)),
-        (OPERATORS.scatter_rows, (x, gates, to, offsets, 2, f64)),
+        (OPERATORS.scatter_rows, (x, topk_weights, to, offsets, 2, f64)),
         (OPERATORS.combine_rows, (y, None, to, offsets, 2, f64)),
-        (OPERATORS.combine_rows, (y, gates, to, offsets, 2, torch.float32)),
+        (OPERATORS.combine_rows, (y, topk_weights, to, offsets, 2, torch.float32)),
         (OPERATORS.dot_rows, (x, y, to, offsets, 2, f64)),
     ]
 
@@ -239,8 +239,8 @@ def test_gradients_of_nothing_are_zeros(M: int, G: int, K: int, N: int, shared: 
         assert torch.equal(B.grad, torch.zeros_like(B))
 
 
-def _layer(hidden: Tensor, ids: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
-    routing = route(ids, gates, weight.size(0))
+def _layer(hidden: Tensor, ids: Tensor, topk_weights: Tensor, weight: Tensor) -> Tensor:
+    routing = route(ids, topk_weights, weight.size(0))
     return unpermute(grouped_gemm(permute(hidden, routing), weight.mT, routing.group_offsets), routing)
 
 
@@ -297,11 +297,11 @@ def test_compiled_by_inductor() -> None:
 
 def test_exported() -> None:
     class Layer(torch.nn.Module):
-        def forward(self, hidden: Tensor, ids: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
-            return _layer(hidden, ids, gates, weight)
+        def forward(self, hidden: Tensor, ids: Tensor, topk_weights: Tensor, weight: Tensor) -> Tensor:
+            return _layer(hidden, ids, topk_weights, weight)
 
     T = torch.export.Dim("T", min=2)
-    dims = {"hidden": {0: T}, "ids": {0: T}, "gates": {0: T}, "weight": None}
+    dims = {"hidden": {0: T}, "ids": {0: T}, "topk_weights": {0: T}, "weight": None}
     program = torch.export.export(Layer(), tuple(x.detach() for x in _layer_inputs(6)), dynamic_shapes=dims)
     inputs = tuple(x.detach() for x in _layer_inputs(11))
     torch.testing.assert_close(program.module()(*inputs), _layer(*inputs))
@@ -375,10 +375,10 @@ def test_only_calls_that_nobody_but_autograd_notices_go_past_the_operators() -> 
 
 
 def test_a_profiler_shows_what_a_layer_calls() -> None:
-    hidden, gates, w_gate_up, w_down = random(5, 4), random(5, 2), random(3, 6, 4), random(3, 4, 3)
+    hidden, topk_weights, w_gate_up, w_down = random(5, 4), random(5, 2), random(3, 6, 4), random(3, 4, 3)
     topk_ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
     with profile(activities=[ProfilerActivity.CPU]) as shown:
-        moe_mlp(hidden, topk_ids, gates, w_gate_up, w_down).sum().backward()
+        moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down).sum().backward()
     names = {event.name.removeprefix("moe_kernels::") for event in shown.events()}
     forward, backward = {"route", "moe_mlp"}, {"scatter_rows", "grouped_gemm", "activate_backward", "combine_rows"}
     assert forward | backward | {"grouped_gemm_wgrad"} <= names

@@ -44,9 +44,9 @@ def test_rows_stand_in_the_order_of_expert_and_slot(ids: list[list[int]], num_ex
 
 def test_no_tokens_and_no_experts() -> None:
     empty = torch.empty(0, 2, dtype=torch.int64)
-    group_offsets, row_to_slot, slot_to_row, gates = route(empty, torch.empty(0, 2), 3)
+    group_offsets, row_to_slot, slot_to_row, topk_weights = route(empty, torch.empty(0, 2), 3)
     assert (group_offsets.tolist(), row_to_slot.tolist(), slot_to_row.tolist()) == ([0] * 4, [], [])
-    assert gates.shape == (0, 2)
+    assert topk_weights.shape == (0, 2)
     assert routed([[0, 1]], 0).group_offsets.tolist() == [0]
 
 
@@ -63,9 +63,17 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"topk_ids": torch.zeros(3, 2)}, TypeError, "topk_ids: expected int32 or int64, got torch.float32"),
     ({"topk_ids": torch.zeros(6, dtype=torch.int64)}, ValueError, r"topk_ids: expected shape \[T, top_k\].*got \[6\]"),
     ({"topk_ids": torch.zeros(3, 0, dtype=torch.int64)}, ValueError, r"topk_ids: expected shape .*got \[3, 0\]"),
-    ({"gates": torch.zeros(3, 3)}, ValueError, r"gates: expected shape \[3, 2\] as topk_ids, got \[3, 3\]"),
-    ({"gates": torch.zeros(3, 2).int()}, TypeError, "gates: expected one of .* got torch.int32"),
-    ({"gates": torch.zeros(3, 2, device="meta")}, ValueError, "gates: expected on cpu with topk_ids, got on meta"),
+    (
+        {"topk_weights": torch.zeros(3, 3)},
+        ValueError,
+        r"topk_weights: expected shape \[3, 2\] as topk_ids, got \[3, 3\]",
+    ),
+    ({"topk_weights": torch.zeros(3, 2).int()}, TypeError, "topk_weights: expected one of .* got torch.int32"),
+    (
+        {"topk_weights": torch.zeros(3, 2, device="meta")},
+        ValueError,
+        "topk_weights: expected on cpu with topk_ids, got on meta",
+    ),
     ({"num_experts": 4.0}, TypeError, "num_experts: expected an int, got float"),
     ({"num_experts": True}, TypeError, "num_experts: expected an int, got bool"),
     ({"num_experts": -1}, ValueError, "num_experts: expected at least 0, got -1"),
@@ -75,7 +83,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize("function", [route, reference.route])
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSALS)
 def test_route_refusals(function: Any, changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    values = {"topk_ids": torch.zeros(3, 2, dtype=torch.int64), "gates": torch.zeros(3, 2), "num_experts": 4}
+    values = {"topk_ids": torch.zeros(3, 2, dtype=torch.int64), "topk_weights": torch.zeros(3, 2), "num_experts": 4}
     with pytest.raises(error, match=f"^{message}"):
         function(**{**values, **changes})
 
@@ -94,7 +102,7 @@ def test_validation_names_the_first_id_that_would_be_dropped(monkeypatch: pytest
 @given(ids=choices, num_experts=st.integers(0, 6))
 def test_permute_and_unpermute_token_by_token(ids: list[list[int]], num_experts: int) -> None:
     routing = routed(ids, num_experts)
-    T, top_k = routing.gates.shape
+    T, top_k = routing.topk_weights.shape
     hidden = torch.randn(T, 3, dtype=torch.float64)
     rows = permute(hidden, routing)
     kept = [[0 <= e < num_experts for e in token] for token in ids]
@@ -106,7 +114,7 @@ def test_permute_and_unpermute_token_by_token(ids: list[list[int]], num_experts:
             row = routing.slot_to_row[t * top_k + k]
             assert torch.equal(rows[row], hidden[t] if kept[t][k] else torch.zeros(3, dtype=torch.float64))
             if kept[t][k]:
-                back[t] += routing.gates[t, k] * y[row]
+                back[t] += routing.topk_weights[t, k] * y[row]
                 unweighted[t] += y[row]
     y[routing.group_offsets[-1] :] = NAN
     torch.testing.assert_close(unpermute(y, routing), back)
@@ -118,20 +126,20 @@ def test_permute_and_unpermute_token_by_token(ids: list[list[int]], num_experts:
 
 def test_a_dropped_slot_has_no_influence_and_no_gradient() -> None:
     routing = routed([[0, 4], [-1, 1]], 4)
-    gates = routing.gates.clone()
-    gates[0, 1] = gates[1, 0] = NAN
-    gates.requires_grad_()
+    topk_weights = routing.topk_weights.clone()
+    topk_weights[0, 1] = topk_weights[1, 0] = NAN
+    topk_weights.requires_grad_()
     rows = torch.randn(4, 3, dtype=torch.float64)
     rows[2:] = NAN
     rows.requires_grad_()
-    out = unpermute(rows, routing._replace(gates=gates))
+    out = unpermute(rows, routing._replace(topk_weights=topk_weights))
     out.backward(torch.randn_like(out))
     assert out.isfinite().all()
-    assert gates.grad is not None
+    assert topk_weights.grad is not None
     assert rows.grad is not None
-    assert gates.grad[0, 1] == gates.grad[1, 0] == 0
+    assert topk_weights.grad[0, 1] == topk_weights.grad[1, 0] == 0
     assert torch.equal(rows.grad[2:], torch.zeros(2, 3, dtype=torch.float64))
-    assert gates.grad[0, 0] != 0
+    assert topk_weights.grad[0, 0] != 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -139,8 +147,8 @@ def test_unpermute_adds_in_float32_and_in_order(dtype: torch.dtype) -> None:
     routing = routed([[2, 0, 1]], 3, torch.float32)
     rows = torch.randn(3, 64).to(dtype)
     slots = rows[routing.slot_to_row.long()].float()
-    gates = routing.gates[0]
-    expected = (slots[0] * gates[0] + slots[1] * gates[1]) + slots[2] * gates[2]
+    topk_weights = routing.topk_weights[0]
+    expected = (slots[0] * topk_weights[0] + slots[1] * topk_weights[1]) + slots[2] * topk_weights[2]
     out = unpermute(rows, routing)
     assert out.dtype == dtype
     assert torch.equal(out[0], expected.to(dtype))
@@ -175,24 +183,26 @@ def test_a_routing_that_does_not_fit_together(function: Any) -> None:
         wrong = routing._replace(**{field: getattr(routing, field).long()})
         with pytest.raises(TypeError, match=rf"^routing\.{field}: expected int32, got torch.int64"):
             function(values, wrong)
-    for gates in (torch.ones(2, 1), torch.ones(2, 3)):
-        with pytest.raises(ValueError, match=r"^routing: expected gates \[T, top_k\] and slot_to_row \[T \* top_k\]"):
-            function(values, routing._replace(gates=gates))
+    for topk_weights in (torch.ones(2, 1), torch.ones(2, 3)):
+        with pytest.raises(
+            ValueError, match=r"^routing: expected topk_weights \[T, top_k\] and slot_to_row \[T \* top_k\]"
+        ):
+            function(values, routing._replace(topk_weights=topk_weights))
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_topk_softmax(renormalize: bool) -> None:
     logits = (torch.randperm(35).view(5, 7) / 8).bfloat16()  # no two alike
-    ids, gates = topk_softmax(logits, 3, renormalize=renormalize)
+    ids, topk_weights = topk_softmax(logits, 3, renormalize=renormalize)
     probabilities = logits.float().exp() / logits.float().exp().sum(1, keepdim=True)
-    assert gates.dtype == torch.float32
+    assert topk_weights.dtype == torch.float32
     for t in range(5):
         best = sorted(range(7), key=lambda e: -probabilities[t, e].item())[:3]
         chosen = probabilities[t, best]
         assert ids[t].tolist() == best
-        torch.testing.assert_close(gates[t], chosen / chosen.sum() if renormalize else chosen)
+        torch.testing.assert_close(topk_weights[t], chosen / chosen.sum() if renormalize else chosen)
     if renormalize:
-        torch.testing.assert_close(gates, logits.float().gather(1, ids).softmax(1))
+        torch.testing.assert_close(topk_weights, logits.float().gather(1, ids).softmax(1))
 
 
 def _deepseek(logits: Tensor, bias: Tensor, top_k: int, num_groups: int, top_groups: int) -> list[list[int]]:
@@ -211,10 +221,10 @@ def _deepseek(logits: Tensor, bias: Tensor, top_k: int, num_groups: int, top_gro
 @pytest.mark.parametrize(("num_groups", "top_groups", "top_k"), [(1, 1, 3), (4, 2, 3), (4, 1, 2), (2, 2, 8), (8, 3, 3)])
 def test_topk_sigmoid(num_groups: int, top_groups: int, top_k: int) -> None:
     logits, bias = torch.randn(6, 8), torch.randn(8) - 2  # a biased score below 0 still beats an excluded expert
-    ids, gates = topk_sigmoid(logits, top_k, bias=bias, num_groups=num_groups, top_groups=top_groups, scale=2.5)
+    ids, topk_weights = topk_sigmoid(logits, top_k, bias=bias, num_groups=num_groups, top_groups=top_groups, scale=2.5)
     assert ids.tolist() == _deepseek(logits, bias, top_k, num_groups, top_groups)
     chosen = logits.sigmoid().gather(1, ids)
-    torch.testing.assert_close(gates, 2.5 * chosen / chosen.sum(1, keepdim=True))
+    torch.testing.assert_close(topk_weights, 2.5 * chosen / chosen.sum(1, keepdim=True))
     plain = topk_sigmoid(logits, 2, renormalize=False)
     torch.testing.assert_close(plain[1], logits.sigmoid().topk(2).values)
 
@@ -249,16 +259,16 @@ def test_gates_carry_gradients_to_the_router() -> None:
     logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
 
     def layer(logits: Tensor) -> Tensor:
-        ids, gates = topk_softmax(logits, 2, renormalize=True)
-        routing = route(ids, gates, 6)
+        ids, topk_weights = topk_softmax(logits, 2, renormalize=True)
+        routing = route(ids, topk_weights, 6)
         return unpermute(permute(torch.arange(8.0, dtype=torch.float64).view(4, 2), routing) ** 2, routing)
 
-    # The sum of the gates is 1, so weigh the two choices differently.
+    # The sum of the topk_weights is 1, so weigh the two choices differently.
     weights = torch.linspace(1, 2, 8, dtype=torch.float64).unsqueeze(1)
 
     def weighted(logits: Tensor) -> Tensor:
-        ids, gates = topk_softmax(logits, 2)
-        routing = route(ids, gates, 6)
+        ids, topk_weights = topk_softmax(logits, 2)
+        routing = route(ids, topk_weights, 6)
         return unpermute(permute(torch.ones(4, 2, dtype=torch.float64), routing) * weights, routing)
 
     assert torch.autograd.gradcheck(layer, logits)

@@ -31,20 +31,20 @@ def problem(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Inputs]:
 
 
 def test_tokens_choose_different_experts_unevenly() -> None:
-    hidden, topk_ids, gates = make_tokens(4000, 8, 16, 4, dtype=torch.bfloat16, device="cpu", seed=3)
+    hidden, topk_ids, topk_weights = make_tokens(4000, 8, 16, 4, dtype=torch.bfloat16, device="cpu", seed=3)
     assert (hidden.shape, hidden.dtype) == ((4000, 8), torch.bfloat16)
-    assert (topk_ids.shape, topk_ids.dtype, gates.shape, gates.dtype) == (
+    assert (topk_ids.shape, topk_ids.dtype, topk_weights.shape, topk_weights.dtype) == (
         (4000, 4),
         torch.int64,
         (4000, 4),
         torch.bfloat16,
     )
     assert (topk_ids.sort(dim=1).values.diff(dim=1) > 0).all() and topk_ids.min() == 0 and topk_ids.max() == 15
-    assert (gates > 0).all() and (gates.float().sum(1) - 1).abs().max() < 0.02
+    assert (topk_weights > 0).all() and (topk_weights.float().sum(1) - 1).abs().max() < 0.02
     sizes = topk_ids.flatten().bincount(minlength=16)
     assert sizes.max() > 1.5 * sizes.min()
     again = make_tokens(4000, 8, 16, 4, dtype=torch.bfloat16, device="cpu", seed=3)
-    assert all(map(torch.equal, (hidden, topk_ids, gates), again))
+    assert all(map(torch.equal, (hidden, topk_ids, topk_weights), again))
     assert not torch.equal(topk_ids, make_tokens(4000, 8, 16, 4, dtype=torch.bfloat16, device="cpu")[1])
 
 

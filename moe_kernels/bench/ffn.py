@@ -1,9 +1,9 @@
-"""The operators `ffn` and `ffn-train`: a layer of experts, from hidden states, ids and gates to its output.
+"""The operators `ffn` and `ffn-train`: a layer of experts, from hidden states, ids and topk_weights to its output.
 
-    out[t] = sum over k of gates[t, k] * expert[topk_ids[t, k]](hidden[t])
+    out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])
     expert[e](x) = (silu(gate) * up) @ w_down[e]^T          gate, up = halves of x @ w_gate_up[e]^T
 
-Sorting the ids is part of the call. `ffn-train` adds the gradients of hidden states, gates and both weights.
+Sorting the ids is part of the call. `ffn-train` adds the gradients of hidden states, topk_weights and both weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_kernels.testing import assert_within_budget, flop_count, make_experts, 
 from moe_kernels.timing import Call
 
 _CHECKED_TOKENS = 32  # besides one of each expert
-_PER_TOKEN, _PER_EXPERT = ("hidden", "gates"), ("w_gate_up", "w_down")
+_PER_TOKEN, _PER_EXPERT = ("hidden", "topk_weights"), ("w_gate_up", "w_down")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Layer:
 
     hidden: Tensor  # [T, H]
     topk_ids: Tensor  # [T, top_k] int64
-    gates: Tensor  # [T, top_k]
+    topk_weights: Tensor  # [T, top_k]
     w_gate_up: Tensor  # [E, 2I, H], or [E, H, 2I] if transposed
     w_down: Tensor  # [E, H, I], or [E, I, H] if transposed
     d_out: Tensor  # [T, H], the gradient of the output
@@ -69,7 +69,7 @@ def layer_of(case: Case, weights: tuple[Tensor, Tensor], device: torch.device, t
 def make_layer(
     hidden: Tensor,
     topk_ids: Tensor,
-    gates: Tensor,
+    topk_weights: Tensor,
     w_gate_up: Tensor,
     w_down: Tensor,
     *,
@@ -79,19 +79,22 @@ def make_layer(
     """These tensors, which require gradients if `trains`, and a random gradient of the output."""
     generator = torch.Generator(hidden.device).manual_seed(2)
     d_out = torch.randn(hidden.shape, dtype=hidden.dtype, device=hidden.device, generator=generator)
-    hidden, gates, w_gate_up, w_down = (x.detach().requires_grad_(trains) for x in (hidden, gates, w_gate_up, w_down))
-    return Layer(hidden, topk_ids, gates, w_gate_up, w_down, d_out, transposed)
+    hidden, topk_weights, w_gate_up, w_down = (
+        x.detach().requires_grad_(trains) for x in (hidden, topk_weights, w_gate_up, w_down)
+    )
+    return Layer(hidden, topk_ids, topk_weights, w_gate_up, w_down, d_out, transposed)
 
 
 def other_tokens(layer: Layer) -> list[Layer]:
     """These tokens, and one more: a host that sees both in turn settles nothing for one number alone."""
-    more = {name: getattr(layer, name).detach() for name in ("hidden", "topk_ids", "gates", "d_out")}
+    more = {name: getattr(layer, name).detach() for name in ("hidden", "topk_ids", "topk_weights", "d_out")}
     more = {name: torch.cat((x, x[-1:])).requires_grad_(getattr(layer, name).requires_grad) for name, x in more.items()}
     return [layer, replace(layer, **more)]
 
 
 def work(layer: Layer, forward: bool = True, backward: bool = False) -> tuple[int, int]:
-    """FLOPs of the products, and bytes: what comes in read once, what is returned written once, ids and gates left out.
+    """FLOPs of the products, and bytes: what comes in read once, what is returned written once, ids and router weights
+    left out.
 
     Weights of experts without a row are not read; the gradients of the weights have those of all experts.
     """
@@ -134,7 +137,7 @@ def compiled(layer: Layer) -> Call:
 
 
 def _arguments(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    return layer.hidden, layer.topk_ids, layer.gates
+    return layer.hidden, layer.topk_ids, layer.topk_weights
 
 
 def _transformers(layer: Layer) -> tuple[Callable[..., Tensor], nn.Module]:
@@ -169,7 +172,7 @@ def training(make: Callable[[Layer], Call]) -> Callable[[Layer], Call]:
 
 
 def gradients(layer: Layer, out: Tensor, retain_graph: bool = False) -> dict[str, Tensor]:
-    """Those of hidden states, gates and weights, from the output."""
+    """Those of hidden states, topk_weights and weights, from the output."""
     grads = torch.autograd.grad(out, list(layer.leaves.values()), layer.d_out, retain_graph=retain_graph)
     return dict(zip(layer.leaves, grads, strict=True))
 
@@ -177,16 +180,17 @@ def gradients(layer: Layer, out: Tensor, retain_graph: bool = False) -> dict[str
 # The check
 
 
-def expert(x: Tensor, gates: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+def expert(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
     """One expert in plain PyTorch, [n, H] -> [n, H], from weights [2I, H] and [H, I]; each row times its gate [n]."""
     gate, up = (x @ w_gate_up.T).chunk(2, dim=1)
-    return gates[:, None] * ((F.silu(gate) * up) @ w_down.T)
+    return topk_weights[:, None] * ((F.silu(gate) * up) @ w_down.T)
 
 
 class Sample:
     """Some tokens and experts, and what a layer has to give for them, in float64 and in the layer's own dtype.
 
-    Their results are `out`, and in training the gradients `hidden` and `gates`, of `tokens`, each `[S, ...]`; and the
+    Their results are `out`, and in training the gradients `hidden` and `topk_weights`, of `tokens`, each
+    `[S, ...]`; and the
     gradients `w_gate_up` and `w_down` of `experts`, each `[len(experts), ...]`.
     """
 
@@ -207,14 +211,14 @@ class Sample:
         out = layer.hidden.new_zeros(ids.size(0), layer.hidden.size(1), dtype=dtype)
         found = {"out": out}
         if layer.trains:
-            found |= {"hidden": torch.zeros_like(out), "gates": torch.zeros_like(ids, dtype=dtype)}
+            found |= {"hidden": torch.zeros_like(out), "topk_weights": torch.zeros_like(ids, dtype=dtype)}
         for e in sorted(set(ids.flatten().tolist())):
             s, k = (ids == e).nonzero(as_tuple=True)
             y, *grads = _one(layer, e, self.tokens[s], k, dtype, _PER_TOKEN if layer.trains else ())
             out.index_add_(0, s, y)
             if grads:
                 found["hidden"].index_add_(0, s, grads[0])
-                found["gates"][s, k] = grads[1]
+                found["topk_weights"][s, k] = grads[1]
         if layer.trains:
             for name in _PER_EXPERT:
                 weight = getattr(layer, name)
@@ -232,11 +236,20 @@ class Sample:
 def _one(layer: Layer, e: int, t: Tensor, k: Tensor, dtype: torch.dtype, of: Sequence[str]) -> tuple[Tensor, ...]:
     """In `dtype` what expert `e` adds to the tokens `t`, of which it is the `k`-th, and the gradients of `of`."""
     w_gate_up, w_down = layer.w_gate_up[e], layer.w_down[e]
-    values = {"hidden": layer.hidden[t], "gates": layer.gates[t, k], "w_gate_up": w_gate_up, "w_down": w_down}
+    values = {
+        "hidden": layer.hidden[t],
+        "topk_weights": layer.topk_weights[t, k],
+        "w_gate_up": w_gate_up,
+        "w_down": w_down,
+    }
     leaves = {name: x.detach().to(dtype).requires_grad_(name in of) for name, x in values.items()}
-    x, gates, w_gate_up, w_down = leaves.values()
+    x, topk_weights, w_gate_up, w_down = leaves.values()
     with torch.enable_grad():
-        y = expert(x, gates, w_gate_up.T, w_down.T) if layer.transposed else expert(x, gates, w_gate_up, w_down)
+        y = (
+            expert(x, topk_weights, w_gate_up.T, w_down.T)
+            if layer.transposed
+            else expert(x, topk_weights, w_gate_up, w_down)
+        )
     grads = torch.autograd.grad(y, [leaves[name] for name in of], layer.d_out[t].to(dtype)) if of else ()
     return y.detach(), *grads
 

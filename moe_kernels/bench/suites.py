@@ -219,7 +219,7 @@ SUITES = {
         ),
         Suite(
             "ffn",
-            "whole layers, from hidden states, ids and gates to the output, in prefill and decode, beside the layer of "
+            "whole layers, from hidden states and ids to the output, in prefill and decode, beside the layer of "
             "transformers; G experts, M = T * top_k rows, width N, hidden size K",
             "ffn",
             (*_FFN, *(layer("qwen3_30b", T, *MODELS["qwen3-30b"]) for T in (1, 16, 64))),
@@ -228,7 +228,7 @@ SUITES = {
         ),
         Suite(
             "ffn-train",
-            "the same forward and backward, with the gradients of hidden states, gates and both weights, and the peak "
+            "the same forward and backward, with the gradients of hidden states and of all weights, and the peak "
             "of the memory that this takes",
             "ffn-train",
             _FFN,

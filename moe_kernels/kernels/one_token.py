@@ -84,7 +84,7 @@ def second_half(
     out: torch.Tensor,  # [1, H], written
     act: torch.Tensor,  # [top_k, I]
     topk_ids: torch.Tensor,  # [top_k]
-    gates: torch.Tensor,  # [top_k]
+    topk_weights: torch.Tensor,  # [top_k]
     weight: torch.Tensor,  # [E, H, I]
     bias: torch.Tensor | None,  # [E, H]
     top_k: hl.constexpr,
@@ -104,7 +104,7 @@ def second_half(
             slot = zero + k
             expert = topk_ids[slot].to(torch.int64)
             kept = (expert >= 0) & (expert < E)
-            factor = torch.where(kept, gates[slot].to(torch.float32), 0.0)
+            factor = torch.where(kept, topk_weights[slot].to(torch.float32), 0.0)
             for tile_i in hl.tile(I, block_size=block_i):
                 w = hl.load(weight, [expert, tile_h, tile_i], extra_mask=kept)
                 x = hl.load(act, [slot, tile_i], extra_mask=kept).to(torch.float32)
@@ -141,7 +141,7 @@ def launch(
     act: torch.Tensor,  # [top_k, I], written
     hidden: torch.Tensor,  # [1, H]
     topk_ids: torch.Tensor,  # [top_k]
-    gates: torch.Tensor,  # [top_k]
+    topk_weights: torch.Tensor,  # [top_k]
     gate: torch.Tensor,  # [E, H, I]
     up: _Optional,  # [E, H, I]
     w_out: torch.Tensor,  # [E, I, H]
@@ -153,7 +153,7 @@ def launch(
     """Write a layer's result, and on the way what stands between its products. Nothing is checked; no tensor may be
     empty. The result does it again for other tensors of this kind, all but the last argument.
     """
-    tensors = (out, act, hidden, topk_ids, gates, gate, up, w_out, gate_bias, up_bias, out_bias)
+    tensors = (out, act, hidden, topk_ids, topk_weights, gate, up, w_out, gate_bias, up_bias, out_bias)
     key = (
         form,
         out.device,
@@ -168,7 +168,7 @@ def launch(
 
 
 def _plan(tensors: Sequence[Any], form: Form) -> Callable[..., None]:
-    out, act, hidden, topk_ids, gates, gate, up, w_out, gate_bias, up_bias, out_bias = tensors
+    out, act, hidden, topk_ids, topk_weights, gate, up, w_out, gate_bias, up_bias, out_bias = tensors
     top_k, rounds = act.size(0), out.dtype == torch.float16
     wide = max(span(t) for t in tensors if t is not None) > INT32_MAX
 
@@ -185,11 +185,11 @@ def _plan(tensors: Sequence[Any], form: Form) -> Callable[..., None]:
 
     settled = (form.activation, form.alpha, form.limit)
     first = compiled(first_half, (act, hidden, topk_ids, gate, up, gate_bias, up_bias, 3, 3, *settled), hidden.size(1))
-    second = compiled(second_half, (out, act, topk_ids, gates, w_out, out_bias, top_k, rounds), act.size(1))
+    second = compiled(second_half, (out, act, topk_ids, topk_weights, w_out, out_bias, top_k, rounds), act.size(1))
 
     def plan(*tensors: _Optional) -> None:
-        out, act, hidden, topk_ids, gates, gate, up, w_out, gate_bias, up_bias, out_bias = tensors
+        out, act, hidden, topk_ids, topk_weights, gate, up, w_out, gate_bias, up_bias, out_bias = tensors
         first(act, hidden, topk_ids, gate, up, gate_bias, up_bias, top_k | 1, 2 * top_k + 1, *settled)
-        second(out, act, topk_ids, gates, w_out, out_bias, top_k, rounds)
+        second(out, act, topk_ids, topk_weights, w_out, out_bias, top_k, rounds)
 
     return plan

@@ -1,12 +1,12 @@
 """Token order <-> expert order.
 
-    scatter_rows:   rows[slot_to_row[s]] = (gates[s]) * tokens[s // top_k]
-    combine_rows:   tokens[t] = sum over t's slots s, in order, of (gates[s]) * rows[slot_to_row[s]]
+    scatter_rows:   rows[slot_to_row[s]] = (topk_weights[s]) * tokens[s // top_k]
+    combine_rows:   tokens[t] = sum over t's slots s, in order, of (topk_weights[s]) * rows[slot_to_row[s]]
     dot_rows:       dots[s] = sum over h of tokens[s // top_k, h] * rows[slot_to_row[s], h]
 
-The first two are each other's adjoint; the third is the gradient of the gates. Each writes an element once, so nothing
-is added up by atomics. Slots whose row is at or past `group_offsets[-1]` were dropped: they scatter zeros, and their
-rows are not read.
+The first two are each other's adjoint; the third is the gradient of the router weights. Each writes an element once,
+so nothing is added up by atomics. Slots whose row is at or past `group_offsets[-1]` were dropped: they scatter zeros,
+and their rows are not read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FEW_TOKENS = 128
 def scatter_rows(
     rows: torch.Tensor,  # [R, H], written
     tokens: torch.Tensor,  # [T, H]
-    gates: torch.Tensor | None,  # [T, top_k]
+    topk_weights: torch.Tensor | None,  # [T, top_k]
     slot_to_row: torch.Tensor,  # [R] int32
     group_offsets: torch.Tensor,  # [E + 1] int32
     programs: int,  # at least T; odd
@@ -50,8 +50,8 @@ def scatter_rows(
             for k in hl.static_range(top_k):
                 row = slot_to_row[t * top_k + k]
                 y = x.to(torch.float32)
-                if gates is not None:
-                    y = y * gates[t, k].to(torch.float32)
+                if topk_weights is not None:
+                    y = y * topk_weights[t, k].to(torch.float32)
                 rows[row.to(torch.int64), tile_h] = torch.where(row < end, y.to(rows.dtype), 0.0)
     return rows
 
@@ -60,7 +60,7 @@ def scatter_rows(
 def combine_rows(
     tokens: torch.Tensor,  # [T, H], written
     rows: torch.Tensor,  # [R, H]
-    gates: torch.Tensor | None,  # [T, top_k]
+    topk_weights: torch.Tensor | None,  # [T, top_k]
     slot_to_row: torch.Tensor,  # [R] int32
     group_offsets: torch.Tensor,  # [E + 1] int32
     programs: int,  # at least T; odd
@@ -80,8 +80,8 @@ def combine_rows(
             for k in hl.static_range(top_k):
                 row = slot_to_row[t * top_k + k]
                 y = hl.load(rows, [row.to(torch.int64), tile_h], extra_mask=row < end).to(torch.float32)
-                if gates is not None:
-                    y = torch.where(row < end, y * gates[t, k].to(torch.float32), 0.0)
+                if topk_weights is not None:
+                    y = torch.where(row < end, y * topk_weights[t, k].to(torch.float32), 0.0)
                 acc = acc + y
             tokens[t.to(torch.int64), tile_h] = acc.to(tokens.dtype)
     return tokens

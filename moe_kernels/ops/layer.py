@@ -53,7 +53,7 @@ def _activate_backward(
     h: Tensor,  # [R, 2I] or [R, I]
     h_up: Tensor | None,  # [R, I]
     d_act: Tensor,  # [R, I]
-    gates: Tensor | None,  # [T, top_k]
+    topk_weights: Tensor | None,  # [T, top_k]
     row_to_slot: Tensor | None,  # [R]
     group_offsets: Tensor | None,  # [E + 1]
     weigh: bool,
@@ -62,12 +62,12 @@ def _activate_backward(
     """As `reference.activate_backward`, with empty tensors for what there is not; weighted act only if `weigh`."""
     form = Form(*form)
     if not dispatch.use_kernels(h):
-        found = reference.activate_backward(h, h_up, d_act, gates, row_to_slot, group_offsets, form)
+        found = reference.activate_backward(h, h_up, d_act, topk_weights, row_to_slot, group_offsets, form)
         d_h, d_h_up, weighted, dots = (h.new_empty(0) if x is None else x for x in found)
         return d_h, d_h_up, weighted if weigh else h.new_empty(0), dots
     gate, up = form.halves(h, h_up)
     d_h, d_h_up, weighted, dots = _activate_backward_fake(
-        h, h_up, d_act, gates, row_to_slot, group_offsets, weigh, *form
+        h, h_up, d_act, topk_weights, row_to_slot, group_offsets, weigh, *form
     )
     if gate.numel() == 0:
         dots.zero_()
@@ -76,11 +76,20 @@ def _activate_backward(
 
         d_gate, d_up = form.halves(d_h, None if h_up is None else d_h_up)
         options = form.activation, form.alpha, form.limit
-        if gates is None:
+        if topk_weights is None:
             tensors: tuple[Tensor | None, ...] = (d_gate, d_up, gate, up, d_act)
             dispatch.on_device(h, kernels.launch, kernels.activate_backward, tensors, *options)
         else:
-            tensors = (d_gate, d_up, weighted if weigh else None, dots.view(-1), gate, up, d_act, gates.reshape(-1))
+            tensors = (
+                d_gate,
+                d_up,
+                weighted if weigh else None,
+                dots.view(-1),
+                gate,
+                up,
+                d_act,
+                topk_weights.reshape(-1),
+            )
             tensors = (*tensors, row_to_slot, group_offsets)
             dispatch.on_device(h, kernels.launch, kernels.weighted_backward, tensors, *options)
     return d_h, d_h_up, weighted, dots
@@ -90,7 +99,7 @@ def _activate_backward_fake(
     h: Tensor,
     h_up: Tensor | None,
     d_act: Tensor,
-    gates: Tensor | None,
+    topk_weights: Tensor | None,
     row_to_slot: Tensor | None,
     group_offsets: Tensor | None,
     weigh: bool,
@@ -98,10 +107,10 @@ def _activate_backward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_h = empty(h.shape, h.dtype, h)
     d_h_up = empty((0,), h.dtype, h) if h_up is None else empty(h_up.shape, h_up.dtype, h_up)
-    if gates is None:
+    if topk_weights is None:
         return d_h, d_h_up, empty((0,), h.dtype, h), empty((0,), h.dtype, h)
     weighted = empty(d_act.shape if weigh else (0,), h.dtype, h)
-    return d_h, d_h_up, weighted, empty(gates.shape, gates.dtype, gates)
+    return d_h, d_h_up, weighted, empty(topk_weights.shape, topk_weights.dtype, topk_weights)
 
 
 def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -114,11 +123,11 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     form = Form(ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, of which none was made from another: h depends on the gates only where the layer is differentiated.
+        # Views, of which none was made from another: h depends on the weights only where the layer is differentiated.
         inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
         inputs = [x.requires_grad_() if ctx.needs_input_grad[i] else x for i, x in enumerate(inputs)]
-        h, h_up, d_act, gates, row_to_slot, group_offsets = inputs
-        outputs = list(reference.activate_backward(h, h_up, d_act, gates, row_to_slot, group_offsets, form))
+        h, h_up, d_act, topk_weights, row_to_slot, group_offsets = inputs
+        outputs = list(reference.activate_backward(h, h_up, d_act, topk_weights, row_to_slot, group_offsets, form))
         if not ctx.weigh:
             outputs[2] = None
     asked = [i for i in range(4) if ctx.needs_input_grad[i]]
@@ -142,7 +151,8 @@ activate = define(
     _activate_gradient,
 )
 activate_backward = define(
-    "activate_backward(Tensor h, Tensor? h_up, Tensor d_act, Tensor? gates, Tensor? row_to_slot, Tensor? group_offsets,"
+    "activate_backward(Tensor h, Tensor? h_up, Tensor d_act, Tensor? topk_weights, Tensor? row_to_slot,"
+    " Tensor? group_offsets,"
     f" bool weigh, {_FORM}) -> (Tensor, Tensor, Tensor, Tensor)",
     _activate_backward,
     _activate_backward_fake,
@@ -330,7 +340,7 @@ swiglu_ffn = define(
 
 def _moe_mlp(
     hidden: Tensor,  # [T, H]
-    gates: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
     group_offsets: Tensor,  # [E + 1]
     row_to_slot: Tensor,  # [R]
     slot_to_row: Tensor,  # [R]
@@ -344,17 +354,17 @@ def _moe_mlp(
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer's result `[T, H]`, and if `keep` the rows' `h` and `h_up`, as `swiglu_ffn`."""
-    top_k = gates.size(1)
+    top_k = topk_weights.size(1)
     first = (w_in, w_up, b_in, b_up, keep, Form(*form), slot_to_row)
     act, *kept = _first_half(hidden, group_offsets, row_to_slot, top_k, *first)
     dtype = torch.promote_types(act.dtype, w_out.dtype)
     rows = dispatch.multiply(act, w_out, group_offsets, b_out, dtype, "auto")
-    return combine_rows(rows, gates, slot_to_row, group_offsets, top_k, dtype), *_filled(act, kept)
+    return combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, dtype), *_filled(act, kept)
 
 
 def _moe_mlp_fake(
     hidden: Tensor,
-    gates: Tensor,
+    topk_weights: Tensor,
     group_offsets: Tensor,
     row_to_slot: Tensor,
     slot_to_row: Tensor,
@@ -387,14 +397,14 @@ def _moe_mlp_gradient(
     """Saves neither the rows, nor what follows `h`, nor the rows' results: <d_out, gate * act @ w_out> is linear in
     gate, so its gradient is <d_out @ w_out^T, act>, and act is made again from `h` on the way.
     """
-    hidden, gates, group_offsets, row_to_slot, slot_to_row, *parameters, h, h_up = ctx.saved_tensors
+    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *parameters, h, h_up = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()  # so that h ends below, unless the graph is kept for another backward
     w_in, w_up, w_out, b_in, b_up, b_out = parameters
     form = (ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
     need = ctx.needs_input_grad
-    top_k = gates.size(1)
+    top_k = topk_weights.size(1)
     routing = slot_to_row, group_offsets, top_k
-    d_gates = d_w_out = d_b_out = None
+    d_topk_weights = d_w_out = d_b_out = None
     if not ctx.keep:
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         _, h, h_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *form)
@@ -404,8 +414,8 @@ def _moe_mlp_gradient(
     if d_out is not None:
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
         d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, h.dtype, "auto")
-        d_h_by_act, d_h_up_by_act, weighted, d_gates = activate_backward(
-            h, None if w_up is None else h_up, d_act, gates, row_to_slot, group_offsets, need[7], *form
+        d_h_by_act, d_h_up_by_act, weighted, d_topk_weights = activate_backward(
+            h, None if w_up is None else h_up, d_act, topk_weights, row_to_slot, group_offsets, need[7], *form
         )
         del d_act
         d_h, d_h_up = _sum(d_h_by_act, d_h), _sum(d_h_up_by_act, d_h_up)
@@ -427,20 +437,21 @@ def _moe_mlp_gradient(
         if need[7]:
             d_w_out = _weight_gradient(weighted, d_rows, group_offsets, w_out)
         if b_out is not None and need[10]:
-            dtype = torch.promote_types(gates.dtype, torch.float32)
-            weights = scatter_rows(d_out.new_ones(d_out.size(0), 1, dtype=dtype), gates, *routing, dtype)
+            dtype = torch.promote_types(topk_weights.dtype, torch.float32)
+            weights = scatter_rows(d_out.new_ones(d_out.size(0), 1, dtype=dtype), topk_weights, *routing, dtype)
             d_b_out = grouped_gemm_wgrad(weights, d_rows, group_offsets, False, False, b_out.dtype)[:, 0]
         if b_out is not None and need[1]:
             ones = d_rows.new_ones(1, 1).expand(d_rows.size(0), 1)
             biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_rows.dtype, "auto")
-            d_gates = d_gates + dot_rows(d_out, biases, *routing, gates.dtype)
+            d_topk_weights = d_topk_weights + dot_rows(d_out, biases, *routing, topk_weights.dtype)
     d_w_in, d_w_up, d_b_in, d_b_up = d_first
     d_parameters = (d_w_in, d_w_up, d_w_out, d_b_in, d_b_up, d_b_out)
-    return d_hidden, d_gates if need[1] else None, None, None, None, *d_parameters, None, *[None] * len(form)
+    return d_hidden, d_topk_weights if need[1] else None, None, None, None, *d_parameters, None, *[None] * len(form)
 
 
 moe_mlp = define(
-    "moe_mlp(Tensor hidden, Tensor gates, Tensor group_offsets, Tensor row_to_slot, Tensor slot_to_row, Tensor w_in,"
+    "moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot, Tensor slot_to_row,"
+    " Tensor w_in,"
     " Tensor? w_up, Tensor w_out, Tensor? b_in, Tensor? b_up, Tensor? b_out, bool keep,"
     f" {_FORM}) -> (Tensor, Tensor, Tensor)",
     _moe_mlp,
@@ -464,7 +475,7 @@ def one_token_is_faster(hidden: Tensor, topk_ids: Tensor, w_in: Tensor, w_out: T
 def _moe_mlp_of_one_token(
     hidden: Tensor,  # [1, H]
     topk_ids: Tensor,  # [1, top_k]
-    gates: Tensor,  # [1, top_k]
+    topk_weights: Tensor,  # [1, top_k]
     w_in: Tensor,  # [E, H, 2I] or [E, H, I]
     w_up: Tensor | None,  # [E, H, I]
     w_out: Tensor,  # [E, I, H]
@@ -477,28 +488,30 @@ def _moe_mlp_of_one_token(
     halves = Form(*form)
     if not dispatch.use_kernels(hidden):
         others: dict[str, Any] = {"w_up": w_up, "gate_up_bias": b_in, "up_bias": b_up, "down_bias": b_out}
-        return reference.moe_mlp(hidden, topk_ids, gates, w_in, w_out, transposed=True, **others, **halves._asdict())
+        return reference.moe_mlp(
+            hidden, topk_ids, topk_weights, w_in, w_out, transposed=True, **others, **halves._asdict()
+        )
     from moe_kernels.kernels import one_token
 
-    out = _moe_mlp_of_one_token_fake(hidden, topk_ids, gates, w_in, w_up, w_out)
+    out = _moe_mlp_of_one_token_fake(hidden, topk_ids, topk_weights, w_in, w_up, w_out)
     dtype = torch.promote_types(hidden.dtype, w_in.dtype)
     act = hidden.new_empty((topk_ids.numel(), _width(w_in, w_up, halves)), dtype=dtype)
     biases = halves.parts(b_in, b_up, apart=w_up is not None)
-    slots = topk_ids.reshape(-1), gates.reshape(-1)
+    slots = topk_ids.reshape(-1), topk_weights.reshape(-1)
     tensors = (out, act, hidden, *slots, *halves.halves(w_in, w_up), w_out, *biases, b_out)
     dispatch.on_device(hidden, one_token.launch, *tensors, halves)
     return out
 
 
 def _moe_mlp_of_one_token_fake(
-    hidden: Tensor, topk_ids: Tensor, gates: Tensor, w_in: Tensor, w_up: Tensor | None, w_out: Tensor, *_: Any
+    hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_in: Tensor, w_up: Tensor | None, w_out: Tensor, *_: Any
 ) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, w_in.dtype), w_out.dtype)
     return hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=dtype)
 
 
 moe_mlp_of_one_token = define(
-    "moe_mlp_of_one_token(Tensor hidden, Tensor topk_ids, Tensor gates, Tensor w_in, Tensor? w_up, Tensor w_out,"
+    "moe_mlp_of_one_token(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_in, Tensor? w_up, Tensor w_out,"
     f" Tensor? b_in, Tensor? b_up, Tensor? b_out, {_FORM}) -> Tensor",
     _moe_mlp_of_one_token,
     _moe_mlp_of_one_token_fake,

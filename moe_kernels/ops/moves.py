@@ -37,42 +37,52 @@ def _route_fake(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 def _scatter_rows(
     tokens: Tensor,  # [T, H]
-    gates: Tensor | None,  # [T, top_k]
+    topk_weights: Tensor | None,  # [T, top_k]
     slot_to_row: Tensor,  # [R]
     group_offsets: Tensor,  # [E + 1]
     top_k: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [R, H]
     if not dispatch.use_kernels(tokens):
-        return reference.scatter_rows(tokens, gates, slot_to_row, group_offsets, top_k, out_dtype)
+        return reference.scatter_rows(tokens, topk_weights, slot_to_row, group_offsets, top_k, out_dtype)
     rows = empty((slot_to_row.size(0), tokens.size(1)), out_dtype, tokens)
-    _move("scatter_rows", (rows, tokens, gates), slot_to_row, group_offsets, top_k)
+    _move("scatter_rows", (rows, tokens, topk_weights), slot_to_row, group_offsets, top_k)
     return rows
 
 
 def _scatter_rows_fake(
-    tokens: Tensor, gates: Tensor | None, slot_to_row: Tensor, group_offsets: Tensor, top_k: int, out_dtype: torch.dtype
+    tokens: Tensor,
+    topk_weights: Tensor | None,
+    slot_to_row: Tensor,
+    group_offsets: Tensor,
+    top_k: int,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     return tokens.new_empty((slot_to_row.size(0), tokens.size(1)), dtype=out_dtype)
 
 
 def _combine_rows(
     rows: Tensor,  # [R, H]
-    gates: Tensor | None,  # [T, top_k]
+    topk_weights: Tensor | None,  # [T, top_k]
     slot_to_row: Tensor,  # [R]
     group_offsets: Tensor,  # [E + 1]
     top_k: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, H]
     if not dispatch.use_kernels(rows):
-        return reference.combine_rows(rows, gates, slot_to_row, group_offsets, top_k, out_dtype)
+        return reference.combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, out_dtype)
     tokens = empty((slot_to_row.size(0) // top_k, rows.size(1)), out_dtype, rows)
-    _move("combine_rows", (tokens, rows, gates), slot_to_row, group_offsets, top_k)
+    _move("combine_rows", (tokens, rows, topk_weights), slot_to_row, group_offsets, top_k)
     return tokens
 
 
 def _combine_rows_fake(
-    rows: Tensor, gates: Tensor | None, slot_to_row: Tensor, group_offsets: Tensor, top_k: int, out_dtype: torch.dtype
+    rows: Tensor,
+    topk_weights: Tensor | None,
+    slot_to_row: Tensor,
+    group_offsets: Tensor,
+    top_k: int,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     return rows.new_empty((slot_to_row.size(0) // top_k, rows.size(1)), dtype=out_dtype)
 
@@ -124,25 +134,25 @@ def _move_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _scatter_rows_backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
-    tokens, gates, slot_to_row, group_offsets = ctx.saved_tensors
-    tokens_dtype, gates_dtype = ctx.dtypes
-    d_tokens = d_gates = None
+    tokens, topk_weights, slot_to_row, group_offsets = ctx.saved_tensors
+    tokens_dtype, weights_dtype = ctx.dtypes
+    d_tokens = d_topk_weights = None
     if ctx.needs_input_grad[0]:
-        d_tokens = combine_rows(d_rows, gates, slot_to_row, group_offsets, ctx.top_k, tokens_dtype)
+        d_tokens = combine_rows(d_rows, topk_weights, slot_to_row, group_offsets, ctx.top_k, tokens_dtype)
     if ctx.needs_input_grad[1]:
-        d_gates = dot_rows(tokens, d_rows, slot_to_row, group_offsets, ctx.top_k, gates_dtype)
-    return d_tokens, d_gates, None, None, None, None
+        d_topk_weights = dot_rows(tokens, d_rows, slot_to_row, group_offsets, ctx.top_k, weights_dtype)
+    return d_tokens, d_topk_weights, None, None, None, None
 
 
 def _combine_rows_backward(ctx: Any, d_tokens: Tensor) -> tuple[Tensor | None, ...]:
-    rows, gates, slot_to_row, group_offsets = ctx.saved_tensors
-    rows_dtype, gates_dtype = ctx.dtypes
-    d_rows = d_gates = None
+    rows, topk_weights, slot_to_row, group_offsets = ctx.saved_tensors
+    rows_dtype, weights_dtype = ctx.dtypes
+    d_rows = d_topk_weights = None
     if ctx.needs_input_grad[0]:
-        d_rows = scatter_rows(d_tokens, gates, slot_to_row, group_offsets, ctx.top_k, rows_dtype)
+        d_rows = scatter_rows(d_tokens, topk_weights, slot_to_row, group_offsets, ctx.top_k, rows_dtype)
     if ctx.needs_input_grad[1]:
-        d_gates = dot_rows(d_tokens, rows, slot_to_row, group_offsets, ctx.top_k, gates_dtype)
-    return d_rows, d_gates, None, None, None, None
+        d_topk_weights = dot_rows(d_tokens, rows, slot_to_row, group_offsets, ctx.top_k, weights_dtype)
+    return d_rows, d_topk_weights, None, None, None, None
 
 
 def _dot_rows_backward(ctx: Any, d_dots: Tensor) -> tuple[Tensor | None, ...]:
@@ -159,14 +169,14 @@ def _dot_rows_backward(ctx: Any, d_dots: Tensor) -> tuple[Tensor | None, ...]:
 route = define("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)", _route, _route_fake)
 _MOVE = "(Tensor {0}, Tensor{1}, Tensor slot_to_row, Tensor group_offsets, int top_k, ScalarType out_dtype) -> Tensor"
 scatter_rows = define(
-    "scatter_rows" + _MOVE.format("tokens", "? gates"),
+    "scatter_rows" + _MOVE.format("tokens", "? topk_weights"),
     _scatter_rows,
     _scatter_rows_fake,
     _move_setup,
     _scatter_rows_backward,
 )
 combine_rows = define(
-    "combine_rows" + _MOVE.format("rows", "? gates"),
+    "combine_rows" + _MOVE.format("rows", "? topk_weights"),
     _combine_rows,
     _combine_rows_fake,
     _move_setup,

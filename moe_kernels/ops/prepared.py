@@ -35,7 +35,7 @@ class Prepared:
         self,
         hidden: Tensor,  # [T, H]
         topk_ids: Tensor,  # [T, top_k]
-        gates: Tensor,  # [T, top_k]
+        topk_weights: Tensor,  # [T, top_k]
         w_gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] if transposed; [.., I, ..] with w_up
         w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
         w_up: Tensor | None,  # [E, I, H], or [E, H, I] if transposed
@@ -57,7 +57,7 @@ class Prepared:
         rows = empty((R, w_out.size(2)), hidden.dtype, hidden)
         self.second = self.second(act, w_out, group_offsets, down_bias, rows) or self.second
         out = empty(hidden.shape, hidden.dtype, hidden)
-        self.combine = self.combine((out, rows, gates), slot_to_row, group_offsets) or self.combine
+        self.combine = self.combine((out, rows, topk_weights), slot_to_row, group_offsets) or self.combine
         return out
 
 
@@ -74,7 +74,7 @@ class PreparedForOneToken:
         self,
         hidden: Tensor,  # [1, H]
         topk_ids: Tensor,  # [1, top_k]
-        gates: Tensor,  # [1, top_k]
+        topk_weights: Tensor,  # [1, top_k]
         w_gate_up: Tensor,  # and the next ones as for `Prepared`
         w_down: Tensor,
         w_up: Tensor | None,
@@ -86,7 +86,7 @@ class PreparedForOneToken:
         biases = (*self.form.parts(gate_up_bias, up_bias, apart=w_up is not None), down_bias)
         out = empty(hidden.shape, hidden.dtype, hidden)
         act = empty((topk_ids.numel(), weights[-1].size(1)), hidden.dtype, hidden)
-        slots = topk_ids.reshape(-1), gates.reshape(-1)
+        slots = topk_ids.reshape(-1), topk_weights.reshape(-1)
         self.launch = self.launch(out, act, hidden, *slots, *weights, *biases) or self.launch
         return out
 

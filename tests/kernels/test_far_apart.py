@@ -79,11 +79,11 @@ def assert_as(function: Callable[..., Tensor], out: Tensor, *args: Any) -> None:
 
 def test_slots(spread: _Spread, device: str) -> None:
     ids = torch.randint(0, 4, (12, 1), device=device)
-    gates = torch.rand(12, 1, device=device)
-    expected = reference.route(ids, gates, 4)
+    topk_weights = torch.rand(12, 1, device=device)
+    expected = reference.route(ids, topk_weights, 4)
     far = spread(ids)
     for topk_ids in (ids, far):
-        routing = route(topk_ids, gates, 4)
+        routing = route(topk_ids, topk_weights, 4)
         assert all(torch.equal(a, b) for a, b in zip(routing, expected, strict=True))
     hidden = torch.randn(12, 40, device=device)
     moved = permute(hidden, routing._replace(slot_to_row=spread(routing.slot_to_row)))

@@ -55,7 +55,7 @@ def make(
 
     tensors = {
         "hidden": torch.randn(T, H, device=device).to(dtype),
-        "gates": torch.rand(T, top_k, device=device) + 0.1,
+        "topk_weights": torch.rand(T, top_k, device=device) + 0.1,
         "w_gate_up": weight(W, H),
         "w_down": weight(H, I),
     }
@@ -71,8 +71,10 @@ def make(
 
 
 def run(function: Any, tensors: dict[str, torch.Tensor], ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    others = {key: value for key, value in tensors.items() if key not in ("hidden", "gates", "w_gate_up", "w_down")}
-    first = (tensors["gates"], tensors["w_gate_up"], tensors["w_down"])
+    others = {
+        key: value for key, value in tensors.items() if key not in ("hidden", "topk_weights", "w_gate_up", "w_down")
+    }
+    first = (tensors["topk_weights"], tensors["w_gate_up"], tensors["w_down"])
     out: torch.Tensor = function(tensors["hidden"], ids, *first, **others, **options)
     return out
 
@@ -99,7 +101,7 @@ def assert_layer_close(tensors: dict[str, torch.Tensor], ids: torch.Tensor, opti
     for name, value in ours.items():
         # In fp32 the sums are long, and those of absolute values some ten times as large as the result; for a gate,
         # a hundred times, since what it weights and its upstream gradient are nearly orthogonal.
-        scale = (128 if name == "gates" else 16) * exact[name].abs().max().item()
+        scale = (128 if name == "topk_weights" else 16) * exact[name].abs().max().item()
         assert_within_budget(value, plain[name], exact[name].to(value.device), scale=scale, name=name)
         assert value.stride() == plain[name].stride() or name == "out" or value.is_contiguous()
 
@@ -146,11 +148,11 @@ def test_one_token(name: str, dtype: torch.dtype, device: str, monkeypatch: pyte
         monkeypatch.setattr(one_token, "_BLOCK", 16)  # the interpreter takes long for many programs
     tensors, ids, options = make(ONE_TOKEN[name], 1, H, I, 5, 4, device, dtype)
     ids.copy_(torch.tensor([[3, -1, 1, 3]]))
-    tensors["gates"][0, 1] = NAN
+    tensors["topk_weights"][0, 1] = NAN
     plain = {key: value.clone() for key, value in tensors.items()}
-    plain["gates"][0, 1] = 0.0
+    plain["topk_weights"][0, 1] = 0.0
     for key, value in tensors.items():
-        if key not in ("hidden", "gates"):
+        if key not in ("hidden", "topk_weights"):
             value[[0, 2, 4]] = NAN
     exact = run(reference.moe_mlp, in_float64(plain), ids.cpu(), options).to(device)
     expected = run(reference.moe_mlp, plain, ids, options)
@@ -174,7 +176,7 @@ def test_one_token_of_small_extents_and_odd_strides(
     monkeypatch.setattr(one_token, "_plans", Plans())
     tensors, _, options = make({"bias": True}, 1, H, I, E, top_k, device, torch.float16)
     tensors["hidden"] = torch.randn(H, 3, device=device).half()[:, 1:2].T
-    tensors["gates"] = tensors["gates"][:, :1].expand(1, top_k)
+    tensors["topk_weights"] = tensors["topk_weights"][:, :1].expand(1, top_k)
     ids = torch.randint(E, (1, 2 * top_k), dtype=torch.int32, device=device)[:, ::2]
     exact = run(reference.moe_mlp, in_float64(tensors), ids.cpu(), options).to(device)
     out = run(moe_mlp, tensors, ids, options)
@@ -182,7 +184,7 @@ def test_one_token_of_small_extents_and_odd_strides(
     assert len(one_token._plans) == 1
 
 
-@pytest.mark.parametrize("name", ["hidden", "topk_ids", "gates", "down_bias"])
+@pytest.mark.parametrize("name", ["hidden", "topk_ids", "topk_weights", "down_bias"])
 def test_one_token_with_a_long_span(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses are computed in 64 bits also where a small tensor is a view that spans more than 2^31 elements."""
     wide = []
@@ -215,7 +217,7 @@ def test_one_token_overflows_as_others_do(device: str, monkeypatch: pytest.Monke
     tensors, ids, options = make({"bias": True}, 1, 24, 16, 3, 2, device, torch.float16)
     ids.copy_(torch.tensor([[0, 2]]))
     tensors["w_down"][2] *= 2e4  # a row's results are over 65504 here and there; a tenth of them is not
-    tensors["gates"].copy_(torch.tensor([[1.0, 0.1]]))
+    tensors["topk_weights"].copy_(torch.tensor([[1.0, 0.1]]))
     expected = run(reference.moe_mlp, tensors, ids, options)
     out = run(moe_mlp, tensors, ids, options)
     assert len(one_token._plans) == 1
@@ -271,7 +273,7 @@ def test_prepared_calls(name: str, up_bias: bool, device: str) -> None:
         prepared = prepared or Prepared(2, options.get("transposed", False), form)
         weights = (tensors["w_gate_up"], tensors["w_down"], tensors.get("w_up"))
         biases = (tensors["gate_up_bias"], tensors.get("up_bias"), tensors["down_bias"])
-        out = prepared(tensors["hidden"], ids, tensors["gates"], *weights, *biases)
+        out = prepared(tensors["hidden"], ids, tensors["topk_weights"], *weights, *biases)
         torch.testing.assert_close(out, run(moe_mlp, tensors, ids, options), rtol=2e-3, atol=2e-3)
         assert out.any()
 
@@ -302,7 +304,7 @@ def test_dropped_tokens_and_experts_without_tokens(device: str) -> None:
     tensors["w_down"][2] = NAN
     upstream = torch.randn(20, 24, device=device).half()
     ours = with_gradients(moe_mlp, tensors, ids, options, upstream)
-    for name in ("out", "hidden", "gates"):
+    for name in ("out", "hidden", "topk_weights"):
         assert ours[name].isfinite().all(), name
         assert not ours[name][3].any(), name
     for name in ("w_gate_up", "w_down"):
@@ -314,7 +316,7 @@ def test_dropped_tokens_and_experts_without_tokens(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations(activation: str, dtype: torch.dtype, device: str) -> None:
     routing = route(torch.tensor([[0, 1], [5, 2], [1, 1]], device=device), torch.rand(3, 2, device=device), 3)
-    order = (routing.gates, routing.row_to_slot, routing.group_offsets)
+    order = (routing.topk_weights, routing.row_to_slot, routing.group_offsets)
     tolerance = {"rtol": 1e-5 if dtype == torch.float32 else 1e-2, "atol": 1e-5}
     for gated, two in ((True, False), (True, True), (False, False)):
         if device == "cpu" and (gated, two) != (True, activation == "silu"):
@@ -400,7 +402,7 @@ def test_a_tokens_bits_are_those_it_has_among_more_tokens(device: str) -> None:
     tensors, ids, options = make({}, 2048, 2048, 768, 128, 8, device, torch.bfloat16)
     among = run(moe_mlp, tensors, ids, options)
     for T in (3, 64, 500):
-        few = {name: tensor[:T] if name in ("hidden", "gates") else tensor for name, tensor in tensors.items()}
+        few = {name: tensor[:T] if name in ("hidden", "topk_weights") else tensor for name, tensor in tensors.items()}
         assert torch.equal(run(moe_mlp, few, ids[:T], options), among[:T])
 
 

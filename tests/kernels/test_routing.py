@@ -26,7 +26,7 @@ def random_ids(T: int, top_k: int, num_experts: int, device: str, kind: str = "u
 
 
 def assert_routed(routing: Routing, ids: torch.Tensor, num_experts: int) -> None:
-    expected = reference.route(ids, routing.gates, num_experts)
+    expected = reference.route(ids, routing.topk_weights, num_experts)
     for name, actual, right in zip(Routing._fields, routing, expected, strict=True):
         assert actual.dtype == right.dtype, name
         assert torch.equal(actual, right), name
@@ -109,12 +109,12 @@ def test_unpermute_adds_in_float32_in_order_and_rounds_once(dtype: torch.dtype, 
     routing = _routing(20, 3, 5, device)
     rows = torch.randn(60, 40, device=device).to(dtype)
     rows[routing.group_offsets[-1] :] = NAN
-    routing.gates[0, 0] = NAN if routing.slot_to_row[0] >= routing.group_offsets[-1] else 0.5
+    routing.topk_weights[0, 0] = NAN if routing.slot_to_row[0] >= routing.group_offsets[-1] else 0.5
     out = unpermute(rows, routing, weighted=weighted)
     expected = reference.unpermute(rows, routing, weighted=weighted)
     if weighted:  # a multiplication and an addition may be fused
         at_home = type(routing)(*(part.cpu() for part in routing))
-        exact = reference.unpermute(rows.cpu().double(), at_home._replace(gates=at_home.gates.double()))
+        exact = reference.unpermute(rows.cpu().double(), at_home._replace(topk_weights=at_home.topk_weights.double()))
         eps = torch.finfo(dtype).eps / 2
         assert ((out.cpu() - exact).abs() <= eps * exact.abs() + 4 * torch.finfo(torch.float32).eps * 10).all()
     else:
@@ -129,17 +129,17 @@ def test_gradients_of_the_moves(dtype: torch.dtype, device: str) -> None:
     rows = torch.randn(36, 1030, device=device).to(dtype)
     rows[routing.group_offsets[-1] :] = NAN
     rows.requires_grad_()
-    gates = routing.gates.clone().requires_grad_()
-    out = unpermute(rows, routing._replace(gates=gates))
+    topk_weights = routing.topk_weights.clone().requires_grad_()
+    out = unpermute(rows, routing._replace(topk_weights=topk_weights))
     upstream = torch.randn_like(out)
     out.backward(upstream)
     d_rows = torch.zeros(36, 1030, device=device)
-    d_rows[ids] = upstream.float().unsqueeze(1) * gates.detach().unsqueeze(2) * kept.unsqueeze(2)
+    d_rows[ids] = upstream.float().unsqueeze(1) * topk_weights.detach().unsqueeze(2) * kept.unsqueeze(2)
     assert rows.grad is not None
-    assert gates.grad is not None
+    assert topk_weights.grad is not None
     assert torch.equal(rows.grad, d_rows.to(dtype))
     dots = (rows.detach().double()[ids].nan_to_num() * upstream.double().unsqueeze(1)).sum(2) * kept
-    torch.testing.assert_close(gates.grad.double(), dots, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(topk_weights.grad.double(), dots, rtol=1e-5, atol=1e-4)
     hidden = torch.randn(12, 1030, device=device).to(dtype).requires_grad_()
     moved = permute(hidden, routing)
     upstream = torch.randn_like(moved)
@@ -157,8 +157,8 @@ def test_strided_operands_and_gates(device: str) -> None:
     column_major = hidden.t().contiguous().t()
     assert torch.equal(permute(column_major, routing), reference.permute(hidden.contiguous(), routing))
     rows = torch.randn(40, 27, device=device).t()
-    gates = routing.gates.t().contiguous().t()
-    out = unpermute(rows, routing._replace(gates=gates))
+    topk_weights = routing.topk_weights.t().contiguous().t()
+    out = unpermute(rows, routing._replace(topk_weights=topk_weights))
     torch.testing.assert_close(out, reference.unpermute(rows.contiguous(), routing))
 
 
@@ -175,7 +175,7 @@ def test_strides_of_indices_in_turn(device: str) -> None:
     every_second = {
         name: torch.stack([part, torch.full_like(part, 7)], 1)[:, 0]
         for name, part in routing._asdict().items()
-        if name != "gates"
+        if name != "topk_weights"
     }
     for other in ({}, every_second, {}):
         given = routing._replace(**other)
@@ -210,13 +210,13 @@ def test_another_number_of_tokens_finds_its_plans(device: str) -> None:
 @pytest.mark.gpu
 def test_repeats_are_bit_identical_and_the_host_never_waits(device: str) -> None:
     ids = random_ids(3000, 8, 64, device)
-    gates = torch.rand(3000, 8, device=device, requires_grad=True)
+    topk_weights = torch.rand(3000, 8, device=device, requires_grad=True)
     hidden = torch.randn(3000, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     def run() -> list[torch.Tensor]:
-        routing = route(ids, gates, 64)
+        routing = route(ids, topk_weights, 64)
         out = unpermute(permute(hidden, routing), routing)
-        return [*routing[:3], out.detach(), *torch.autograd.grad(out, (hidden, gates), torch.ones_like(out))]
+        return [*routing[:3], out.detach(), *torch.autograd.grad(out, (hidden, topk_weights), torch.ones_like(out))]
 
     first = run()
     torch.cuda.set_sync_debug_mode("error")
@@ -232,10 +232,10 @@ def test_repeats_are_bit_identical_and_the_host_never_waits(device: str) -> None
 @pytest.mark.parametrize("T", [16, 3000])
 def test_capture_and_replay_with_other_ids(T: int, device: str) -> None:
     hidden = torch.randn(T, 264, device=device, dtype=torch.bfloat16)
-    ids, gates = random_ids(T, 8, 60, device), torch.rand(T, 8, device=device)
+    ids, topk_weights = random_ids(T, 8, 60, device), torch.rand(T, 8, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        routing = route(ids, gates, 60)
+        routing = route(ids, topk_weights, 60)
         rows = permute(hidden, routing)
     for kind in ("uniform", "skewed", "one"):
         ids.copy_(random_ids(T, 8, 60, device, kind))

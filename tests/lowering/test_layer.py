@@ -98,11 +98,11 @@ def test_route(asked_for: list[Any], R: int, E: int) -> None:
 @pytest.mark.parametrize(("T", "top_k", "H"), [(1, 8, 2048), (8192, 8, 2048), (4096, 2, 4096), (8192, 10, 7168)])
 def test_moves(asked_for: list[Any], T: int, top_k: int, H: int) -> None:
     with stand_ins():
-        rows, tokens, gates = empty(T * top_k, H), empty(T, H), empty(T, top_k, dtype=torch.float32)
+        rows, tokens, topk_weights = empty(T * top_k, H), empty(T, H), empty(T, top_k, dtype=torch.float32)
         indices = (empty(T * top_k, dtype=torch.int32), empty(129, dtype=torch.int32), top_k)
         permute.launch(permute.scatter_rows, (rows, tokens, None), *indices)
-        permute.launch(permute.combine_rows, (tokens, rows, gates), *indices)
-        permute.launch(permute.dot_rows, (gates, tokens, rows), *indices)
+        permute.launch(permute.combine_rows, (tokens, rows, topk_weights), *indices)
+        permute.launch(permute.dot_rows, (topk_weights, tokens, rows), *indices)
     for report in lean_reports(asked_for):
         assert report["shared"] < 1024
 

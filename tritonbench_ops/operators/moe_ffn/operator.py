@@ -2,12 +2,12 @@
 
     hidden     [T, H]
     topk_ids   [T, top_k] int64, no expert twice
-    gates      [T, top_k]
+    topk_weights      [T, top_k]
     w_gate_up  [E, 2I, H], gate first
     w_down     [E, H, I]
 
 Sorting the ids by expert is timed, but for `torch_loop`. With --bwd and --fwd-bwd all gradients are computed: of hidden
-states, gates and both weights. A forward by itself, --mode fwd or fwd_no_grad, keeps nothing for a backward. Of the
+states and all weights. A forward by itself, --mode fwd or fwd_no_grad, keeps nothing for a backward. Of the
 products in a call, `best_config` is that of the last one.
 """
 
@@ -51,7 +51,7 @@ class Operator(base.Operator):
     @register_benchmark(baseline=True, label="torch_loop (tokens of each expert known beforehand)")
     @base.checked
     def torch_loop(
-        self, hidden: Tensor, topk_ids: Tensor, gates: Tensor, w_gate_up: Tensor, w_down: Tensor
+        self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor
     ) -> Callable[[], Tensor]:
         slots = [(topk_ids == e).nonzero(as_tuple=True) for e in range(len(w_down))]
 
@@ -59,7 +59,7 @@ class Operator(base.Operator):
             out = torch.zeros_like(hidden)
             for (t, k), w_in, w_out in zip(slots, w_gate_up.unbind(), w_down.unbind(), strict=True):
                 if len(t):
-                    out = out.index_add(0, t, ffn.expert(hidden[t], gates[t, k], w_in, w_out))
+                    out = out.index_add(0, t, ffn.expert(hidden[t], topk_weights[t, k], w_in, w_out))
             return out
 
         return call
@@ -97,7 +97,7 @@ class Operator(base.Operator):
         tokens = make_tokens(case.T, case.H, case.E, case.top_k, **options, seed=1)
         experts = make_experts(case.E, case.H, case.width, **options)
         self.layer = ffn.make_layer(*tokens, *experts, trains=self.backward)
-        return self.layer.hidden, self.layer.topk_ids, self.layer.gates, self.layer.w_gate_up, self.layer.w_down
+        return self.layer.hidden, self.layer.topk_ids, self.layer.topk_weights, self.layer.w_gate_up, self.layer.w_down
 
     def get_bwd_fn(self, fwd_fn: Callable[[], Tensor]) -> Callable[[], dict[str, Tensor]]:
         with _stream_of_captures() if self.use_cuda_graphs else nullcontext():
