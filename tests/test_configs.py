@@ -639,7 +639,7 @@ def test_bundled_files_are_read_and_legal() -> None:
         for made in store.read(file, gpu):
             bucket = made.bucket
             if bucket.op != "grouped_gemm":
-                continue  # compiled in tests/lowering/test_tune.py
+                continue  # compiled in tests/lowering/test_lowered_tune.py
             problem = replace(
                 PROBLEM,
                 **{name: getattr(bucket, name) for name in ("rows", "N", "K", "G", "transposed")},

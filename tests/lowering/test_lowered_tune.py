@@ -18,9 +18,9 @@ from helion.autotuner import benchmark_provider
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import stand_ins
-from test_grouped_gemm import SHARED_MEMORY, compiled
-from test_uniform_gemm import compiled as compiled_uniform
-from test_varied_gemm import compiled as compiled_varied
+from test_lowered_grouped_gemm import SHARED_MEMORY, compiled
+from test_lowered_uniform_gemm import compiled as compiled_uniform
+from test_lowered_varied_gemm import compiled as compiled_varied
 
 from moe_kernels import configs, tune
 from moe_kernels.configs import store, uniform, varied
