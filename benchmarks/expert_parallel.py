@@ -1,6 +1,6 @@
 """A layer of DeepSeek-V3's size with its experts spread over ranks: time of a step, and the share of the exchange.
 
-    NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N benchmarks/expert_parallel.py [--tiny] [--json FILE]
+    NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N -m benchmarks.expert_parallel [--tiny] [--json FILE]
 
 A step is forward and backward of dispatch, experts and combine, with the gradients of all inputs and weights;
 H = 7168, I = 2048, 256 experts of which each rank holds 256 / N, top_k = 8, bfloat16. Weak scaling: each rank has 4096
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import run, tables
 from moe_kernels import grouped_gemm, reference, swiglu_ffn, topk_softmax
-from moe_kernels.bench import report, run
 from moe_kernels.expert_parallel import combine, dispatch
 from moe_kernels.testing import assert_within_budget
 
@@ -102,13 +101,14 @@ class Clock:
     def now(self) -> Any:
         if self.device.type == "cpu":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def milliseconds(self, start: Any, end: Any) -> float:
         """Between two of `now`, once the device is done with both."""
-        return 1e3 * (end - start) if self.device.type == "cpu" else start.elapsed_time(end)
+        passed: float = 1e3 * (end - start) if self.device.type == "cpu" else start.elapsed_time(end)
+        return passed
 
 
 def measure(x: dict[str, Tensor], E: int, rounds: int, device: torch.device) -> dict[str, float]:
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/expert_parallel.json, on GPUs")
     options = parser.parse_args(argv)
     if "RANK" not in os.environ:
-        parser.error("start this with: torchrun --nproc-per-node N benchmarks/expert_parallel.py")
+        parser.error("start this with: torchrun --nproc-per-node N -m benchmarks.expert_parallel")
     local = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if not (options.tiny or on_gpu):
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if rank == 0:
         words = " --tiny" * options.tiny
-        command = f"NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N benchmarks/expert_parallel.py{words}"
+        command = f"NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N -m benchmarks.expert_parallel{words}"
         results = run.Results(run.meta(device, command), records)
         file = options.json or (
             run.folder(results.meta) / "expert_parallel.json" if on_gpu and not options.tiny else None
@@ -189,10 +189,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if file is not None:
             results.keep(file, "ranks")
             results.write(file)
-        print(report.markdown(results), flush=True)
+        print(tables.markdown(results), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
 """Four layers of Qwen3-30B-A3B in transformers, by each of its experts implementations and by ours.
 
-    python benchmarks/transformers_stack.py [--parts PART ...] [--tiny] [--json FILE]
+    python -m benchmarks.transformers_stack [--parts PART ...] [--tiny] [--json FILE]
 
 Tokens per second of prefill (a forward pass to the last logits), of a training step (forward, backward, AdamW in
 bfloat16) and of `generate` from a short prompt, with random bfloat16 weights. "compiled" is `generate` with a static
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import transformers
 
-from moe_kernels.bench import report, run
+from benchmarks import run, tables
 from moe_kernels.integrations import transformers as integration
 from moe_kernels.testing import assert_within_budget
 from moe_kernels.timing import interleaved
@@ -103,7 +103,8 @@ def measure(model: Any, part: str, batch: int, length: int, rounds: int) -> list
     call = make_call(model, part, batch, length, optimizer)
     torch.compiler.reset()
     names = [name for name in IMPLEMENTATIONS if part != "compiled" or name != "eager"]  # a loop over experts
-    timed, repeats = {}, 3 if on_gpu and part in ("prefill", "training") else 1
+    timed: dict[str, Callable[[], None]] = {}
+    repeats = 3 if on_gpu and part in ("prefill", "training") else 1
 
     def repeated(name: str) -> None:
         model.set_experts_implementation(name)
@@ -145,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("needs a CUDA GPU; --tiny runs without")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     begun = time.monotonic()
-    command = shlex.join(["python", "benchmarks/transformers_stack.py", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "-m", "benchmarks.transformers_stack", *(sys.argv[1:] if argv is None else argv)])
     size = "tiny layers" if options.tiny else "4 layers of Qwen3-30B-A3B with 12672 words, random weights in bfloat16"
     meta = run.meta(device, command) | {"transformers": transformers.__version__, "model": size}
     results = run.Results(meta)
@@ -165,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if file is not None:
         results.keep(file, "part")
         results.write(file)
-    print(f"\n{report.markdown(results)}")
+    print(f"\n{tables.markdown(results)}")
     return int(any(r["error"] is not None and r["implementation"] == "moe_kernels" for r in results.records))
 
 

@@ -1,4 +1,4 @@
-"""`python -m moe_kernels demo | info | tune | bench`: run the main job, say what is installed, tune, measure."""
+"""`python -m moe_kernels demo | info | tune`: run the main job, say what is installed, tune."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 import moe_kernels
 from moe_kernels import requirements, timing, tune
-from moe_kernels.bench import command as bench
 
 _DEMO = """\
 Runs the main job on generated Mixture-of-Experts traffic: one ragged matrix of rows per expert, skewed, some of them
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Grouped GEMM kernels for Mixture-of-Experts layers: try them here, and see what they would use.",
         epilog="`python -m moe_kernels demo --help` and so on say more.",
     )
-    commands = parser.add_subparsers(dest="command", metavar="{demo,info,tune,bench}")
+    commands = parser.add_subparsers(dest="command", metavar="{demo,info,tune}")
     for name, summary, text in (
         ("demo", "run every kernel on generated traffic, check the results, print times; works without a GPU", _DEMO),
         ("info", "print GPU, versions, the configs in use, and what is missing; needs nothing but torch", _INFO),
@@ -64,19 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=summary, description=text, formatter_class=raw)
     summary = "search faster configs for a model or given shapes on this GPU, and keep them; needs a GPU"
     tune.add_arguments(commands.add_parser("tune", help=summary, description=tune.HELP, formatter_class=raw))
-    summary = "time suites of shapes beside PyTorch and installed peers: tables, JSON, CSV, plots; needs a GPU"
-    bench.add_arguments(commands.add_parser("bench", help=summary, description=bench.HELP, formatter_class=raw))
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
         return 2
-    if options.command in ("tune", "bench"):
+    if options.command == "tune":
         if problems := requirements.problems():
             print(
                 f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.FIX}", file=sys.stderr
             )
             return 1
-        return tune.main(options) if options.command == "tune" else bench.main(options)
+        return tune.main(options)
     return demo() if options.command == "demo" else info()
 
 

@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from moe_kernels.bench.suites import MODELS, positive, shape
+from moe_kernels.models import MODELS, gemms, positive, shape
 from moe_kernels.packing import group_offsets_from_sizes
 from moe_kernels.testing import SizeKind, group_sizes_for, make_inputs
 from moe_kernels.timing import gpu_is_lost, interleaved
@@ -126,8 +126,7 @@ def tasks(options: argparse.Namespace) -> list[Task]:
     shapes: list[tuple[int, int, int, int]] = options.shapes or []
     if options.model:
         H, width, E, top_k = MODELS[options.model]
-        sizes = [(N, K) for N, K in ((2 * width, H), (H, width))]
-        shapes = [(E, tokens * top_k, N, K) for tokens in options.tokens for N, K in sizes]
+        shapes = [(E, tokens * top_k, N, K) for tokens in options.tokens for N, K in gemms(H, width).values()]
     layouts = {"gkn": (False,), "gnk": (True,), "both": (False, True)}[options.layout]
     return list(dict.fromkeys(Task(*shape, options.dtype, t, options.op) for shape in shapes for t in layouts))
 

@@ -1,173 +1,856 @@
-"""The scripts of benchmarks/ on a CPU with tiny sizes, and the tables made from what they write."""
+"""`python -m benchmarks` on a CPU, where `grouped_gemm` is its reference."""
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
+import csv
+import functools
+import itertools
 import json
-import os
-import subprocess
+import math
+import re
+import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from moe_kernels.bench import plots, report, run
+import moe_kernels
+import tritonbench_ops
+from benchmarks import __main__ as cli
+from benchmarks import plots, report, run, tables
+from benchmarks.operators import OPERATORS, Operator, _sample
+from benchmarks.suites import SUITES, Case, Suite, layer, layer_cases, of_shapes, several
+from moe_kernels import requirements
+from moe_kernels.models import MODELS
+from moe_kernels.testing import group_sizes_for
+from moe_kernels.timing import Call
+from tritonbench_ops import ffn, peers
+from tritonbench_ops import plots as tritonbench
+from tritonbench_ops.baselines import Inputs, Provider
 
-ROOT = Path(__file__).resolve().parents[1]
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs pip install 'moe-kernels[transformers]'"
-)
+CPU = torch.device("cpu")
+GROUPED = OPERATORS["grouped_gemm"]
+CASE = Case("case", 3, 20, 16, 24)
+META = {
+    **dict.fromkeys(("gpu", "driver", "torch", "triton", "helion", "date"), "1"),
+    "command": "python -m benchmarks",
+    "ceilings": {"tflops": 800.0, "gbps": 4000.0},
+}
 
 
-@pytest.fixture
-def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """benchmarks/transformers_stack.py as a module, with one thread: more cost such small models time."""
+@pytest.fixture(autouse=True)
+def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    spec = importlib.util.spec_from_file_location("transformers_stack", ROOT / "benchmarks" / "transformers_stack.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield module
-    torch.set_num_threads(threads)
 
 
-def table_of(file: Path, folder: Path) -> str:
-    """What the report puts into a README that names the file; it holds the README to it from then on."""
-    readme = folder / "README.md"
-    readme.write_text(f"<!-- table: {file.name} -->\n<!-- end of table -->\n")
-    assert report.main([str(readme), "--check"]) == 1
-    assert report.main([str(readme)]) == 0
-    text = readme.read_text()
-    assert report.main([str(readme), "--check"]) == 0
-    readme.write_text(text.replace("| ", "| 1", 1))
-    assert report.main([str(readme), "--check"]) == 1
-    return text
+def with_providers(monkeypatch: pytest.MonkeyPatch, **providers: Provider) -> Operator:
+    operator = replace(GROUPED, providers={**GROUPED.providers, **providers})
+    monkeypatch.setitem(OPERATORS, "grouped_gemm", operator)
+    return operator
 
 
-@needs_transformers
-def test_transformers_stack(stack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "transformers.json"
-    arguments = ["--tiny", "--rounds", "1", "--json", str(file)]
-    assert stack.main([*arguments, "--parts", "prefill", "decode", "compiled"]) == 0
-    make_call = stack.make_call
-
-    def without_memory(model: Any, *arguments: Any) -> Any:
-        call = make_call(model, *arguments)
-
-        def checked() -> None:
-            if model.config._experts_implementation == "batched_mm":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 384.00 GiB.")
-            call()
-
-        return checked
-
-    monkeypatch.setattr(stack, "make_call", without_memory)
-    assert stack.main([*arguments, "--parts", "training"]) == 0
-    results = run.Results.read(file)
-    assert results.meta["transformers"] and results.meta["command"].endswith("--parts training")
-    found = {(r["part"], r["implementation"]): r for r in results.records}
-    parts = {part: stack.IMPLEMENTATIONS[: 3 if part == "compiled" else 4] for part in stack.PARTS}
-    assert found.keys() == {(part, name) for part, names in parts.items() for name in names}
-    for (part, name), record in found.items():
-        if (part, name) == ("training", "batched_mm"):
-            assert record["error"].startswith("OutOfMemoryError: CUDA out of memory")
-            assert record["ms"] is record["tokens_per_s"] is record["first_s"] is None
-        else:
-            assert record["error"] is None
-            tokens = record["batch"] * record["length"]
-            assert record["tokens_per_s"] == pytest.approx(1e3 * tokens / record["ms"], rel=1e-2)
-    text = table_of(file, tmp_path)
-    assert "| training, 2 x 8 |" in text and text.count("out of memory") == 1
-    assert not plots.pictures(results, tmp_path)
+def inputs_of(case: Case, name: str = "grouped_gemm") -> Any:
+    operator = OPERATORS[name]
+    return operator.inputs(case, operator.weights(case, CPU), CPU)
 
 
-@needs_transformers
-def test_a_failure_of_ours_is_the_exit_status(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model: Any, *_: Any) -> Any:
-        def call() -> None:
-            if model.config._experts_implementation == "moe_kernels":
-                raise RuntimeError("no\nmore")
+def measured(operator: Operator, *keys: str, case: Case = CASE) -> list[run.Record]:
+    inputs = operator.inputs(case, operator.weights(case, CPU), CPU)
+    return run.measure("smoke", case, operator, keys, inputs, 3, ["eager"], CPU)
+
+
+def record(case: str, provider: str, us: float | None, timing: str = "graph", **more: Any) -> run.Record:
+    values = dict.fromkeys(run.FIELDS) | dict(zip("GMNK", (8, 64, 32, 16), strict=True))
+    values |= {"suite": "table", "case": case, "provider": provider, "timing": timing, "us": us}
+    values |= {"layout": "[G, K, N]", "dtype": "bfloat16", "tflops": us and 1e3 / us, "gbps": us and 1e4 / us}
+    return {**values, **more}
+
+
+# What is measured
+
+
+def test_the_table_is_that_of_the_targets() -> None:
+    cases = SUITES["table"].cases()
+    assert len(cases) == 22 and len({case.name for case in cases}) == 11
+    assert {case.layout for case in cases if case.name == "olmoe_up"} == {"gkn", "gnk"}
+    by_name = {case.name: case for case in cases}
+    assert [getattr(by_name["mixtral_down"], d) for d in "GMNK"] == [8, 8192, 4096, 14336]
+    assert by_name["qwen3_up_zipf"].sizes == "zipf" and by_name["decode_dsv3"].sizes == "softmax"
+
+
+def test_the_wide_suite_has_both_gemms_of_every_model() -> None:
+    cases = SUITES["wide"].cases()
+    assert len(cases) == (len(MODELS) + 1) * 2 * 7
+    assert all(case.layout == "gnk" for case in cases)
+    shapes = {(case.G, case.M, case.N, case.K) for case in cases}
+    assert (256, 8, 4096, 7168) in shapes and (32, 32768 * 8, 7168, 2048) in shapes  # DeepSeek-V3, and a rank of it
+    assert (128, 16, 5120, 8192) in shapes  # Llama-4 Maverick, top_k = 1
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_cases_with_the_same_weights_follow_one_another(suite: Suite) -> None:
+    weights = [case.weights for case in suite.cases()]
+    changes = sum(a != b for a, b in itertools.pairwise(weights))
+    assert changes == len(set(weights)) - 1
+    assert len({(case.name, case.layout) for case in suite.cases()}) == len(weights)
+
+
+def test_a_layout_that_is_given_counts() -> None:
+    assert {case.layout for case in SUITES["table"].cases(["gnk"])} == {"gnk"}
+
+
+def test_shapes_of_the_command_line() -> None:
+    suite = of_shapes([(2, 8, 4, 6), (2, 8, 4, 6), (1, 1, 1, 1)], ["uniform", "zipf"])
+    assert [(case.G, case.M, case.N, case.K, case.sizes) for case in suite.cases(["gkn"])] == [
+        (2, 8, 4, 6, "uniform"),
+        (2, 8, 4, 6, "zipf"),
+        (1, 1, 1, 1, "uniform"),
+        (1, 1, 1, 1, "zipf"),
+    ]
+
+
+PACKED = ("grouped_gemm", "shared_gemm")
+
+
+@pytest.mark.parametrize("layout", ["gkn", "gnk"])
+@pytest.mark.parametrize("name", PACKED)
+def test_inputs(name: str, layout: str) -> None:
+    case = replace(CASE, layout=layout, sizes="zipf", G=5)
+    inputs = inputs_of(case, name)
+    assert inputs.A.shape == (20, 24) and inputs.A.dtype == torch.bfloat16
+    assert inputs.B.shape == ((5, 24, 16) if name == "grouped_gemm" else (24, 16))
+    assert inputs.B.stride(-1 if layout == "gkn" else -2) == 1
+    assert inputs.group_offsets.diff().tolist() == inputs.sizes == group_sizes_for("zipf", 5, 20)
+    longer = OPERATORS[name].longer(inputs, 3)
+    assert longer.B is inputs.B and torch.equal(longer.A[:20], inputs.A) and len(longer.A) == 23
+    assert longer.group_offsets.diff().tolist() == longer.sizes == [*inputs.sizes[:-1], inputs.sizes[-1] + 3]
+    flops, bytes_ = OPERATORS[name].work(inputs)
+    assert flops == 2 * 20 * 16 * 24
+    filled = sum(size > 0 for size in inputs.sizes) if name == "grouped_gemm" else 1
+    assert bytes_ == 2 * (20 * 24 + filled * 24 * 16 + 20 * 16)
+
+
+FORMS = {
+    "uniform": Case("case", 3, 20, 16, 24, "uniform"),
+    "varied": several("case", [(5, 16, 24), (20, 8, 7), (5, 16, 24)], "random"),
+}
+
+
+@pytest.mark.parametrize("layout", ["gkn", "gnk"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_other_forms(name: str, layout: str) -> None:
+    """Every provider passes the check, which knows a swapped or missing group, and the work is that of all groups."""
+    operator = OPERATORS[name]
+    inputs = inputs_of(replace(FORMS[name], layout=layout), name)
+    for key in operator.providers.keys() - {"bmm-fp32"}:  # which PyTorch has no CPU kernel for
+        provider = operator.providers[key]
+        for x in (operator.longer(inputs, 3), inputs):
+            made = provider.result(x, provider.make(x)())
+            assert operator.check(made, x) < 3e-3
+    wrong = [list(made), list(made)] if name == "varied" else [made.clone(), made.clone()]
+    wrong[0][0], wrong[0][-1 if name == "varied" else 20] = made[-1 if name == "varied" else 20], made[0]
+    wrong[1][0] = torch.zeros_like(made[0])
+    for out in wrong:
+        with pytest.raises(AssertionError, match="wrong in group"):
+            operator.check(out, inputs)
+    products = [(20, 16, 24)] * 3 if name == "uniform" else [(5, 16, 24), (20, 8, 7), (5, 16, 24)]
+    assert operator.work(inputs) == (
+        sum(2 * M * N * K for M, N, K in products),
+        sum(2 * (M * K + K * N + M * N) for M, N, K in products),
+    )
+    assert operator.memory(FORMS[name]) == operator.work(inputs)[1]
+
+
+def test_the_shapes_that_were_published() -> None:
+    shapes = {(c.G, c.M, c.N, c.K) for c in SUITES["uniform"].cases() if c.warm}
+    assert {(8, 512, 64, 512), (8, 2048, 64, 2048), (8, 2048, 8, 2048)} <= shapes
+    cubes = [c.problems for c in SUITES["varied"].cases() if c.name.startswith("4 x ")]
+    assert cubes == [((N, N, N),) * 4 for N in (128, 256, 512, 1024)]
+    assert {c.dtype for c in SUITES["varied"].cases() if c.warm} == {"float16"}
+
+
+LAYER = layer("small", 50, 64, 48, 6, 3)
+
+
+def test_the_layers_are_those_of_the_targets() -> None:
+    shapes = {c.name: (c.M // c.top_k, c.K, c.N, c.G, c.top_k) for c in SUITES["ffn"].cases()}
+    assert shapes == {
+        "qwen3_30b, T = 8192": (8192, 2048, 768, 128, 8),
+        "mixtral, T = 4096": (4096, 4096, 14336, 8, 2),
+        "dsv3_ep, T = 4096": (4096, 7168, 2048, 32, 8),
+        "olmoe, T = 4096": (4096, 2048, 1024, 64, 8),
+        **{f"qwen3_30b, T = {T}": (T, 2048, 768, 128, 8) for T in (1, 16, 64)},
+    }
+    assert SUITES["ffn-train"].shapes == SUITES["ffn"].shapes[:4]
+
+
+@pytest.mark.parametrize("layout", ["gkn", "gnk"])
+@pytest.mark.parametrize("name", ["ffn", "ffn-train"])
+def test_layers(name: str, layout: str) -> None:
+    """Providers agree with float64, and what a layer may do wrong does not pass."""
+    pytest.importorskip("transformers")
+    operator, trains = OPERATORS[name], name == "ffn-train"
+    inputs = inputs_of(replace(LAYER, layout=layout), name)
+    for key in ("transformers", "ours"):
+        made = operator.providers[key].make(inputs)()
+        assert 1e-3 < operator.check(made, inputs) < 1e-2
+    results = made if trains else {"out": made}
+    for result, right in results.items():
+        wrong = {
+            "zeros": torch.zeros_like(right),
+            "one row": right.index_fill(0, torch.tensor([inputs.sample.experts[-1] if "w_" in result else 3]), 0),
+            "moved": right.roll(1, 0),
+            "nan": torch.full_like(right, math.nan),
+            "short": right[:-1],
+        }
+        for how, x in wrong.items():
+            with pytest.raises(AssertionError, match="expected shape" if how == "short" else "exceeds the budget"):
+                operator.check({**results, result: x} if trains else x, inputs)
+    longer = operator.longer(inputs, 2)
+    assert longer.trains == trains and len(longer.topk_ids) == len(longer.d_out) == 52
+    assert [len(x) for x in longer.leaves.values()] == [52, 52, 6, 6]
+    weights, rows = 6 * 3 * 48 * 64, 50 * 64
+    assert min(inputs.sizes) > 0 and sum(inputs.sizes) == 150
+    times, moved = (3, 2 * weights + 4 * rows) if trains else (1, weights + 2 * rows)
+    assert operator.work(inputs) == (times * 2 * 150 * 3 * 48 * 64, 2 * moved)
+    assert operator.memory(LAYER) == 2 * ((1 + trains) * weights + 150 * (2 * 64 + 3 * 48))
+
+
+def test_work_of_a_backward_alone_and_of_experts_without_rows() -> None:
+    inputs = inputs_of(layer("few", 2, 16, 8, 32, 3), "ffn-train")
+    filled = sum(size > 0 for size in inputs.sizes)
+    assert filled <= 6
+    flops, moved = ffn.work(inputs, forward=False, backward=True)
+    assert flops == 2 * 2 * 6 * 3 * 8 * 16
+    assert moved == 2 * (3 * 2 * 16 + (filled + 32) * 3 * 8 * 16)
+
+
+def test_tokens_of_every_expert_are_checked() -> None:
+    inputs = inputs_of(layer("many", 700, 16, 8, 40, 2), "ffn")
+    sample = inputs.sample
+    assert set(inputs.topk_ids[sample.tokens].flatten().tolist()) == set(range(40))
+    assert {0, 699} <= set(sample.tokens.tolist()) and len(sample.tokens) <= 72
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("name", ["ffn", "ffn-train"])
+def test_a_whole_graph_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    inputs = inputs_of(LAYER, name)
+    call = OPERATORS[name].providers["compiled"].make(inputs)
+    assert OPERATORS[name].check(call(), inputs) < 1e-2
+
+
+def test_layers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suite of one small layer; a provider that forgets a gradient has no time, and memory is noted."""
+    pytest.importorskip("transformers")
+    operator = OPERATORS["ffn-train"]
+
+    def forgetful(inputs: ffn.Layer) -> Call:
+        right = operator.providers["ours"].make(inputs)
+        return lambda: (made := right()) | {"topk_weights": torch.zeros_like(made["topk_weights"])}
+
+    providers = {**operator.providers, "bad": Provider("bad", forgetful)}
+    monkeypatch.setitem(OPERATORS, "ffn-train", replace(operator, providers=providers))
+    monkeypatch.setattr(run, "_peak_megabytes", lambda call, device: 12.5)
+    suite = replace(SUITES["ffn-train"], shapes=(LAYER,))
+    results = run.Results(META)
+    keys = ["transformers", "ours", "bad"]
+    [(_, _, reason)] = run.run_suite(suite, suite.cases(), keys, 3, ["eager"], CPU, results)
+    assert reason is None
+    theirs, mine, bad = results.records
+    for found in (theirs, mine):
+        assert found["us"] > 0 and found["host_us"] > 0 and found["error"] is None and 1e-3 < found["rel_err"] < 1e-2
+        assert found["peak_mb"] == 12.5 and found["host_prepared_us"] is None
+        assert [found[d] for d in "GMNK"] == [6, 150, 48, 64] and found["layout"] == "[E, 2I, H]"
+        assert found["tflops"] == pytest.approx(3 * 2 * 150 * 3 * 48 * 64 / found["us"] / 1e6, abs=1e-3)
+    assert bad["us"] is None and bad["peak_mb"] is None and "gradient of topk_weights: error" in bad["error"]
+    assert "peak MB" in tables.case_text(results.records) and "bad, eager: failed" in tables.case_text(results.records)
+    text = tables.markdown(results)
+    assert "| case (E, T * top_k, I, H) |" in text and "| small, T = 50 (6, 150, 48, 64) |" in text
+    assert "| `moe_mlp` peak MB | transformers peak MB |" in text and "prepared" not in text
+
+
+def test_peak_memory_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = {"now": 3_000_000, "most": 90_000_000}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: allocated.update(most=allocated["now"]))
+    assert run._peak_megabytes(lambda: allocated.update(most=5_500_000), torch.device("cuda")) == 2.5
+
+
+def test_eager_times_are_shown_where_the_baseline_has_no_graph() -> None:
+    base, ours = tables.roles("ffn-train")
+    records = [record("a", p, 5.0, "eager", suite="ffn-train") for p in (base, ours)]
+    graphs = [record("a", p, us, suite="ffn-train") for p, us in ((base, None), (ours, 4.0))]
+    assert tables.timing_of([*records, *graphs]) == "eager"
+    assert tables.timing_of([records[1], *graphs]) == "graph"
+
+
+def test_warm_times_are_of_one_call_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def interleaved(calls: dict[str, Call], rounds: int, device: torch.device, *, cold: bool) -> dict[str, float]:
+        asked.append((sorted(calls), cold))
+        return dict.fromkeys(calls, 500.0)
+
+    monkeypatch.setattr(run, "captured", lambda call, times: call)
+    monkeypatch.setattr(run, "interleaved", interleaved)
+    operator, case = OPERATORS["varied"], replace(FORMS["varied"], warm=True)
+    inputs = inputs_of(case, "varied")
+    records = run.measure("varied", case, operator, ["loop", "ours", "call"], inputs, 3, ["eager", "graph"], CPU)
+    us = {(r["provider"], r["timing"]): r["us"] for r in records}
+    assert us["loop of torch.mm", "graph"] == 500.0 and us["loop of torch.mm", "warm"] == 5.0
+    assert asked == [(["call", "loop", "ours"], True), (["loop", "ours"], True), (["loop", "ours"], False)]
+    assert us["varied_grouped_gemm", "graph"] is None and not any(r["error"] for r in records)
+    text = tables.markdown(run.Results(META, records))
+    assert "| loop of `torch.mm` warm us |" in text and "| 5.00 |" in text
+
+
+# Results are checked
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("kind", ["softmax", "empty", "one", "uniform"])
+def test_the_reference_passes_the_check(name: str, kind: Any) -> None:
+    inputs = inputs_of(replace(CASE, sizes=kind, G=40, M=300), name)
+    right = OPERATORS[name].providers["ours"].make(inputs)()
+    assert 1e-4 < OPERATORS[name].check(right, inputs) < 3e-3
+
+
+def spoilt(how: Callable[[torch.Tensor, Inputs], Any]) -> Callable[[Inputs], Call]:
+    def make(inputs: Inputs) -> Call:
+        right = GROUPED.providers["ours"].make(inputs)
+
+        def call() -> Any:
+            return how(right(), inputs)
 
         return call
 
-    monkeypatch.setattr(stack, "make_call", fail)
-    assert stack.main(["--tiny", "--rounds", "1", "--parts", "prefill"]) == 1
+    return make
 
 
-@needs_transformers
-def test_a_wrong_result_is_not_timed(stack: Any) -> None:
-    registry = sys.modules["transformers.integrations.moe"]
-    stack.integration.register()
-    model = stack.make_model(True, torch.device("cpu"))
-    stack.check(model)
-
-    def swapped(experts: Any, hidden: Any, ids: Any, topk_weights: Any) -> Any:
-        return stack.integration.experts_forward(experts, hidden, ids ^ 1, topk_weights)
-
-    registry.ExpertsInterface.register("moe_kernels", swapped)
-    try:
-        with pytest.raises(AssertionError, match=r"^moe_kernels: error"):
-            stack.check(model)
-    finally:
-        stack.integration.register()
+def zeros(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return torch.zeros_like(out)
 
 
-@needs_transformers
-def test_a_gpu_is_asked_for(stack: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def last_row(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    out[-1] = 0
+    return out
+
+
+def swapped(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return GROUPED.providers["ours"].make(replace(inputs, B=inputs.B.flip(0)))()
+
+
+def nan(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    out[0, 0] = math.nan
+    return out
+
+
+def short(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return out[:-1]
+
+
+def raises(out: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    raise NotImplementedError("more than 1023 groups\nand a second line")
+
+
+@pytest.mark.parametrize("how", [zeros, last_row, swapped, nan, short, raises])
+def test_what_is_wrong_or_fails_has_no_time(
+    how: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operator = with_providers(monkeypatch, bad=Provider("bad", spoilt(how)))
+    records = {r["provider"]: r for r in measured(operator, "torch", "bad", "ours")}
+    assert [records[name]["error"] for name in ("torch._grouped_mm", "grouped_gemm")] == [None, None]
+    bad = records["bad"]
+    assert all(bad[name] is None for name in ("us", "tflops", "gbps", "host_us", "host_prepared_us", "rel_err"))
+    if how is raises:
+        assert bad["error"] == "NotImplementedError: more than 1023 groups"
+    else:
+        assert bad["error"].startswith("AssertionError: ")
+    assert f"bad, eager: failed: {bad['error']}" in tables.case_text(list(records.values()))
+
+
+def test_a_yardstick_of_another_product_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    [dense] = measured(GROUPED, "dense")
+    assert dense["us"] > 0 and dense["rel_err"] is None and dense["error"] is None
+
+
+def test_a_failed_capture_leaves_the_eager_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured(call: Call, times: int) -> Call:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(run, "captured", captured)
+    eager, graph = run.measure("smoke", CASE, GROUPED, ["ours"], inputs_of(CASE), 3, ["eager", "graph"], CPU)
+    assert eager["us"] > 0 and eager["error"] is None
+    assert graph["us"] is None and "capturing" in graph["error"]
+
+
+def test_the_sample_of_groups() -> None:
+    assert _sample([0, 3, 0, 2]) == [1, 3]
+    sizes = [1] * 200
+    sizes[0] = sizes[199] = 0
+    sizes[77] = 5
+    found = _sample(sizes)
+    assert {1, 77, 198} <= set(found) and len(found) <= 12
+
+
+def test_a_record() -> None:
+    first, second = measured(GROUPED, "torch", "loop")
+    assert list(first) == list(run.FIELDS)
+    assert (first["suite"], first["case"], first["layout"]) == ("smoke", "case", "[G, K, N]")
+    assert second["provider"] == "loop of torch.mm" and second["timing"] == "eager"
+    assert first["tflops"] == pytest.approx(2 * 20 * 16 * 24 / first["us"] / 1e6, abs=1e-3)
+    assert first["host_us"] > 0 and first["host_prepared_us"] > 0 and 0 < first["rel_err"] < 3e-3
+    json.dumps(first)
+
+
+def test_records_of_two_timings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "captured", lambda call, times: call)
+    records = run.measure("smoke", CASE, GROUPED, ["torch", "ours"], inputs_of(CASE), 3, ["eager", "graph"], CPU)
+    assert [(r["timing"], r["host_us"] is None) for r in records] == [("eager", False)] * 2 + [("graph", True)] * 2
+
+
+# The run
+
+
+def fitting_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(run, "_too_large", lambda needed, device: "needs too much" if needed > limit else None)
+
+
+def test_a_case_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting_memory(monkeypatch, 100_000)
+    suite = replace(SUITES["smoke"], shapes=(replace(CASE, name="large", G=1000), CASE))
+    results = run.Results(META)
+    list(run.run_suite(suite, suite.cases(["gkn"]), ["ours"], 3, ["eager"], CPU, results))
+    assert [r["case"] for r in results.records] == ["case"]
+    [left_out] = results.skipped
+    assert left_out["case"] == "large" and left_out["reason"] == "needs too much"
+    assert "left out: large (1000, 20, 16, 24), B [G, K, N]: needs too much" in tables.summary(results)
+
+
+def test_memory_is_counted() -> None:
+    assert GROUPED.memory(CASE) == 2 * (20 * (16 + 24) + 3 * 16 * 24)
+    assert OPERATORS["shared_gemm"].memory(CASE) == 2 * (20 * (16 + 24) + 16 * 24)
+
+
+def test_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def weights(case: Case, device: torch.device) -> Any:
+        made.append(case.weights)
+        return GROUPED.weights(case, device)
+
+    monkeypatch.setitem(OPERATORS, "grouped_gemm", replace(GROUPED, weights=weights))
+    cases = layer_cases("model", 16, 8, 4, 2, (1, 4, 16))
+    suite = replace(SUITES["smoke"], shapes=tuple(cases))
+    results = run.Results(META)
+    list(run.run_suite(suite, suite.cases(["gnk"]), ["ours"], 3, ["eager"], CPU, results))
+    assert len(results.records) == 6 and len(made) == 2
+
+
+def test_compiling_beforehand_calls_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, in place of several; a failure leaves the rest to do."""
+    called = []
+
+    def make(key: str) -> Callable[[Inputs], Call]:
+        def made(inputs: Inputs) -> Call:
+            called.append((key, len(inputs.A)))
+            raise RuntimeError("out of memory")
+
+        return made
+
+    class Pool:
+        def __init__(self, jobs: int, mp_context: Any):
+            assert jobs == 3
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def submit(self, function: Any, *arguments: Any) -> Future[None]:
+            done: Future[None] = Future()
+            done.set_result(function(*arguments))
+            return done
+
+    with_providers(monkeypatch, **{key: replace(GROUPED.providers[key], make=make(key)) for key in ("torch", "ours")})
+    monkeypatch.setattr(run, "ProcessPoolExecutor", Pool)
+    suite = replace(SUITES["smoke"], shapes=(CASE, replace(CASE, M=7), replace(CASE, M=9, K=8)))
+    run.compile_beforehand("grouped_gemm", suite.cases(["gkn"]), ["torch", "ours"], 3, CPU)
+    assert called == [("ours", 20), ("ours", 7), ("ours", 9)]
+
+
+def test_a_lost_gpu_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with_providers(monkeypatch, ours=replace(GROUPED.providers["ours"], make=spoilt(raises)))
+    monkeypatch.setattr(run, "gpu_is_lost", lambda device: True)
+    assert cli.main(["--suite", "smoke", "--json", str(tmp_path / "r.json")]) == 1
+    assert "does not answer" in capsys.readouterr().err
+    assert len(run.Results.read(tmp_path / "r.json").skipped) == 1
+
+
+def test_ctrl_c_keeps_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    original, calls = run.measure, []
+
+    def measure(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(run, "measure", measure)
+    file = tmp_path / "r.json"
+    assert cli.main(["--suite", "smoke", "--providers", "torch", "ours", "--json", str(file)]) == 130
+    captured = capsys.readouterr()
+    assert "Interrupted" in captured.err and f"Written: {file}" in captured.out
+    assert len(run.Results.read(file).records) == 4
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_smoke_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--json", str(tmp_path / "a/r.json"), "--csv", str(tmp_path / "b/r.csv"), "--plot", str(tmp_path / "c")]
+    assert cli.main(["--suite", "smoke", *files]) == 0
+    text = capsys.readouterr().out
+    assert "[6/6] one row" in text and "times as fast as torch._grouped_mm" in text
+    assert "say nothing about the speed" in text and "quack: left out, quack is not installed" in text
+
+    results = run.Results.read(tmp_path / "a/r.json")
+    assert len(results.records) == 6 * 5 and not results.skipped
+    assert all(r["error"] is None and r["us"] > 0 for r in results.records)
+    assert results.meta["torch"] == torch.__version__.split("+")[0] or results.meta["torch"] == torch.__version__
+    assert results.meta["command"].startswith("python -m benchmarks --suite smoke --json ")
+    with (tmp_path / "b/r.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 30 and list(rows[0]) == list(run.FIELDS)
+    assert float(rows[3]["us"]) == results.records[3]["us"]
+    for name in ("smoke", "smoke-roofline"):
+        picture = (tmp_path / "c" / f"{name}.png").read_bytes()
+        assert picture[:4] == b"\x89PNG" and len(picture) < 150_000
+        assert min(struct.unpack_from(">II", picture, 16)) > 300
+
+
+def test_our_failure_is_in_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with_providers(
+        monkeypatch, ours=replace(GROUPED.providers["ours"], make=spoilt(zeros)), bad=Provider("bad", spoilt(zeros))
+    )
+    arguments = ["--suite", "smoke", "--layout", "gkn", "--providers"]
+    assert cli.main([*arguments, "ours"]) == 1
+    assert "failed: grouped_gemm on even: AssertionError" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        stack.main([])
-    assert "--tiny runs without" in capsys.readouterr().err
+        cli.main([*arguments, "no-such-provider"])
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
-def test_expert_parallel(tmp_path: Path) -> None:
-    """Two ranks, whose records are added to those of one."""
-    file = tmp_path / "expert_parallel.json"
-    layer = {"suite": "expert_parallel", "H": 64, "I": 32, "E": 16, "top_k": 8, "dtype": "float32", "first_s": 0.1}
-    one = layer | {"ranks": 1, "ms": 5.0, "comm": 0.01, "error_share": 0.2}
-    before = [
-        one | {"scaling": "weak", "tokens_per_rank": 32, "tokens_per_s": 6400.0},
-        one | {"scaling": "strong", "tokens_per_rank": 64, "tokens_per_s": 12800.0},
+def test_a_peers_failure_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_providers(monkeypatch, bad=Provider("bad", spoilt(raises)))
+    assert cli.main(["--suite", "smoke", "--layout", "gkn", "--providers", "bad", "ours"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--suite", "table"], "needs a CUDA GPU"),
+        (["--shapes", "1,2,3,4"], "needs a CUDA GPU"),
+        (["--suite", "smoke", "--shapes", "1,2,3,4"], "exclude each other"),
+        (["--suite", "smoke", "--timing", "graph"], "no CUDA graphs"),
+        (["--suite", "smoke", "--providers", "mm"], "none of the providers mm"),
+    ],
+)
+def test_refusals(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["--suite", "smoke", "--plot", "somewhere"]) == 2
+    assert "pip install 'moe-kernels[bench]'" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(requirements, "problems", lambda: ["helion is not installed"])
+    assert cli.main(["--suite", "smoke"]) == 1
+    assert requirements.FIX in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--help"])
+    assert left.value.code == 0
+    assert "a provider that fails or is wrong gets no time" in capsys.readouterr().out
+
+
+def test_neither_package_imports_the_benchmarks() -> None:
+    """They are not in the wheel."""
+    sources = [*Path(moe_kernels.__path__[0]).rglob("*.py"), *Path(tritonbench_ops.__path__[0]).rglob("*.py")]
+    pattern = re.compile(r"^\s*(import|from) benchmarks\b", re.MULTILINE)
+    assert len(sources) > 40 and not [file for file in sources if pattern.search(file.read_text())]
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--list"]) == 0
+    text = capsys.readouterr().out
+    for name in (*SUITES, *GROUPED.providers):
+        assert name in text
+    assert "210 cases" in text and "quack is not installed" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--suite smoke wide --layout both --rounds 5",
+        "--shapes 1,2,3,4 5,6,7,8 --sizes zipf one --timing eager --jobs 4",
+        "--providers torch ours --json --csv a.csv --plot b",
+    ],
+)
+def test_the_command_that_is_noted_is_the_one_given(words: str) -> None:
+    assert cli._words(cli.arguments(words.split())) == words.split()
+
+
+def test_where_json_goes_without_a_name() -> None:
+    results = run.Results({**META, "gpu": "NVIDIA H200"}, [record("a", "x", 1.0), record("b", "x", 1.0, suite="wide")])
+    files = cli._json_files(results, argparse.Namespace(json=Path()))
+    assert {str(file) for file in files} == {f"benchmarks/results/nvidia-h200/{s}.json" for s in ("table", "wide")}
+    assert all(len(part.records) == 1 for part in files.values())
+
+
+# Peers, by stand-ins for their packages
+
+
+def test_rows_are_padded_for_deepgemm() -> None:
+    positions, groups = peers._padded([3, 0, 5], 4)
+    assert positions.tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert groups.tolist() == [0, 0, 0, -1, 2, 2, 2, 2, 2, -1, -1, -1]
+
+
+class Peer:
+    """What the packages of all peers offer, in plain PyTorch."""
+
+    def gemm(self, A: Any, B: Any, *, cu_seqlens_m: Any, tuned: bool) -> Any:
+        assert cu_seqlens_m.dtype == torch.int32
+        return torch._grouped_mm(A, B, cu_seqlens_m[1:].contiguous())
+
+    def get_mk_alignment_for_contiguous_layout(self) -> int:
+        return 8
+
+    def m_grouped_bf16_gemm_nn_contiguous(self, A: Any, B: Any, out: Any, groups: Any) -> None:
+        assert B.is_contiguous() and groups.dtype == torch.int32
+        for i, g in enumerate(groups.tolist()):
+            out[i] = A[i] @ B[g] if g >= 0 else math.nan
+
+    def m_grouped_bf16_gemm_nt_contiguous(self, A: Any, B: Any, out: Any, groups: Any) -> None:
+        assert B.is_contiguous()
+        self.m_grouped_bf16_gemm_nn_contiguous(A, B.transpose(1, 2).contiguous(), out, groups)
+
+    def make_ragged_tensor_metadata(self, sizes: Any, rows: int) -> Any:
+        assert sizes.dtype == torch.int32 and rows >= sizes.sum()
+        return argparse.Namespace(slice_sizes=sizes)
+
+    def matmul(self, a: Any, b: Any, bias: None, a_ragged_metadata: Any) -> Any:
+        return torch._grouped_mm(a, b, a_ragged_metadata.slice_sizes.cumsum(0).int())
+
+    def RoutingData(self, topk_weights: None, sizes: Any, experts: int, top_k: int, metadata: Any) -> Any:
+        assert sizes is metadata.slice_sizes and len(sizes) == experts and top_k == 1
+        return metadata
+
+    def matmul_ogs(self, x: Any, w: Any, bias: None, routing_data: Any) -> Any:
+        return self.matmul(x, w, bias, routing_data)[None]
+
+
+@pytest.mark.parametrize("absent", ["", "triton_kernels.matmul"])
+@pytest.mark.parametrize("layout", ["gkn", "gnk"])
+def test_peers_get_what_they_take(layout: str, absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> Peer:
+        if name == absent:
+            raise ModuleNotFoundError
+        return Peer()
+
+    monkeypatch.setattr(peers, "import_module", import_module)
+    keys = [key for key, provider in GROUPED.providers.items() if provider.package]
+    records = measured(GROUPED, *keys, case=replace(CASE, layout=layout))
+    assert len(records) == 4
+    for found in records:
+        assert found["error"] is None and found["us"] > 0, found
+
+
+def test_an_absent_package_is_no_provider() -> None:
+    assert not Provider("label", spoilt(zeros), package="no_such_package").installed
+
+
+# Reports
+
+
+def results_of(*records: run.Record) -> run.Results:
+    return run.Results(META, list(records))
+
+
+def test_the_summary_lists_what_is_slower() -> None:
+    base, ours = tables.roles("table")
+    text = tables.summary(
+        results_of(
+            *(record(case, base, 100.0) for case in "abc"),
+            record("a", ours, 50.0),
+            record("b", ours, 200.0),
+            record("c", ours, None, error="RuntimeError: no"),
+        )
+    )
+    assert (
+        "grouped_gemm is 1.000 times as fast as torch._grouped_mm (geometric mean of 2 cases, 0.500 at worst)" in text
+    )
+    assert "slower: 0.500  b (8, 64, 32, 16), B [G, K, N]" in text and "  a (8" not in text
+    assert "failed: grouped_gemm on c: RuntimeError: no" in text
+
+
+def test_markdown_of_cases() -> None:
+    base, ours = tables.roles("table")
+    found = results_of(
+        record("a", base, 120.0),
+        record("a", ours, 100.0),
+        record("a", "loop of torch.mm", None, error="no"),
+        record("a", base, 150.0, "eager", host_us=14.4, host_prepared_us=9.0),
+        record("a", ours, 130.0, "eager", host_us=15.6, host_prepared_us=7.0),
+    )
+    lines = tables.markdown(found).splitlines()
+    [head] = [line for line in lines if line.startswith("| case")]
+    [row] = [line for line in lines if line.startswith("| a (8, 64, 32, 16)")]
+    cells = dict(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)), strict=True))
+    assert cells["`torch._grouped_mm` us"] == "120" and cells["`grouped_gemm` x"] == "1.20"
+    assert cells["loop of `torch.mm` x"] == "-"
+    assert cells["`grouped_gemm` host us"] == "16" and cells["`torch._grouped_mm` host us, prepared"] == "9"
+
+
+def layer_results() -> run.Results:
+    base, ours = tables.roles("wide")
+    names = [f"model{i} {gemm}, {T} token{'s' * (T > 1)}" for i in range(3) for gemm in ("up", "down") for T in (1, 64)]
+    pairs = [(name, provider, us) for name in names for provider, us in ((base, 100.0), (ours, 80.0))]
+    return results_of(*(record(name, provider, us, suite="wide") for name, provider, us in pairs))
+
+
+def test_markdown_of_layers() -> None:
+    found = layer_results()
+    found.records[1]["us"] = None
+    lines = tables.markdown(found).splitlines()
+    assert "| layer (G, N, K) | 1 tokens | 64 tokens |" in lines
+    assert "| model0 up (8, 32, 16) | - | 1.25 |" in lines and "| model2 down (8, 32, 16) | 1.25 | 1.25 |" in lines
+
+
+def test_plots(tmp_path: Path) -> None:
+    """Of layers, of cases one of which has no time; and they say which results they show."""
+    base, ours = tables.roles("table")
+    cases = results_of(*(record(c, p, us) for c in "ab" for p, us in ((base, 10.0), (ours, 8.0), ("basic", None))))
+    for found in (layer_results(), cases):
+        plots.draw(found, tmp_path)
+        pictures = plots.pictures(found, tmp_path)
+        assert len(pictures) == 2 and all(tritonbench.is_of(picture, found) for picture in pictures)
+        found.records[0]["us"] += 1
+        assert not any(tritonbench.is_of(picture, found) for picture in pictures)
+
+
+def test_a_plot_over_n(tmp_path: Path) -> None:
+    base, ours = tables.roles("varied")
+    times = [(f"4 x {N}^3", p, us) for N in (128, 256) for p, us in ((base, 20.0), (ours, 10.0 + N))]
+    records = [record(case, p, us, suite="varied") for case, p, us in [*times, ("mix", base, 5.0), ("mix", ours, 4.0)]]
+    found = results_of(*records, record("4 x 128^3", ours, 3.0, "warm", suite="varied"))
+    assert plots._cubes(found) == {base: {128: 0.02, 256: 0.02}, ours: {128: 0.138, 256: 0.266}}
+    plots.draw(found, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"varied.png", "varied-roofline.png", "varied-cubes.png"}
+
+
+def test_the_readme_is_written_and_checked(tmp_path: Path) -> None:
+    """Two tables, of two suites, and what is around them stays."""
+    base, ours = tables.roles("table")
+    results_of(record("a", base, 10.0), record("a", ours, 8.0)).write(tmp_path / "results/table.json")
+    layer_results().write(tmp_path / "results/wide.json")
+    page = tmp_path / "README.md"
+    marked = "".join(
+        f"before {name}\n<!-- table: results/{name}.json -->\nwhat stood here\n<!-- end of table -->\nafter\n"
+        for name in ("table", "wide")
+    )
+    page.write_text(marked)
+    assert report.main([str(page), "--check"]) == 1 and page.read_text() == marked
+    assert report.main([str(page)]) == 0
+    text = page.read_text()
+    assert "what stood here" not in text and text.count("after") == 2 and "before wide" in text
+    assert "| a (8, 64, 32, 16) |" in text and "| model1 up (8, 32, 16) |" in text
+    for name in ("table", "table-roofline", "wide", "wide-roofline"):
+        assert f"![{name}](results/{name}.png)" in text and (tmp_path / f"results/{name}.png").exists()
+    assert report.main([str(page), "--check"]) == 0
+    (tmp_path / "results/wide.png").unlink()
+    assert report.main([str(page), "--check"]) == 1
+    assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
+    results_of(record("a", base, 10.0), record("a", ours, 7.0)).write(tmp_path / "results/table.json")
+    assert report.main([str(page), "--check"]) == 1
+
+
+def test_a_second_run_leaves_the_plots_to_the_first(tmp_path: Path) -> None:
+    base, ours = tables.roles("table")
+    for name, us in (("table", 8.0), ("table-second-run", 7.0)):
+        results_of(record("a", base, 10.0), record("a", ours, us)).write(tmp_path / f"{name}.json")
+    names = ("table", "table-second-run")
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- table: {name}.json -->\n<!-- end of table -->\n" for name in names))
+    assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
+    text = page.read_text()
+    assert "| 1.25 |" in text and "| 1.43 |" in text and text.count("![table](table.png)") == 1
+
+
+TRITONBENCH = """\
+(G, sizes);loop-latency;loop-tflops;fast (packed)-latency;fast (packed)-tflops;fast (packed)-speedup;none-latency
+(8, 'zipf');0.2;50.0;0.1;100.0;2.0;not supported
+(4, 'one');0.0124;1.0;"wrong; by
+much";;;not supported
+(2, 'one');0.09;10.0;0.18;5.0;0.5;not supported
+average;0.1;20.3;0.093;35.0;0.83;
+"""
+
+
+def test_a_csv_of_tritonbench(tmp_path: Path) -> None:
+    """A provider that failed on an input counts for nothing there, and one without any number is left out."""
+    found = tritonbench.read(TRITONBENCH)
+    assert found.names == ["8, zipf", "4, one", "2, one"] and tritonbench.plotted(found) == ["tflops", "speedup"]
+    assert found.providers["fast (packed)"]["speedup"] == [2.0, None, 0.5]
+    assert tables.of_tritonbench(found).splitlines() == [
+        "| G, sizes | loop us | fast (packed) x |",
+        "|---|---|---|",
+        "| 8, zipf | 200 | 2.00 |",
+        "| 4, one | 12.4 | - |",
+        "| 2, one | 90.0 | 0.50 |",
+        "| geometric mean |  | 1.00 |",
     ]
-    run.Results(run.meta(torch.device("cpu"), "before"), before).write(file)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / "expert_parallel.py"), "--tiny", "--rounds", "2", "--json", str(file)]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    records = json.loads(file.read_text())["records"]
-    assert records[:2] == before
-    assert [(r["scaling"], r["ranks"], r["tokens_per_rank"]) for r in records[2:]] == [
-        ("weak", 2, 32),
-        ("strong", 2, 32),
+    file, page = tmp_path / "op.csv", tmp_path / "page.md"
+    file.write_text(TRITONBENCH)
+    page.write_text("<!-- table: op.csv -->\n<!-- end of table -->\n")
+    assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
+    assert tables.of_tritonbench(found) in page.read_text() and "![op](op.png)" in page.read_text()
+    assert tritonbench.is_of(tmp_path / "op.png", found)
+    file.write_text(TRITONBENCH.replace(";50.0;", ";51.0;"))
+    assert report.main([str(page), "--check"]) == 1
+
+
+def test_a_csv_of_tritonbench_without_numbers() -> None:
+    for text in ("x_val\naverage\n", "x_val;loop-latency\n1;no\naverage;\n"):
+        assert tritonbench.plotted(tritonbench.read(text)) == []
+
+
+def test_a_csv_of_tritonbench_whose_baseline_failed() -> None:
+    text = "(n,);base-latency;ours-latency;ours-speedup;zero-speedup\n(1,);;0.01;nan;0.0\n(2,);;0.02;;0.0\n"
+    assert tables.of_tritonbench(tritonbench.read(text)).splitlines() == [
+        "| n, | base us | zero x |",
+        "|---|---|---|",
+        "| 1 | - | 0.00 |",
+        "| 2 | - | 0.00 |",
+        "| geometric mean |  | - |",
     ]
-    for record in records[2:]:
-        assert record.keys() == before[0].keys()
-        assert 0 < record["comm"] < 1 and 0 <= record["error_share"] <= 1
-        assert record["tokens_per_s"] == pytest.approx(1e3 * 64 / record["ms"], rel=1e-2)
-    text = table_of(file, tmp_path)
-    rows = [line for line in text.splitlines() if line.startswith(("| weak", "| strong"))]
-    assert [row.split(" |")[0] for row in rows] == ["| weak, 1", "| weak, 2", "| strong, 1", "| strong, 2"]
-    assert rows[0] == "| weak, 1 | 16 | 32 | 5.0 | 6400 | 1.00 | 1% | 0 |"
-    assert all(row in done.stdout for row in rows)
-
-
-def test_results_of_another_gpu_are_not_kept(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    meta = {"gpu": "A", "torch": "2.11", "date": "1"}
-    run.Results(meta, [{"ranks": 1, "ms": 1}, {"ranks": 2, "ms": 2}]).write(file)
-    for changed, kept in (({"date": "2"}, [{"ranks": 1, "ms": 1}]), ({"gpu": "B"}, []), ({"torch": "2.12"}, [])):
-        results = run.Results(meta | changed, [{"ranks": 2, "ms": 3}])
-        results.keep(file, "ranks")
-        assert results.records == [*kept, {"ranks": 2, "ms": 3}]
-    results = run.Results(meta, [])
-    results.keep(tmp_path / "nothing.json", "ranks")
-    assert results.records == []

@@ -182,7 +182,6 @@ def test_help_explains_the_commands() -> None:
         (["--help"], 0, "without a GPU"),
         (["info", "--help"], 0, "Needs torch only"),
         (["tune", "--help"], 0, "Ctrl-C keeps what is done"),
-        (["bench", "--help"], 0, "a provider that fails or is wrong gets no time"),
         (["nonsense"], 2, "invalid choice"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_kernels.bench import report
+from benchmarks import report
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -16,7 +16,7 @@ README = ROOT / "README.md"
 @pytest.mark.parametrize("page", report.PAGES, ids=str)
 def test_tables_and_plots_match_the_results(page: Path) -> None:
     assert "<!-- table: " in (ROOT / page).read_text()
-    assert not report.write_page(ROOT / page, check=True), "run `python -m moe_kernels.bench.report`"
+    assert not report.write_page(ROOT / page, check=True), "run `python -m benchmarks.report`"
 
 
 def test_a_changed_table_is_noticed(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_moe_cases_hold_the_models_from_decode_to_training() -> None:
         "qwen3-30b",
         "qwen3-235b",
         "deepseek-v3",
-        "deepseek-v3, 1 rank of 8",
+        "deepseek-v3, 1 of 8 ranks",
         "gpt-oss-20b",
         "gpt-oss-120b",
         "llama-4-scout",
@@ -151,7 +151,7 @@ def test_moe_cases_hold_the_models_from_decode_to_training() -> None:
     assert by_name["qwen3-30b up", 65536, "zipf"][:4] == (128, 65536, 1536, 2048)
     assert by_name["mixtral-8x7b down", 16384, "softmax"][:4] == (8, 16384, 4096, 14336)
     assert by_name["deepseek-v3 up", 128, "softmax"][:4] == (256, 128, 4096, 7168)
-    assert by_name["deepseek-v3, 1 rank of 8 up", 65536, "empty"][:4] == (32, 65536, 4096, 7168)
+    assert by_name["deepseek-v3, 1 of 8 ranks up", 65536, "empty"][:4] == (32, 65536, 4096, 7168)
 
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
@@ -173,7 +173,7 @@ def test_layers_can_be_routed_and_told_apart(device: str) -> None:
     if device == "cuda":
         assert {case.T for case in found} == {16, 512, 8192}
         assert (8192, 2048, 768, 128, 8, "qwen3-30b") in found
-        assert (16, 7168, 2048, 32, 8, "deepseek-v3, 1 rank of 8") in found
+        assert (16, 7168, 2048, 32, 8, "deepseek-v3, 1 of 8 ranks") in found
 
 
 def test_extent() -> None:

@@ -165,10 +165,10 @@ def test_products_have_no_backward(checkout: Path, tmp_path: Path) -> None:
 
 def test_peers_join_where_they_are_installed(checkout: Path, tmp_path: Path) -> None:
     peer = """
-from moe_kernels.bench import providers
-made = providers.Provider("some peer", lambda inputs: None, package="json")
-missing = providers.Provider("no peer", lambda inputs: None, package="not_to_be_found")
-providers.OPERATORS["grouped_gemm"].providers.update({"some-peer": made, "no-peer": missing})
+from tritonbench_ops import baselines
+made = baselines.Provider("some peer", lambda inputs: None, package="json")
+missing = baselines.Provider("no peer", lambda inputs: None, package="not_to_be_found")
+baselines.PEERS.update({"some-peer": made, "no-peer": missing})
 """
     options = ["--op", "moe_grouped_gemm", "--device", "cpu", "--list-backends"]
     done = python(checkout, tmp_path, "-c", peer + RUN, *options)

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 from tritonbench.utils.triton_op import BenchmarkOperator, Mode
 
 from moe_kernels import configs
-from moe_kernels.bench import plots, tritonbench
 from moe_kernels.plans import set_aside
+from tritonbench_ops import plots
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
     DEFAULT_METRICS = ["latency", "tflops", "speedup", "accuracy"]  # noqa: RUF012
     FWD_ONLY = True
     not_ours: frozenset[str] = frozenset()  # providers of which `best_config` knows nothing
-    ceilings = frozenset({tritonbench.CEILING})  # providers that compute something else
+    ceilings = frozenset({plots.CEILING})  # providers that compute something else
 
     def __init__(self, tb_args: Any, extra_args: list[str] | None = None):
         super().__init__(tb_args, extra_args)
@@ -107,14 +107,14 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
         """Draw the results to <op>.png, in --output-dir or else in ~/tritonbench_plots/<op>."""
         text = io.StringIO()
         self.output.write_csv_to_file(text)
-        found = tritonbench.read(text.getvalue())
-        problem = plots.missing() or (None if tritonbench.plotted(found) else "no tflops, gbps or speedup to plot")
+        found = plots.read(text.getvalue())
+        problem = plots.missing() or (None if plots.plotted(found) else "no tflops, gbps or speedup to plot")
         if problem:
             print(f"--plot: {problem}")
             return
         folder = self.tb_args.output_dir or Path.home() / "tritonbench_plots" / self.name
         file = Path(folder) / f"{self.name}.png"
-        tritonbench.draw(found, file)
+        plots.draw(found, file)
         print(f"Plot saved to {file}")
 
 

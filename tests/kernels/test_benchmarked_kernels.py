@@ -1,4 +1,4 @@
-"""What `bench` takes from the launchers, and on a GPU the whole command."""
+"""What `benchmarks` takes from the launchers, and on a GPU the whole command."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_kernels import __main__ as cli
-from moe_kernels.bench import run
-from moe_kernels.bench.providers import OPERATORS
-from moe_kernels.bench.suites import Case, layer
+from benchmarks import __main__ as cli
+from benchmarks import run
+from benchmarks.operators import OPERATORS
+from benchmarks.suites import Case, layer
 
 
 @pytest.mark.parametrize("layout", ["gkn", "gnk"])
@@ -28,7 +28,7 @@ def test_the_kernel_without_its_table(device: str, layout: str) -> None:
 @pytest.mark.gpu
 def test_smoke(tmp_path: Path) -> None:
     file = tmp_path / "smoke.json"
-    assert cli.main(["bench", "--suite", "smoke", "--jobs", "2", "--json", str(file), "--plot", str(tmp_path)]) == 0
+    assert cli.main(["--suite", "smoke", "--jobs", "2", "--json", str(file), "--plot", str(tmp_path)]) == 0
     results = run.Results.read(file)
     records = [record for record in results.records if record["provider"] in ("grouped_gemm", "basic", "persistent")]
     assert len(records) == 6 * 2 * 3 and not results.skipped

@@ -1,10 +1,10 @@
 """A layer of experts, from hidden states and a router's choice to its output, and back: SwiGLU, top_k experts a token.
 
-    hidden     [T, H]
-    topk_ids   [T, top_k] int64, no expert twice
-    topk_weights      [T, top_k]
-    w_gate_up  [E, 2I, H], gate first
-    w_down     [E, H, I]
+    hidden        [T, H]
+    topk_ids      [T, top_k] int64, no expert twice
+    topk_weights  [T, top_k]
+    w_gate_up     [E, 2I, H], gate first
+    w_down        [E, H, I]
 
 Sorting the ids by expert is timed, but for `torch_loop`. With --bwd and --fwd-bwd all gradients are computed: of hidden
 states and all weights. A forward by itself, --mode fwd or fwd_no_grad, keeps nothing for a backward. Of the
@@ -15,20 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from tritonbench.utils.triton_op import Mode, register_benchmark, register_metric, register_x_val
 
-from moe_kernels.bench import ffn
-from moe_kernels.bench.providers import OPERATORS
 from moe_kernels.testing import make_experts, make_tokens
-from tritonbench_ops import base
+from tritonbench_ops import base, ffn
 from tritonbench_ops.cases import FfnCase, ffn_cases
 from tritonbench_ops.registration import skip, warn_once
 
-_TRANSFORMERS = OPERATORS["ffn"].providers["transformers"].installed
+_TRANSFORMERS = find_spec("transformers") is not None
 if not _TRANSFORMERS:
     warn_once("transformers: the package transformers is not installed")
 

@@ -5,7 +5,7 @@
     group_offsets  [G + 1] int32
 
 Offsets in PyTorch's form, group sizes on the host, and what other libraries want to know of the groups are made before
-the timing. These libraries are the peers of `python -m moe_kernels bench`; those that are not installed are left out.
+the timing. These libraries are the peers of `python -m benchmarks`; those that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -13,22 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from tritonbench.utils.triton_op import register_benchmark, register_metric, register_x_val
 
 import moe_kernels
-from moe_kernels.bench.providers import OPERATORS, Inputs, Provider
 from moe_kernels.testing import assert_grouped_gemm_close, byte_count, flop_count, group_sizes_for, make_inputs
-from tritonbench_ops import base
+from tritonbench_ops import base, baselines
+from tritonbench_ops.baselines import Inputs, Provider
 from tritonbench_ops.cases import MoeCase, moe_cases
 from tritonbench_ops.registration import skip, warn_once
 
-PEERS = {
-    name.replace("-", "_"): provider
-    for name, provider in OPERATORS["grouped_gemm"].providers.items()
-    if provider.package is not None and provider.by_default
-}
+PEERS = {name.replace("-", "_"): provider for name, provider in baselines.PEERS.items() if provider.by_default}
 
 
 class Operator(base.Operator):
@@ -36,26 +31,17 @@ class Operator(base.Operator):
 
     @register_benchmark(baseline=True)
     @base.checked
-    def torch_loop(self, A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Callable[[], Tensor]:
-        sizes = group_offsets.diff().tolist()
-
-        def call() -> Tensor:
-            out = A_packed.new_empty(len(A_packed), B.size(2))
-            for a, b, o in zip(torch.split(A_packed, sizes), B, torch.split(out, sizes), strict=True):
-                torch.mm(a, b, out=o)
-            return out
-
-        return call
+    def torch_loop(self, *inputs: Tensor) -> Callable[[], Tensor]:
+        return baselines.loop(_as_inputs(*inputs))
 
     @register_benchmark()
     @base.checked
-    def aten_grouped_mm(self, A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Callable[[], Tensor]:
-        offs = moe_kernels.offs_from_group_offsets(group_offsets)
-        return lambda: torch._grouped_mm(A_packed, B, offs=offs)
+    def aten_grouped_mm(self, *inputs: Tensor) -> Callable[[], Tensor]:
+        return baselines.grouped_mm(_as_inputs(*inputs))
 
     @register_benchmark(label="dense_ceiling (one weight for all rows)")
-    def dense_ceiling(self, A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Callable[[], Tensor]:
-        return lambda: A_packed @ B[0]
+    def dense_ceiling(self, *inputs: Tensor) -> Callable[[], Tensor]:
+        return baselines.dense(_as_inputs(*inputs))
 
     @register_benchmark()
     @base.checked
@@ -105,7 +91,7 @@ class Operator(base.Operator):
 
 
 def _as_inputs(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Inputs:
-    return Inputs(A_packed, A_packed, B, group_offsets, group_offsets.diff().tolist())
+    return Inputs(A_packed, B, group_offsets, group_offsets.diff().tolist())
 
 
 def _add_peer(name: str, peer: Provider) -> None:

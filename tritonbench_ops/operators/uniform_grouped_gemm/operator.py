@@ -15,7 +15,7 @@ from tritonbench.utils.triton_op import register_benchmark, register_metric, reg
 
 import moe_kernels
 from moe_kernels.testing import assert_grouped_gemm_close, byte_count, flop_count, make_inputs
-from tritonbench_ops import base
+from tritonbench_ops import base, baselines
 from tritonbench_ops.cases import UniformCase, uniform_cases
 
 
@@ -25,13 +25,8 @@ class Operator(base.Operator):
     @register_benchmark(baseline=True)
     @base.checked
     def torch_loop(self, A: Tensor, B: Tensor) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            out = A.new_empty(len(A), A.size(1), B.size(2))
-            for a, b, o in zip(A, B, out, strict=True):
-                torch.mm(a, b, out=o)
-            return out
-
-        return call
+        call = baselines.loop(_as_inputs(A, B))
+        return lambda: call().view(len(A), -1, B.size(2))
 
     @register_benchmark()
     @base.checked
@@ -45,7 +40,7 @@ class Operator(base.Operator):
 
     @register_benchmark(label="dense_ceiling (one weight for all rows)")
     def dense_ceiling(self, A: Tensor, B: Tensor) -> Callable[[], Tensor]:
-        return lambda: A.flatten(0, 1) @ B[0]
+        return baselines.dense(_as_inputs(A, B))
 
     @register_benchmark()
     @base.checked
@@ -90,6 +85,10 @@ class Operator(base.Operator):
         per_group = fn._name not in self.ceilings
         moved = byte_count([A.size(1)] * len(A), B.size(2), B.size(1), A.dtype, out_dtype, per_group)
         return base.gigabytes_per_second(moved, metrics)
+
+
+def _as_inputs(A: Tensor, B: Tensor) -> baselines.Inputs:
+    return baselines.Inputs(A.flatten(0, 1), B, _offsets(A), [A.size(1)] * len(A))
 
 
 def _offsets(A: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from tritonbench.utils.triton_op import register_benchmark, register_metric, reg
 
 import moe_kernels
 from moe_kernels.testing import assert_grouped_gemm_close, byte_count, flop_count, make_inputs
-from tritonbench_ops import base
+from tritonbench_ops import base, baselines
 from tritonbench_ops.cases import VariedCase, extent, varied_cases
 from tritonbench_ops.registration import skip
 
@@ -24,7 +24,7 @@ class Operator(base.Operator):
     @register_benchmark(baseline=True)
     @base.checked
     def torch_loop(self, group_A: _Group, group_B: _Group) -> Callable[[], list[Tensor]]:
-        return lambda: [a @ b for a, b in zip(group_A, group_B, strict=True)]
+        return baselines.loop_over_list(group_A, group_B)
 
     @register_benchmark(label="aten_grouped_mm (packed beforehand)")
     @base.checked

@@ -1,4 +1,4 @@
-"""The command line of `bench`."""
+"""`python -m benchmarks`: suites of cases, timed beside PyTorch and whatever peers are installed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import get_args
 
 import torch
 
-from moe_kernels.bench import plots, report, run
-from moe_kernels.bench.providers import OPERATORS
-from moe_kernels.bench.suites import LAYOUTS, SUITES, TIMINGS, Suite, of_shapes, positive, shape
+from benchmarks import plots, run, tables
+from benchmarks.operators import OPERATORS
+from benchmarks.suites import LAYOUTS, SUITES, TIMINGS, Suite, of_shapes
+from moe_kernels import requirements
+from moe_kernels.models import positive, shape
 from moe_kernels.testing import SizeKind
+from tritonbench_ops.plots import missing
 
 HELP = """\
 Times suites of shapes beside PyTorch, transformers and the peers that are installed (quack-kernels, DeepGEMM,
@@ -30,12 +33,15 @@ of `uniform` and `varied` are timed warm, too: 100 calls in one graph, divided b
 Needs a CUDA GPU that nothing else uses; the suite `smoke` alone runs on a CPU too. Files are written after every case,
 so Ctrl-C keeps what is done.
 
-Exits with 0 when all is done, 1 if one of our own kernels failed, 2 without a GPU or on wrong arguments, 130 after
-Ctrl-C."""
+Exits with 0 when all is done, 1 if one of our own kernels failed or cannot run here, 2 without a GPU or on wrong
+arguments, 130 after Ctrl-C."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `bench`."""
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, parsed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     providers = dict.fromkeys(key for operator in OPERATORS.values() for key in operator.providers)
     parser.add_argument("--suite", nargs="+", choices=SUITES, metavar="NAME", help="default: table; see --list")
     parser.add_argument("--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="these in place of a suite")
@@ -57,10 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="bar charts and rooflines, as PNG")
     parser.add_argument("--list", action="store_true", help="only list suites and providers")
+    return parser.parse_args(argv)
 
 
-def main(options: argparse.Namespace) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
+    options = arguments(argv)
+    if problems := requirements.problems():
+        print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.FIX}", file=sys.stderr)
+        return 1
     if options.list:
         _list()
         return 0
@@ -70,16 +81,16 @@ def main(options: argparse.Namespace) -> int:
     suites = suites or [SUITES[name] for name in dict.fromkeys(options.suite or ["table"])]
     on_cpu = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
     if on_cpu and any(suite.name != "smoke" for suite in suites):
-        return _refused("bench needs a CUDA GPU, and TRITON_INTERPRET unset; only `--suite smoke` runs without")
+        return _refused("needs a CUDA GPU, and TRITON_INTERPRET unset; only `--suite smoke` runs without")
     if on_cpu and options.timing == ["graph"]:
         return _refused("there are no CUDA graphs without a CUDA GPU")
-    if options.plot and (reason := plots.missing()) is not None:
+    if options.plot and (reason := missing()) is not None:
         return _refused(reason)
     for suite in suites:
         if not providers_of(suite, options.providers):
             return _refused(f"suite {suite.name} has none of the providers {', '.join(options.providers)}")
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    command = "python -m moe_kernels bench " + shlex.join(_words(options))
+    command = "python -m benchmarks " + shlex.join(_words(options))
     return bench(suites, options, device, run.Results(run.meta(device, command.strip())))
 
 
@@ -104,7 +115,7 @@ def bench(suites: Sequence[Suite], options: argparse.Namespace, device: torch.de
     _write(results, options)
     if options.plot and results.records:
         plots.draw(results, options.plot)
-    print(f"\n{report.summary(results)}\n{run.elapsed(begun)} in all.")
+    print(f"\n{tables.summary(results)}\n{run.elapsed(begun)} in all.")
     for file in _files(results, options):
         print(f"Written: {file}")
     ours = {p.label for operator in OPERATORS.values() for p in operator.providers.values() if p.ours}
@@ -134,7 +145,7 @@ def _measure(
     for i, (case, records, reason) in enumerate(measured):
         numbers = f"G={case.G} M={case.M} N={case.N} K={case.K}, B {operator.layouts[case.layout]}, {case.sizes}"
         print(f"\n[{i + 1}/{len(cases)}] {case.name}: {numbers}  ({run.elapsed(begun)})")
-        print(f"  left out: {reason}" if reason is not None else report.case_text(records), flush=True)
+        print(f"  left out: {reason}" if reason is not None else tables.case_text(records), flush=True)
         _write(results, options)
 
 
@@ -158,7 +169,7 @@ def _write(results: run.Results, options: argparse.Namespace) -> None:
         part.write(file)
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
-        options.csv.write_text(report.csv_text(results), encoding="utf-8")
+        options.csv.write_text(tables.csv_text(results), encoding="utf-8")
 
 
 def _json_files(results: run.Results, options: argparse.Namespace) -> dict[Path, run.Results]:
@@ -199,3 +210,7 @@ def _list() -> None:
 def _refused(reason: str) -> int:
     print(reason, file=sys.stderr)
     return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

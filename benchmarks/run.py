@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.operators import OPERATORS, Operator
+from benchmarks.suites import WARM_CALLS, Case, Suite
 from moe_kernels import requirements
-from moe_kernels.bench.providers import OPERATORS, Operator
-from moe_kernels.bench.suites import WARM_CALLS, Case, Suite
 from moe_kernels.timing import Call, captured, gpu_is_lost, host_microseconds, interleaved
 
 Record = dict[str, Any]
@@ -273,7 +273,7 @@ def _host_times(
     operator: Operator, key: str, inputs: Any, call: Call, device: torch.device, rounds: int
 ) -> tuple[float, float | None]:
     """Host microseconds of a call with another number of rows each time, and of a repeated one in inference mode."""
-    others = [operator.providers[key].make(other) for other in operator.other_rows(inputs)]
+    others = [operator.providers[key].make(other) for other in (operator.longer(inputs, more) for more in range(1, 5))]
     for other in others:
         other()
     changing = host_microseconds(others, device, 3 * rounds)

@@ -1,15 +1,15 @@
-"""The operators `ffn` and `ffn-train`: a layer of experts, from hidden states, ids and topk_weights to its output.
+"""A layer of experts, from hidden states, ids and topk_weights to its output: inputs, providers, check.
 
     out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])
     expert[e](x) = (silu(gate) * up) @ w_down[e]^T          gate, up = halves of x @ w_gate_up[e]^T
 
-Sorting the ids is part of the call. `ffn-train` adds the gradients of hidden states, topk_weights and both weights.
+Sorting the ids is part of the call. In training the gradients of hidden states, topk_weights and both weights are, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 
@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.bench.suites import Case
-from moe_kernels.testing import assert_within_budget, flop_count, make_experts, make_tokens
+from moe_kernels.testing import assert_within_budget, flop_count
 from moe_kernels.timing import Call
 
 _CHECKED_TOKENS = 32  # besides one of each expert
@@ -55,17 +54,6 @@ class Layer:
         return Sample(self)
 
 
-def weights_of(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
-    dtype, transposed = getattr(torch, case.dtype), case.layout == "gkn"
-    return make_experts(case.G, case.K, case.N, dtype=dtype, device=device, transposed=transposed)
-
-
-def layer_of(case: Case, weights: tuple[Tensor, Tensor], device: torch.device, trains: bool) -> Layer:
-    T, dtype = case.M // case.top_k, getattr(torch, case.dtype)
-    tokens = make_tokens(T, case.K, case.G, case.top_k, dtype=dtype, device=device, seed=1)
-    return make_layer(*tokens, *weights, trains=trains, transposed=case.layout == "gkn")
-
-
 def make_layer(
     hidden: Tensor,
     topk_ids: Tensor,
@@ -85,13 +73,6 @@ def make_layer(
     return Layer(hidden, topk_ids, topk_weights, w_gate_up, w_down, d_out, transposed)
 
 
-def other_tokens(layer: Layer) -> list[Layer]:
-    """These tokens, and one more: a host that sees both in turn settles nothing for one number alone."""
-    more = {name: getattr(layer, name).detach() for name in ("hidden", "topk_ids", "topk_weights", "d_out")}
-    more = {name: torch.cat((x, x[-1:])).requires_grad_(getattr(layer, name).requires_grad) for name, x in more.items()}
-    return [layer, replace(layer, **more)]
-
-
 def work(layer: Layer, forward: bool = True, backward: bool = False) -> tuple[int, int]:
     """FLOPs of the products, and bytes: what comes in read once, what is returned written once, ids and router weights
     left out.
@@ -105,13 +86,6 @@ def work(layer: Layer, forward: bool = True, backward: bool = False) -> tuple[in
     rows = 1 + forward + 2 * backward  # hidden, out, d_out and its own gradient, each [T, H]
     elements = rows * layer.hidden.numel() + (filled + E * backward) * 3 * width * H
     return (forward + 2 * backward) * per_pass, elements * layer.hidden.dtype.itemsize
-
-
-def memory(case: Case, trains: bool) -> int:
-    """Bytes of the weights, of their gradients, and of all rows between them."""
-    elements = (1 + trains) * case.G * 3 * case.N * case.K + case.M * (2 * case.K + 3 * case.N)
-    itemsize: int = getattr(torch, case.dtype).itemsize
-    return elements * itemsize
 
 
 # Providers
@@ -189,9 +163,8 @@ def expert(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -
 class Sample:
     """Some tokens and experts, and what a layer has to give for them, in float64 and in the layer's own dtype.
 
-    Their results are `out`, and in training the gradients `hidden` and `topk_weights`, of `tokens`, each
-    `[S, ...]`; and the
-    gradients `w_gate_up` and `w_down` of `experts`, each `[len(experts), ...]`.
+    Their results are `out`, and in training the gradients `hidden` and `topk_weights`, of `tokens`, each `[S, ...]`;
+    and the gradients `w_gate_up` and `w_down` of `experts`, each `[len(experts), ...]`.
     """
 
     def __init__(self, layer: Layer):

@@ -1,34 +1,19 @@
-"""Tables of what `bench` has measured: as text, as CSV, and in README.md and benchmarks/README.md.
-
-    python -m moe_kernels.bench.report [--check] [PAGE ...]
-
-writes the tables and plots of these pages, or others, anew. Between `<!-- table: FILE -->` and `<!-- end of table -->`,
-each on a line of its own, it puts what FILE, a JSON of `bench` or a CSV of TritonBench, holds, with a path from the
-page's folder. The plots go beside FILE. Those of a JSON have their names from its suites: a file that is not named
-after one, such as a second run's, is shown without. With --check it writes nothing, and exits with 1 if anything would
-change.
-"""
+"""Tables of what `benchmarks` has measured, as text, CSV and Markdown."""
 
 from __future__ import annotations
 
-import argparse
 import csv
-import functools
 import io
 import re
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from moe_kernels.bench import tritonbench
-from moe_kernels.bench.providers import OPERATORS, Operator
-from moe_kernels.bench.run import FIELDS, Record, Results
-from moe_kernels.bench.suites import SUITES, WARM_CALLS
+from benchmarks.operators import OPERATORS, Operator
+from benchmarks.run import FIELDS, Record, Results
+from benchmarks.suites import SUITES, WARM_CALLS
+from tritonbench_ops.plots import Measured
 
-PAGES = (Path("README.md"), Path("benchmarks/README.md"))
 SLOW = 0.98  # x the baseline below which a case is listed
-_BLOCK = re.compile(r"^<!-- table: (\S+) -->\n(.*?)^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
 _EAGER = {"host_us": "host us", "host_prepared_us": "host us, prepared", "peak_mb": "peak MB"}  # of eager calls only
 CUBES = re.compile(r"(\d+) x (\d+)\^3")  # so many products N x N x N
 _LAYER = re.compile(r"(.+), (\d+) tokens?")
@@ -177,7 +162,7 @@ def _where(meta: Record) -> str:
 
 
 def _transformers_table(results: Results) -> list[str]:
-    """Of benchmarks/transformers_stack.py: a line for each shape, a column for each implementation."""
+    """Of transformers_stack.py: a line for each shape, a column for each implementation."""
     meta, shapes = results.meta, dict[tuple[str, int, int], dict[str, Record]]()
     for record in results.records:
         shapes.setdefault((record["part"], record["batch"], record["length"]), {})[record["implementation"]] = record
@@ -210,7 +195,7 @@ def _speed_cell(record: Record | None) -> str:
 
 
 def _expert_parallel_table(results: Results) -> list[str]:
-    """Of benchmarks/expert_parallel.py: a line for each number of ranks, first of weak scaling, then of strong."""
+    """Of expert_parallel.py: a line for each number of ranks, first of weak scaling, then of strong."""
     records = sorted(results.records, key=lambda r: (r["scaling"] == "strong", r["ranks"]))
     one = {r["scaling"]: r["tokens_per_s"] for r in records if r["ranks"] == 1}
     rows = []
@@ -234,7 +219,7 @@ def _expert_parallel_table(results: Results) -> list[str]:
 SCRIPTS = {"transformers": _transformers_table, "expert_parallel": _expert_parallel_table}  # suites of benchmarks/*.py
 
 
-def of_tritonbench(found: tritonbench.Measured) -> str:
+def of_tritonbench(found: Measured) -> str:
     """A table: the baseline's time for each input, how many times as fast the others were, and the means of that."""
     times = found.providers.get(found.baseline, {}).get("latency", [None] * len(found.names))
     rows = [[name, _number(ms and 1e3 * ms)] for name, ms in zip(found.names, times, strict=True)]
@@ -332,53 +317,3 @@ def _number(value: float | None, digits: int | None = None) -> str:
 def _code(label: str) -> str:
     """A label with the names of functions in it marked as code."""
     return re.sub(r"\b(torch\.\w+|\w*grouped_gemm|moe_mlp)\b", r"`\1`", label)
-
-
-def write_page(path: Path, check: bool) -> bool:
-    """Write the tables of the page at `path`, and the plots that they show; whether anything changes."""
-    from moe_kernels.bench import plots
-
-    changed = False
-
-    def block(match: re.Match[str]) -> str:
-        nonlocal changed
-        file = path.parent / match[1]
-        results: Results | tritonbench.Measured
-        if file.suffix == ".csv":
-            results = tritonbench.read(file.read_text(encoding="utf-8"))
-            text, pictures = of_tritonbench(results), [file.with_suffix(".png")]
-            draw = functools.partial(tritonbench.draw, results, *pictures)
-        else:
-            results = Results.read(file)
-            text, pictures = markdown(results), []
-            if file.stem in results.suites:
-                pictures = plots.pictures(results, file.parent)
-            draw = functools.partial(plots.draw, results, file.parent)
-        if not all(plots.is_of(picture, results) for picture in pictures):
-            changed = True
-            if not check:
-                draw()
-        links = "".join(f"![{picture.stem}]({picture.relative_to(path.parent)})\n" for picture in pictures)
-        return f"<!-- table: {match[1]} -->\n{text}\n{links}<!-- end of table -->"
-
-    text = path.read_text(encoding="utf-8")
-    wanted = _BLOCK.sub(block, text)
-    if not check and wanted != text:
-        path.write_text(wanted, encoding="utf-8")
-    return changed or wanted != text
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m moe_kernels.bench.report", description="Write the tables and plots of pages anew."
-    )
-    pages = " and ".join(map(str, PAGES))
-    parser.add_argument("page", nargs="*", type=Path, default=PAGES, help=f"default: {pages}")
-    parser.add_argument("--check", action="store_true", help="only say, by the exit status, whether all is as it is")
-    options = parser.parse_args(argv)
-    changed = [write_page(page, options.check) for page in options.page]
-    return int(any(changed) and options.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

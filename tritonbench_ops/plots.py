@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import ast
 import csv
+import hashlib
 import io
+import json
 import math
+import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CEILING = "dense_ceiling"  # a provider of this name computes something else
 _AXES = {"tflops": "TFLOP/s", "gbps": "GB/s", "speedup": "times as fast as {}"}
 _MARKERS = "osD^vPX<>"
+_KEY = "Results"  # of the PNG text chunk that says which results a plot is of
 
 
 @dataclass
@@ -60,8 +68,6 @@ def draw(found: Measured, picture: Path) -> None:
     """Write a PNG: a line for each input, in a panel for each metric, and on it a mark for each provider."""
     from matplotlib.figure import Figure
 
-    from moe_kernels.bench import plots
-
     count, shown = len(found.names), plotted(found)
     figure = Figure(figsize=(3 + 4 * len(shown), 1.5 + 0.2 * count), layout="constrained")
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
@@ -90,4 +96,41 @@ def draw(found: Measured, picture: Path) -> None:
     panels[0].set_ylim(count - 0.5, -0.5)
     panels[0].set_ylabel(found.title, fontsize=8)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)
-    plots.save(figure, picture, found)
+    save(figure, picture, found)
+
+
+def missing() -> str | None:
+    """What keeps plots from being drawn here."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return "plots need matplotlib: pip install 'moe-kernels[bench]'"
+    return None
+
+
+def save(figure: Figure, picture: Path, results: object) -> None:
+    """Write a plot of `results` as a PNG, from which `is_of` can tell."""
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=90, bbox_inches="tight", metadata={_KEY: fingerprint(results)})
+
+
+def fingerprint(results: object) -> str:
+    """A hash of all that the plots show."""
+    content = json.dumps(vars(results), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def is_of(picture: Path, results: object) -> bool:
+    """Whether a PNG that `save` wrote shows `results`."""
+    return picture.exists() and _text_chunks(picture.read_bytes()).get(_KEY) == fingerprint(results)
+
+
+def _text_chunks(png: bytes) -> dict[str, str]:
+    found, at = {}, 8
+    while at < len(png):
+        length, kind = struct.unpack_from(">I4s", png, at)
+        if kind == b"tEXt":
+            key, _, text = png[at + 8 : at + 8 + length].partition(b"\0")
+            found[key.decode("latin-1")] = text.decode("latin-1")
+        at += 12 + length
+    return found

@@ -1,10 +1,9 @@
-"""The operators that suites measure, each with what it takes turns between: PyTorch's ways, ours, peers'."""
+"""The operators that suites measure, each with its providers: PyTorch's ways, ours, peers'."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -12,32 +11,22 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from moe_kernels.bench import ffn, peers
-from moe_kernels.bench.suites import Case
-from moe_kernels.testing import assert_grouped_gemm_close, byte_count, flop_count, group_sizes_for, make_inputs
+from benchmarks.suites import Case
+from moe_kernels.testing import (
+    assert_grouped_gemm_close,
+    byte_count,
+    flop_count,
+    group_sizes_for,
+    make_experts,
+    make_inputs,
+    make_tokens,
+)
 from moe_kernels.timing import Call
+from tritonbench_ops import baselines, ffn
+from tritonbench_ops.baselines import PEERS, Inputs, Provider
 
-_MORE_ROWS = 4  # as many other numbers of rows a case's host time is measured with
 _CHECKED_GROUPS = 12
 _CHECKED_ROWS = 1024
-
-
-@dataclass(frozen=True)
-class Provider:
-    """One way to compute an operator."""
-
-    label: str
-    make: Callable[[Any], Call]  # from an operator's inputs; what it does itself is not timed
-    package: str | None = None  # of another project; without it the provider is skipped
-    by_default: bool = True  # False: has to be named, because it is slow to prepare
-    ours: bool = False
-    same_result: bool = True  # False for a yardstick that computes something else
-    graphs: bool = True  # False if a call cannot be captured into a CUDA graph
-    result: Callable[[Any, Any], Any] = lambda inputs, made: made  # the operator's result, from what the call returns
-
-    @property
-    def installed(self) -> bool:
-        return self.package is None or find_spec(self.package) is not None
 
 
 @dataclass(frozen=True)
@@ -50,27 +39,12 @@ class Operator:
     layouts: dict[str, str]  # a case's layout: how records call it
     weights: Callable[[Case, torch.device], Any]
     inputs: Callable[[Case, Any, torch.device], Any]  # from a case and its weights
-    other_rows: Callable[[Any], Sequence[Any]]  # the inputs, each time with another number of rows
+    longer: Callable[[Any, int], Any]  # the inputs, with so many rows more
     check: Callable[[Any, Any], float]  # result, inputs -> relative error; AssertionError if the result is wrong
     work: Callable[[Any], tuple[int, int]]  # inputs -> FLOPs and bytes, of real rows only
     memory: Callable[[Case], int]  # bytes of inputs and one result
     dimensions: str = "G, M, N, K"  # what these are
     trains: bool = False  # a call computes gradients, for which inference mode is no place; its memory is measured
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Of a grouped GEMM."""
-
-    rows: Tensor  # [M + _MORE_ROWS, K]
-    A: Tensor  # [M, K], the first of them
-    B: Tensor  # [G, K, N], or [K, N] for all groups
-    group_offsets: Tensor  # [G + 1] int32
-    sizes: list[int]
-
-    @property
-    def offs(self) -> Tensor:  # [G]
-        return self.group_offsets[1:].contiguous()
 
 
 def _weights(case: Case, device: torch.device, per_group: bool) -> Tensor:
@@ -82,16 +56,20 @@ def _weights(case: Case, device: torch.device, per_group: bool) -> Tensor:
 
 def _inputs(case: Case, B: Tensor, device: torch.device) -> Inputs:
     sizes = group_sizes_for(case.sizes, case.G, case.M)
-    rows, _, group_offsets = make_inputs(
-        [*sizes, _MORE_ROWS], 0, case.K, dtype=B.dtype, device=device, per_group=False, seed=1
-    )
-    return Inputs(rows, rows[: case.M], B, group_offsets[:-1], sizes)
+    A, _, group_offsets = make_inputs(sizes, 0, case.K, dtype=B.dtype, device=device, per_group=False, seed=1)
+    return Inputs(A, B, group_offsets, sizes)
 
 
-def _other_rows(inputs: Inputs) -> list[Inputs]:
-    """More rows at the end, which are in no group."""
-    M = len(inputs.A)
-    return [replace(inputs, A=inputs.rows[: M + more]) for more in range(1, _MORE_ROWS + 1)]
+def _repeat_last(x: Tensor, more: int) -> Tensor:
+    return torch.cat((x, x[-1:].expand(more, *x.shape[1:])))
+
+
+def _longer(inputs: Inputs, more: int) -> Inputs:
+    """The last group has more rows."""
+    group_offsets = inputs.group_offsets.clone()
+    group_offsets[-1] += more
+    sizes = [*inputs.sizes[:-1], inputs.sizes[-1] + more]
+    return replace(inputs, A=_repeat_last(inputs.A, more), group_offsets=group_offsets, sizes=sizes)
 
 
 def _check(out: Tensor, inputs: Inputs) -> float:
@@ -142,11 +120,6 @@ def _memory(case: Case, per_group: bool) -> int:
     return elements * itemsize
 
 
-def _torch(inputs: Inputs) -> Call:
-    offs = inputs.offs
-    return lambda: torch._grouped_mm(inputs.A, inputs.B, offs)
-
-
 def _ours(name: str) -> Callable[[Inputs], Call]:
     def make(inputs: Inputs) -> Call:
         import moe_kernels
@@ -189,25 +162,6 @@ def _without_table(inputs: Inputs) -> Call:
     return call
 
 
-def _loop(inputs: Inputs) -> Call:
-    out = inputs.A.new_empty(len(inputs.A), inputs.B.size(2))
-    sizes = [*inputs.sizes, len(inputs.A) - sum(inputs.sizes)]
-    groups = zip(torch.split(inputs.A, sizes), inputs.B.unbind(0), torch.split(out, sizes), strict=False)
-    products = [(a, b, o) for a, b, o in groups if len(a)]
-
-    def loop_of_mm() -> Tensor:
-        for a, b, o in products:
-            torch.mm(a, b, out=o)
-        return out
-
-    return loop_of_mm
-
-
-def _mm(inputs: Inputs) -> Call:
-    B = inputs.B if inputs.B.dim() == 2 else inputs.B[0]
-    return lambda: torch.mm(inputs.A, B)
-
-
 def _grouped(per_group: bool, layouts: dict[str, str], baseline: str, providers: dict[str, Provider]) -> Operator:
     return Operator(
         providers,
@@ -216,7 +170,7 @@ def _grouped(per_group: bool, layouts: dict[str, str], baseline: str, providers:
         layouts,
         weights=lambda case, device: _weights(case, device, per_group),
         inputs=_inputs,
-        other_rows=_other_rows,
+        longer=_longer,
         check=_check,
         work=_work,
         memory=lambda case: _memory(case, per_group),
@@ -251,7 +205,7 @@ def _list_inputs(case: Case, group_B: list[Tensor], device: torch.device) -> Lis
 def _single(inputs: Lists) -> list[Inputs]:
     """Each product as a grouped GEMM of one group."""
     pairs = zip(inputs.group_A, inputs.group_B, strict=True)
-    return [Inputs(a, a, b[None], torch.tensor([0, len(a)], device=a.device), [len(a)]) for a, b in pairs]
+    return [Inputs(a, b[None], torch.tensor([0, len(a)], device=a.device), [len(a)]) for a, b in pairs]
 
 
 def _check_list(outs: list[Tensor], inputs: Lists) -> float:
@@ -269,17 +223,6 @@ def _check_list(outs: list[Tensor], inputs: Lists) -> float:
 def _work_of_list(inputs: Lists) -> tuple[int, int]:
     flops, bytes_ = zip(*map(_work, _single(inputs)), strict=True)
     return sum(flops), sum(bytes_)
-
-
-def _mm_list(inputs: Lists) -> Call:
-    products = [(a, b, a.new_empty(len(a), b.size(1))) for a, b in zip(inputs.group_A, inputs.group_B, strict=True)]
-
-    def loop_of_mm() -> list[Tensor]:
-        for a, b, o in products:
-            torch.mm(a, b, out=o)
-        return [o for *_, o in products]
-
-    return loop_of_mm
 
 
 def _planned(inputs: Lists) -> Call:
@@ -318,6 +261,15 @@ def _uniform(out_dtype: torch.dtype | None) -> Callable[[Inputs], Call]:
     return make
 
 
+def _all_longer(inputs: Inputs, more: int) -> Inputs:
+    """Each of the groups, which are of one size, has more rows."""
+    G = len(inputs.sizes)
+    A = inputs.A.view(G, len(inputs.A) // G, -1)
+    A = torch.cat((A, A[:, -1:].expand(-1, more, -1)), 1)
+    group_offsets = inputs.group_offsets + more * torch.arange(G + 1, dtype=torch.int32, device=A.device)
+    return replace(inputs, A=A.flatten(0, 1), group_offsets=group_offsets, sizes=[A.size(1)] * G)
+
+
 def _packed(inputs: Inputs, made: Tensor) -> Tensor:
     return made.flatten(0, 1)
 
@@ -325,6 +277,32 @@ def _packed(inputs: Inputs, made: Tensor) -> Tensor:
 def _all_rows(case: Case) -> Case:
     """A case of the suite `uniform` with the rows of all groups as M."""
     return replace(case, M=case.G * case.M, sizes="uniform")
+
+
+def _experts(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    dtype, transposed = getattr(torch, case.dtype), case.layout == "gkn"
+    return make_experts(case.G, case.K, case.N, dtype=dtype, device=device, transposed=transposed)
+
+
+def _layer(case: Case, weights: tuple[Tensor, Tensor], device: torch.device, trains: bool) -> ffn.Layer:
+    T, dtype = case.M // case.top_k, getattr(torch, case.dtype)
+    tokens = make_tokens(T, case.K, case.G, case.top_k, dtype=dtype, device=device, seed=1)
+    return ffn.make_layer(*tokens, *weights, trains=trains, transposed=case.layout == "gkn")
+
+
+def _more_tokens(layer: ffn.Layer, more: int) -> ffn.Layer:
+    of_tokens = {name: getattr(layer, name) for name in ("hidden", "topk_ids", "topk_weights", "d_out")}
+    made: dict[str, Any] = {
+        name: _repeat_last(x.detach(), more).requires_grad_(x.requires_grad) for name, x in of_tokens.items()
+    }
+    return replace(layer, **made)
+
+
+def _layer_memory(case: Case, trains: bool) -> int:
+    """Bytes of the weights, of their gradients, and of all rows between them."""
+    elements = (1 + trains) * case.G * 3 * case.N * case.K + case.M * (2 * case.K + 3 * case.N)
+    itemsize: int = getattr(torch, case.dtype).itemsize
+    return elements * itemsize
 
 
 def _layers(trains: bool) -> Operator:
@@ -338,12 +316,12 @@ def _layers(trains: bool) -> Operator:
         "transformers",
         "ours",
         {"gkn": "[E, H, 2I]", "gnk": "[E, 2I, H]"},
-        weights=ffn.weights_of,
-        inputs=lambda case, weights, device: ffn.layer_of(case, weights, device, trains),
-        other_rows=ffn.other_tokens,
+        weights=_experts,
+        inputs=lambda case, weights, device: _layer(case, weights, device, trains),
+        longer=_more_tokens,
         check=ffn.check if trains else lambda out, layer: ffn.check({"out": out}, layer),
         work=lambda layer: ffn.work(layer, backward=trains),
-        memory=lambda case: ffn.memory(case, trains),
+        memory=lambda case: _layer_memory(case, trains),
         dimensions="E, T * top_k, I, H",
         trains=trains,
     )
@@ -360,29 +338,19 @@ OPERATORS = {
         {"gkn": "[G, K, N]", "gnk": "[G, N, K] transposed"},
         "torch",
         {
-            "torch": Provider("torch._grouped_mm", _torch),
+            "torch": Provider("torch._grouped_mm", baselines.grouped_mm),
             **_OURS,
             "no-table": Provider("persistent, table made beforehand", _without_table, ours=True),
-            "loop": Provider("loop of torch.mm", _loop),
-            "dense": Provider("one dense torch.mm, same FLOPs", _mm, same_result=False),
-            "quack": Provider("quack", peers.quack, "quack"),
-            "quack-tuned": Provider("quack, tuned", peers.quack_tuned, "quack", by_default=False),
-            "deepgemm": Provider(
-                "DeepGEMM, rows padded beforehand", peers.deep_gemm, "deep_gemm", result=peers.without_padding
-            ),
-            "triton_kernels": Provider(
-                "triton_kernels, metadata made beforehand",
-                peers.triton_kernels,
-                "triton_kernels",
-                result=peers.without_batch,
-            ),
+            "loop": Provider("loop of torch.mm", baselines.loop),
+            "dense": Provider("one dense torch.mm, same FLOPs", baselines.dense, same_result=False),
+            **PEERS,
         },
     ),
     "shared_gemm": _grouped(
         False,
         {"gkn": "[K, N]", "gnk": "[N, K] transposed"},
         "mm",
-        {"mm": Provider("torch.mm", _mm), **_OURS},
+        {"mm": Provider("torch.mm", baselines.dense), **_OURS},
     ),
     "uniform": replace(
         _grouped(
@@ -391,7 +359,7 @@ OPERATORS = {
             "bmm",
             {
                 "bmm": Provider("torch.bmm", _bmm(None), result=_packed),
-                "torch": Provider("torch._grouped_mm", _torch),
+                "torch": Provider("torch._grouped_mm", baselines.grouped_mm),
                 "ours": Provider("uniform_grouped_gemm", _uniform(None), ours=True, result=_packed),
                 "bmm-fp32": Provider("torch.bmm, float32 result", _bmm(torch.float32), result=_packed),
                 "ours-fp32": Provider(
@@ -400,12 +368,14 @@ OPERATORS = {
             },
         ),
         inputs=lambda case, B, device: _inputs(_all_rows(case), B, device),
-        other_rows=lambda inputs: [inputs],
+        longer=_all_longer,
         memory=lambda case: _memory(_all_rows(case), per_group=True),
     ),
     "varied": Operator(
         {
-            "loop": Provider("loop of torch.mm", _mm_list),
+            "loop": Provider(
+                "loop of torch.mm", lambda inputs: baselines.loop_over_list(inputs.group_A, inputs.group_B)
+            ),
             "ours": Provider("varied_grouped_gemm, planned", _planned, ours=True),
             "call": Provider("varied_grouped_gemm", _varied, ours=True, graphs=False),
         },
@@ -414,7 +384,9 @@ OPERATORS = {
         {"gkn": "[K, N] each", "gnk": "[N, K] each, transposed"},
         weights=_list_weights,
         inputs=_list_inputs,
-        other_rows=lambda inputs: [inputs],
+        longer=lambda inputs, more: replace(
+            inputs, group_A=[*inputs.group_A[:-1], _repeat_last(inputs.group_A[-1], more)]
+        ),
         check=_check_list,
         work=_work_of_list,
         memory=lambda case: sum(_memory(replace(case, G=1, M=M, N=N, K=K), True) for M, N, K in case.problems),

@@ -1,41 +1,26 @@
-"""Plots of what `bench` has measured: speed-ups by case, and a roofline. Needs matplotlib."""
+"""Plots of what `benchmarks` has measured: speed-ups by case, and a roofline. Needs matplotlib."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_kernels.bench import report
-from moe_kernels.bench.run import Results
+from benchmarks import tables
+from benchmarks.run import Results
+from tritonbench_ops.plots import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from moe_kernels.bench.tritonbench import Measured
-
-INSTALL = "pip install 'moe-kernels[bench]'"
-_KEY = "Results"  # of the PNG text chunk that says which results a plot is of
 _COLORS = ("#9a9a9a", "#d1495b", "#edae49", "#00798c", "#30638e", "#76b041", "#8d6a9f", "#5c4742", "#2e4057", "#f08a4b")
-
-
-def missing() -> str | None:
-    """What keeps plots from being drawn here."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return f"plots need matplotlib: {INSTALL}"
-    return None
 
 
 def pictures(results: Results, folder: Path) -> list[Path]:
     """The files that `draw` writes."""
     found = []
     for suite in results.suites:
-        if results.of(suite).records and suite not in report.SCRIPTS:
+        if results.of(suite).records and suite not in tables.SCRIPTS:
             found.append(folder / f"{suite}.png")
             found += [folder / f"{suite}-roofline.png"] if results.meta.get("ceilings") else []
             found += [folder / f"{suite}-cubes.png"] if _cubes(results.of(suite)) else []
@@ -51,39 +36,11 @@ def draw(results: Results, folder: Path) -> None:
             figure = _roofline(part)
         elif picture.stem.endswith("-cubes"):
             figure = _lines(part)
-        elif report.has_layers(part):
+        elif tables.has_layers(part):
             figure = _matrix(part)
         else:
             figure = _bars(part)
         save(figure, picture, results)
-
-
-def save(figure: Figure, picture: Path, results: Results | Measured) -> None:
-    """Write a plot of `results` as a PNG, from which `is_of` can tell."""
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=90, bbox_inches="tight", metadata={_KEY: fingerprint(results)})
-
-
-def fingerprint(results: Results | Measured) -> str:
-    """A hash of all that the plots show."""
-    content = json.dumps(vars(results), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def is_of(picture: Path, results: Results | Measured) -> bool:
-    """Whether a PNG that `save` wrote shows `results`."""
-    return picture.exists() and _text_chunks(picture.read_bytes()).get(_KEY) == fingerprint(results)
-
-
-def _text_chunks(png: bytes) -> dict[str, str]:
-    found, at = {}, 8
-    while at < len(png):
-        length, kind = struct.unpack_from(">I4s", png, at)
-        if kind == b"tEXt":
-            key, _, text = png[at + 8 : at + 8 + length].partition(b"\0")
-            found[key.decode("latin-1")] = text.decode("latin-1")
-        at += 12 + length
-    return found
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
@@ -97,15 +54,15 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 def _bars(results: Results) -> Figure:
     """x the baseline, a cluster of bars per case and a bar per provider."""
-    timing = report.timing_of(results.records)
-    base, ours = report.roles(results.records[0]["suite"])
-    cases = report.by_case(results.records)
+    timing = tables.timing_of(results.records)
+    base, ours = tables.roles(results.records[0]["suite"])
+    cases = tables.by_case(results.records)
     labels = [p for p in dict.fromkeys(r["provider"] for r in results.records) if p != base and "dense" not in p]
     several = len({r["layout"] for r in results.records}) > 1
     figure, axes = _axes(min(14.0, max(6.0, 2 + 0.16 * len(cases) * (len(labels) + 1))), 4.5)
     width = 0.85 / max(len(labels), 1)
     for i, label in enumerate(labels):
-        ratios = [report.speedup(case, label, timing) for case in cases]
+        ratios = [tables.speedup(case, label, timing) for case in cases]
         at = [c + (i - (len(labels) - 1) / 2) * width for c in range(len(cases))]
         heights = [ratio or 0 for ratio in ratios]
         color = _COLORS[1] if label == ours else _COLORS[2 + i % (len(_COLORS) - 2)]
@@ -128,8 +85,8 @@ def _bars(results: Results) -> Figure:
 
 def _matrix(results: Results) -> Figure:
     """x the baseline for every layer (rows) and number of tokens (columns)."""
-    timing = report.timing_of(results.records)
-    names, tokens, ratios = report.layers(results, timing)
+    timing = tables.timing_of(results.records)
+    names, tokens, ratios = tables.layers(results, timing)
     figure, axes = _axes(3.5 + 0.75 * len(tokens), 1.2 + 0.24 * len(names))
     values = [[float("nan") if ratio is None else ratio for ratio in row] for row in ratios]
     axes.imshow(values, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto")
@@ -140,17 +97,17 @@ def _matrix(results: Results) -> Figure:
     axes.set_xticks(range(len(tokens)), [str(T) for T in tokens], fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_xlabel("tokens")
-    base, ours = report.roles(results.records[0]["suite"])
+    base, ours = tables.roles(results.records[0]["suite"])
     axes.set_title(f"{ours} x {base}\n{_title(results, timing)}", fontsize=10)
     return figure
 
 
 def _cubes(results: Results) -> dict[str, dict[int, float]]:
     """For each provider milliseconds over N, of the cases that are some products N x N x N."""
-    timing = report.timing_of(results.records)
+    timing = tables.timing_of(results.records)
     found: dict[str, dict[int, float]] = {}
     for record in results.records:
-        if (match := report.CUBES.fullmatch(record["case"])) and record["timing"] == timing and record["us"]:
+        if (match := tables.CUBES.fullmatch(record["case"])) and record["timing"] == timing and record["us"]:
             found.setdefault(record["provider"], {})[int(match[2])] = record["us"] / 1e3
     return found
 
@@ -158,7 +115,7 @@ def _cubes(results: Results) -> dict[str, dict[int, float]]:
 def _lines(results: Results) -> Figure:
     """Time over N for lists of products N x N x N, as the tutorials on grouped GEMM show it."""
     figure, axes = _axes(6.0, 4.0)
-    base, ours = report.roles(results.records[0]["suite"])
+    base, ours = tables.roles(results.records[0]["suite"])
     for i, (label, times) in enumerate(_cubes(results).items()):
         color = {base: _COLORS[0], ours: _COLORS[1]}.get(label, _COLORS[2 + i])
         axes.plot(list(times), list(times.values()), marker="o", color=color, label=label)
@@ -168,19 +125,19 @@ def _lines(results: Results) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("N")
     axes.set_ylabel("ms")
-    axes.set_title("group-gemm-performance\n" + _title(results, report.timing_of(results.records)), fontsize=10)
+    axes.set_title("group-gemm-performance\n" + _title(results, tables.timing_of(results.records)), fontsize=10)
     axes.legend(fontsize=8, frameon=False)
     return figure
 
 
 def _roofline(results: Results) -> Figure:
     """TFLOP/s against FLOP per byte for the baseline and ours, below what the GPU reached in the same run."""
-    timing = report.timing_of(results.records)
+    timing = tables.timing_of(results.records)
     figure, axes = _axes(7.0, 4.5)
     ceiling: dict[str, Any] = results.meta["ceilings"]
     top, slope = ceiling["tflops"], ceiling["gbps"] / 1e3
     lowest = highest = top / slope
-    for label, color, marker in zip(report.roles(results.records[0]["suite"]), _COLORS, "so", strict=False):
+    for label, color, marker in zip(tables.roles(results.records[0]["suite"]), _COLORS, "so", strict=False):
         points = [
             (1e3 * r["tflops"] / r["gbps"], r["tflops"])
             for r in results.records

@@ -1,33 +1,17 @@
-"""What is measured: models' shapes, cases, and the suites that they make up."""
+"""What is measured: cases, and the suites that they make up."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moe_kernels.models import gemms
 from moe_kernels.testing import SizeKind, group_sizes_for
+from tritonbench_ops.cases import CUBES, LAYERS, RANK, THIN, UNEVEN, UNLIKE_CUBES
 
-MODELS = {  # name: (H, I, E, top_k)
-    "deepseek-v2-lite": (2048, 1408, 64, 6),
-    "deepseek-v3": (7168, 2048, 256, 8),
-    "glm-4.5": (5120, 1536, 160, 8),
-    "glm-4.5-air": (4096, 1408, 128, 8),
-    "gpt-oss-120b": (2880, 2880, 128, 4),
-    "gpt-oss-20b": (2880, 2880, 32, 4),
-    "kimi-k2": (7168, 2048, 384, 8),
-    "llama-4-maverick": (5120, 8192, 128, 1),
-    "llama-4-scout": (5120, 8192, 16, 1),
-    "mixtral-8x7b": (4096, 14336, 8, 2),
-    "olmoe": (2048, 1024, 64, 8),
-    "qwen3-235b": (4096, 1536, 128, 8),
-    "qwen3-30b": (2048, 768, 128, 8),
-    "qwen3-next": (2048, 512, 512, 10),
-}
 TOKENS = (1, 16, 64, 512, 2048, 8192, 32768)
 TIMINGS = ("eager", "graph")
-THIN = (8, 16, 32, 64)
 WARM_CALLS = 100  # that the timing "warm" has in one graph
 LAYOUTS = {"gkn": ("gkn",), "gnk": ("gnk",), "both": ("gkn", "gnk")}  # what --layout takes
 
@@ -65,7 +49,7 @@ class Suite:
 
     name: str
     about: str
-    operator: str  # a key of providers.OPERATORS
+    operator: str  # a key of operators.OPERATORS
     shapes: tuple[Case, ...]
     providers: tuple[str, ...]  # besides the peers that are installed
     peers: bool = True
@@ -81,10 +65,11 @@ class Suite:
 
 
 def layer_cases(name: str, H: int, width: int, E: int, top_k: int, tokens: Sequence[int] = TOKENS) -> list[Case]:
-    """Both GEMMs of a layer's experts: gate and up [2 * width, H] together, then down [H, width]."""
-    gemms = (("up", 2 * width, H), ("down", H, width))
+    """Both GEMMs of a layer's experts: gate and up together, then down."""
     return [
-        Case(f"{name} {gemm}, {T} token{'s' * (T > 1)}", E, T * top_k, N, K) for gemm, N, K in gemms for T in tokens
+        Case(f"{name} {gemm}, {T} token{'s' * (T > 1)}", E, T * top_k, N, K)
+        for gemm, (N, K) in gemms(H, width).items()
+        for T in tokens
     ]
 
 
@@ -99,22 +84,6 @@ def several(
 def layer(name: str, T: int, H: int, width: int, E: int, top_k: int) -> Case:
     """A layer of E experts, between hidden states of T tokens and its output."""
     return Case(f"{name}, T = {T}", E, T * top_k, width, H, layout="gnk", top_k=top_k)
-
-
-def shape(text: str) -> tuple[int, int, int, int]:
-    """The numbers in "G,M,N,K", for argparse."""
-    numbers = [positive(number) for number in text.split(",")]
-    if len(numbers) != 4:
-        raise argparse.ArgumentTypeError(f"expected G,M,N,K, got {text!r}")
-    G, M, N, K = numbers
-    return G, M, N, K
-
-
-def positive(text: str) -> int:
-    """A positive whole number, for argparse."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
-    return int(text)
 
 
 _TABLE = (
@@ -136,8 +105,7 @@ _UNIFORM = (
         Case(f"{M} x {N} x {K}", G, M, N, K, "uniform", warm=warm)
         for G, M, N, K, warm in (
             (8, 1000, 48, 1000, True),
-            (8, 500, 72, 520, True),
-            (8, 333, 97, 259, True),
+            *((*case, True) for case in UNEVEN),
             (64, 128, 128, 128, True),
             (32, 256, 256, 256, True),
             (128, 8, 1536, 2048, False),
@@ -149,10 +117,9 @@ _UNIFORM = (
         )
     ),
 )
-_CUBES = (128, 256, 512, 1024)
 _VARIED = (
-    *(several(f"4 x {n}^3", [(n, n, n)] * 4, "uniform", warm=True) for n in _CUBES),
-    several("cubes of 1024 to 128", [(n, n, n) for n in reversed(_CUBES)], "random", warm=True),
+    *(several(name, problems, "uniform", warm=True) for name, problems in CUBES),
+    several("cubes of 1024 to 128", UNLIKE_CUBES, "random", warm=True),
     several("16 experts", [(M, 1536, 2048) for M in group_sizes_for("softmax", 16, 4096)], "softmax", "bfloat16"),
     several(
         "unlike layers",
@@ -161,12 +128,11 @@ _VARIED = (
     ),
 )
 _FFN = (
-    layer("qwen3_30b", 8192, *MODELS["qwen3-30b"]),
-    layer("mixtral", 4096, *MODELS["mixtral-8x7b"]),
-    layer("dsv3_ep", 4096, 7168, 2048, 32, 8),
-    layer("olmoe", 4096, *MODELS["olmoe"]),
+    layer("qwen3_30b", 8192, *LAYERS["qwen3-30b"]),
+    layer("mixtral", 4096, *LAYERS["mixtral-8x7b"]),
+    layer("dsv3_ep", 4096, *LAYERS[RANK]),
+    layer("olmoe", 4096, *LAYERS["olmoe"]),
 )
-_LAYERS = {**MODELS, "deepseek-v3, 1 of 8 ranks": (7168, 2048, 32, 8)}
 _SHARED = ("dsv3_ep_up", "qwen3_up", "qwen3_down", "mixtral_down", "decode_qwen3")
 
 SUITES = {
@@ -183,7 +149,7 @@ SUITES = {
             "wide",
             "both GEMMs of every model that `tune` knows, 1 to 32768 tokens, as CUDA-graph replays",
             "grouped_gemm",
-            tuple(case for name, sizes in _LAYERS.items() for case in layer_cases(name, *sizes)),
+            tuple(case for name, sizes in LAYERS.items() for case in layer_cases(name, *sizes)),
             ("torch", "ours"),
             peers=False,
             layouts=LAYOUTS["gnk"],
@@ -222,7 +188,7 @@ SUITES = {
             "whole layers, from hidden states and ids to the output, in prefill and decode, beside the layer of "
             "transformers; G experts, M = T * top_k rows, width N, hidden size K",
             "ffn",
-            (*_FFN, *(layer("qwen3_30b", T, *MODELS["qwen3-30b"]) for T in (1, 16, 64))),
+            (*_FFN, *(layer("qwen3_30b", T, *LAYERS["qwen3-30b"]) for T in (1, 16, 64))),
             ("transformers", "compiled", "ours"),
             layouts=LAYOUTS["gnk"],
         ),

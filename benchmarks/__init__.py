@@ -1,0 +1,1 @@
+"""Our kernels, timed beside PyTorch and peers, and the results; not part of the wheel."""

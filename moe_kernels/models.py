@@ -1,0 +1,43 @@
+"""Shapes: of the models that people run, and of a command line."""
+
+from __future__ import annotations
+
+import argparse
+
+MODELS = {  # name: (H, I, E, top_k)
+    "deepseek-v2-lite": (2048, 1408, 64, 6),
+    "deepseek-v3": (7168, 2048, 256, 8),
+    "glm-4.5": (5120, 1536, 160, 8),
+    "glm-4.5-air": (4096, 1408, 128, 8),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+    "kimi-k2": (7168, 2048, 384, 8),
+    "llama-4-maverick": (5120, 8192, 128, 1),
+    "llama-4-scout": (5120, 8192, 16, 1),
+    "mixtral-8x7b": (4096, 14336, 8, 2),
+    "olmoe": (2048, 1024, 64, 8),
+    "qwen3-235b": (4096, 1536, 128, 8),
+    "qwen3-30b": (2048, 768, 128, 8),
+    "qwen3-next": (2048, 512, 512, 10),
+}
+
+
+def gemms(H: int, width: int) -> dict[str, tuple[int, int]]:
+    """(N, K) of both products of an expert: gate and up together, then down."""
+    return {"up": (2 * width, H), "down": (H, width)}
+
+
+def shape(text: str) -> tuple[int, int, int, int]:
+    """The numbers in "G,M,N,K", for argparse."""
+    numbers = [positive(number) for number in text.split(",")]
+    if len(numbers) != 4:
+        raise argparse.ArgumentTypeError(f"expected G,M,N,K, got {text!r}")
+    G, M, N, K = numbers
+    return G, M, N, K
+
+
+def positive(text: str) -> int:
+    """A positive whole number, for argparse."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)

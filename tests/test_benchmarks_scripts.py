@@ -1,0 +1,169 @@
+"""The scripts of benchmarks/ on a CPU with tiny sizes, and the tables made from what they write."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import plots, report, run
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs pip install 'moe-kernels[transformers]'"
+)
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """benchmarks/transformers_stack.py with one thread: more cost such small models time."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield importlib.import_module("benchmarks.transformers_stack")
+    torch.set_num_threads(threads)
+
+
+def table_of(file: Path, folder: Path) -> str:
+    """What the report puts into a README that names the file; it holds the README to it from then on."""
+    readme = folder / "README.md"
+    readme.write_text(f"<!-- table: {file.name} -->\n<!-- end of table -->\n")
+    assert report.main([str(readme), "--check"]) == 1
+    assert report.main([str(readme)]) == 0
+    text = readme.read_text()
+    assert report.main([str(readme), "--check"]) == 0
+    readme.write_text(text.replace("| ", "| 1", 1))
+    assert report.main([str(readme), "--check"]) == 1
+    return text
+
+
+@needs_transformers
+def test_transformers_stack(stack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "transformers.json"
+    arguments = ["--tiny", "--rounds", "1", "--json", str(file)]
+    assert stack.main([*arguments, "--parts", "prefill", "decode", "compiled"]) == 0
+    make_call = stack.make_call
+
+    def without_memory(model: Any, *arguments: Any) -> Any:
+        call = make_call(model, *arguments)
+
+        def checked() -> None:
+            if model.config._experts_implementation == "batched_mm":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 384.00 GiB.")
+            call()
+
+        return checked
+
+    monkeypatch.setattr(stack, "make_call", without_memory)
+    assert stack.main([*arguments, "--parts", "training"]) == 0
+    results = run.Results.read(file)
+    assert results.meta["transformers"] and results.meta["command"].endswith("--parts training")
+    found = {(r["part"], r["implementation"]): r for r in results.records}
+    parts = {part: stack.IMPLEMENTATIONS[: 3 if part == "compiled" else 4] for part in stack.PARTS}
+    assert found.keys() == {(part, name) for part, names in parts.items() for name in names}
+    for (part, name), record in found.items():
+        if (part, name) == ("training", "batched_mm"):
+            assert record["error"].startswith("OutOfMemoryError: CUDA out of memory")
+            assert record["ms"] is record["tokens_per_s"] is record["first_s"] is None
+        else:
+            assert record["error"] is None
+            tokens = record["batch"] * record["length"]
+            assert record["tokens_per_s"] == pytest.approx(1e3 * tokens / record["ms"], rel=1e-2)
+    text = table_of(file, tmp_path)
+    assert "| training, 2 x 8 |" in text and text.count("out of memory") == 1
+    assert not plots.pictures(results, tmp_path)
+
+
+@needs_transformers
+def test_a_failure_of_ours_is_the_exit_status(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: Any, *_: Any) -> Any:
+        def call() -> None:
+            if model.config._experts_implementation == "moe_kernels":
+                raise RuntimeError("no\nmore")
+
+        return call
+
+    monkeypatch.setattr(stack, "make_call", fail)
+    assert stack.main(["--tiny", "--rounds", "1", "--parts", "prefill"]) == 1
+
+
+@needs_transformers
+def test_a_wrong_result_is_not_timed(stack: Any) -> None:
+    registry = sys.modules["transformers.integrations.moe"]
+    stack.integration.register()
+    model = stack.make_model(True, torch.device("cpu"))
+    stack.check(model)
+
+    def swapped(experts: Any, hidden: Any, ids: Any, topk_weights: Any) -> Any:
+        return stack.integration.experts_forward(experts, hidden, ids ^ 1, topk_weights)
+
+    registry.ExpertsInterface.register("moe_kernels", swapped)
+    try:
+        with pytest.raises(AssertionError, match=r"^moe_kernels: error"):
+            stack.check(model)
+    finally:
+        stack.integration.register()
+
+
+@needs_transformers
+def test_a_gpu_is_asked_for(stack: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        stack.main([])
+    assert "--tiny runs without" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+def test_expert_parallel(tmp_path: Path) -> None:
+    """Two ranks, whose records are added to those of one."""
+    file = tmp_path / "expert_parallel.json"
+    layer = {"suite": "expert_parallel", "H": 64, "I": 32, "E": 16, "top_k": 8, "dtype": "float32", "first_s": 0.1}
+    one = layer | {"ranks": 1, "ms": 5.0, "comm": 0.01, "error_share": 0.2}
+    before = [
+        one | {"scaling": "weak", "tokens_per_rank": 32, "tokens_per_s": 6400.0},
+        one | {"scaling": "strong", "tokens_per_rank": 64, "tokens_per_s": 12800.0},
+    ]
+    run.Results(run.meta(torch.device("cpu"), "before"), before).write(file)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "benchmarks.expert_parallel", "--tiny", "--rounds", "2", "--json", str(file)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    records = json.loads(file.read_text())["records"]
+    assert records[:2] == before
+    assert [(r["scaling"], r["ranks"], r["tokens_per_rank"]) for r in records[2:]] == [
+        ("weak", 2, 32),
+        ("strong", 2, 32),
+    ]
+    for record in records[2:]:
+        assert record.keys() == before[0].keys()
+        assert 0 < record["comm"] < 1 and 0 <= record["error_share"] <= 1
+        assert record["tokens_per_s"] == pytest.approx(1e3 * 64 / record["ms"], rel=1e-2)
+    text = table_of(file, tmp_path)
+    rows = [line for line in text.splitlines() if line.startswith(("| weak", "| strong"))]
+    assert [row.split(" |")[0] for row in rows] == ["| weak, 1", "| weak, 2", "| strong, 1", "| strong, 2"]
+    assert rows[0] == "| weak, 1 | 16 | 32 | 5.0 | 6400 | 1.00 | 1% | 0 |"
+    assert all(row in done.stdout for row in rows)
+
+
+def test_results_of_another_gpu_are_not_kept(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    meta = {"gpu": "A", "torch": "2.11", "date": "1"}
+    run.Results(meta, [{"ranks": 1, "ms": 1}, {"ranks": 2, "ms": 2}]).write(file)
+    for changed, kept in (({"date": "2"}, [{"ranks": 1, "ms": 1}]), ({"gpu": "B"}, []), ({"torch": "2.12"}, [])):
+        results = run.Results(meta | changed, [{"ranks": 2, "ms": 3}])
+        results.keep(file, "ranks")
+        assert results.records == [*kept, {"ranks": 2, "ms": 3}]
+    results = run.Results(meta, [])
+    results.keep(tmp_path / "nothing.json", "ranks")
+    assert results.records == []

@@ -1,0 +1,99 @@
+"""What our kernels are compared with, in our operators and in `benchmarks`: PyTorch's ways, and peers.
+
+Each takes an operator's inputs, and returns the call that is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels.timing import Call
+from tritonbench_ops import peers
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute an operator."""
+
+    label: str
+    make: Callable[[Any], Call]  # from an operator's inputs; what it does itself is not timed
+    package: str | None = None  # of another project; without it the provider is skipped
+    by_default: bool = True  # False: has to be named, because it is slow to prepare
+    ours: bool = False
+    same_result: bool = True  # False for a yardstick that computes something else
+    graphs: bool = True  # False if a call cannot be captured into a CUDA graph
+    result: Callable[[Any, Any], Any] = lambda inputs, made: made  # the operator's result, from what the call returns
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or find_spec(self.package) is not None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of a grouped GEMM."""
+
+    A: Tensor  # [M, K]
+    B: Tensor  # [G, K, N], or [K, N] for all groups
+    group_offsets: Tensor  # [G + 1] int32
+    sizes: list[int]
+
+    @property
+    def offs(self) -> Tensor:  # [G]
+        return self.group_offsets[1:].contiguous()
+
+
+def grouped_mm(inputs: Inputs) -> Call:
+    offs = inputs.offs
+    return lambda: torch._grouped_mm(inputs.A, inputs.B, offs)
+
+
+def loop(inputs: Inputs) -> Call:
+    """`torch.mm` for each group with rows, into one result."""
+    out = inputs.A.new_empty(len(inputs.A), inputs.B.size(2))
+    sizes = [*inputs.sizes, len(inputs.A) - sum(inputs.sizes)]
+    groups = zip(torch.split(inputs.A, sizes), inputs.B, torch.split(out, sizes), strict=False)
+    products = [(a, b, o) for a, b, o in groups if len(a)]
+
+    def loop_of_mm() -> Tensor:
+        for a, b, o in products:
+            torch.mm(a, b, out=o)
+        return out
+
+    return loop_of_mm
+
+
+def loop_over_list(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> Call:
+    """`torch.mm` for each pair, into a list of results."""
+    products = [(a, b, a.new_empty(len(a), b.size(1))) for a, b in zip(group_A, group_B, strict=True)]
+
+    def loop_of_mm() -> list[Tensor]:
+        for a, b, o in products:
+            torch.mm(a, b, out=o)
+        return [o for *_, o in products]
+
+    return loop_of_mm
+
+
+def dense(inputs: Inputs) -> Call:
+    """One `torch.mm` of all rows: of as many FLOPs, and if all groups share `B` the same product."""
+    B = inputs.B if inputs.B.dim() == 2 else inputs.B[0]
+    return lambda: torch.mm(inputs.A, B)
+
+
+PEERS = {
+    "quack": Provider("quack", peers.quack, "quack"),
+    "quack-tuned": Provider("quack, tuned", peers.quack_tuned, "quack", by_default=False),
+    "deepgemm": Provider(
+        "DeepGEMM, rows padded beforehand", peers.deep_gemm, "deep_gemm", result=peers.without_padding
+    ),
+    "triton_kernels": Provider(
+        "triton_kernels, metadata made beforehand", peers.triton_kernels, "triton_kernels", result=peers.without_batch
+    ),
+}
