@@ -130,7 +130,7 @@ def test_info_names_the_entry_and_its_distance(
 
 
 def test_tune_without_a_gpu() -> None:
-    done = run("tune", "--model", "qwen3-30b")
+    done = run("tune", "--model", "qwen3-30b-a3b")
     assert done.returncode == 2
     assert "tune needs a CUDA GPU: torch finds none" in done.stderr and "Traceback" not in done.stderr
 

@@ -258,7 +258,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 
 def test_the_tasks_of_a_model() -> None:
-    todo = tune.tasks(options("--model", "qwen3-30b", "--tokens", "16", "8192"))
+    todo = tune.tasks(options("--model", "qwen3-30b-a3b", "--tokens", "16", "8192"))
     assert [(t.G, t.M, t.N, t.K) for t in todo] == [
         (128, 128, 1536, 2048),
         (128, 128, 2048, 768),
@@ -288,7 +288,7 @@ def test_durations(text: str, expected: float) -> None:
     "arguments",
     [
         [],
-        ["--model", "qwen3-30b", "--shapes", "1,1,1,1"],
+        ["--model", "qwen3-30b-a3b", "--shapes", "1,1,1,1"],
         ["--model", "no-such-model"],
         ["--shapes", "1,2,3"],
         ["--shapes", "1,2,3,0"],
