@@ -58,7 +58,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, help="default: 21, fewer for `wide` and `smoke`")
     parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
     parser.add_argument(
-        "--json", nargs="?", type=Path, const=Path(), metavar="FILE", help="default: benchmarks/results/<gpu>/"
+        "--json",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE",
+        help="default: benchmarks/results/<gpu>/, and without a GPU none",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="bar charts and rooflines, as PNG")
@@ -173,12 +178,13 @@ def _write(results: run.Results, options: argparse.Namespace) -> None:
 
 
 def _json_files(results: run.Results, options: argparse.Namespace) -> dict[Path, run.Results]:
-    """Everything in the file that --json names; without a name a file for each suite."""
+    """Everything in the file that --json names; without a name a file for each suite, if a GPU was measured."""
     if options.json is None:
         return {}
     if options.json != Path():
         return {options.json: results}
-    return {run.folder(results.meta) / f"{suite}.json": results.of(suite) for suite in results.suites}
+    folder = run.folder(results.meta)
+    return {folder / f"{suite}.json": results.of(suite) for suite in results.suites} if folder else {}
 
 
 def _words(options: argparse.Namespace) -> list[str]:

@@ -183,9 +183,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         words = " --tiny" * options.tiny
         command = f"NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N -m benchmarks.expert_parallel{words}"
         results = run.Results(run.meta(device, command), records)
-        file = options.json or (
-            run.folder(results.meta) / "expert_parallel.json" if on_gpu and not options.tiny else None
-        )
+        file, folder = options.json, run.folder(results.meta)
+        if file is None and folder and not options.tiny:
+            file = folder / "expert_parallel.json"
         if file is not None:
             results.keep(file, "ranks")
             results.write(file)

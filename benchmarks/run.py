@@ -27,6 +27,7 @@ from moe_kernels import requirements
 from moe_kernels.timing import Call, captured, gpu_is_lost, host_microseconds, interleaved
 
 Record = dict[str, Any]
+NO_GPU = "none, a CPU"
 FIELDS = (
     *("suite", "case", "G", "M", "N", "K", "sizes", "dtype", "layout", "provider", "timing"),
     *("us", "tflops", "gbps", "host_us", "host_prepared_us", "peak_mb", "rel_err", "error"),
@@ -85,7 +86,7 @@ def meta(device: torch.device, command: str) -> dict[str, Any]:
         if provider.package is not None and provider.installed
     }
     return {
-        "gpu": "none, a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "gpu": NO_GPU if device.type == "cpu" else torch.cuda.get_device_name(device),
         "driver": requirements.nvidia_driver(),
         **{package: metadata.version(package) for package in ("torch", "triton", "helion")},
         **({"peers": peers} if peers else {}),
@@ -95,9 +96,10 @@ def meta(device: torch.device, command: str) -> dict[str, Any]:
     }
 
 
-def folder(meta: dict[str, Any]) -> Path:
-    """Where the results of a GPU are kept."""
-    return Path("benchmarks/results") / re.sub(r"[^a-z0-9]+", "-", meta["gpu"].lower()).strip("-")
+def folder(meta: dict[str, Any]) -> Path | None:
+    """Where the results of a GPU are kept; None for those of a CPU, which say nothing."""
+    name = re.sub(r"[^a-z0-9]+", "-", meta["gpu"].lower()).strip("-")
+    return None if meta["gpu"] == NO_GPU else Path(__file__).parent / "results" / name
 
 
 def _version_of(package: str) -> str | None:

@@ -160,9 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for r in records:
                 said = r["error"] or f"{r['tokens_per_s']:.0f} tokens/s, first call {r['first_s']} s"
                 print(f"[{run.elapsed(begun)}] {part} {batch} x {length}, {r['implementation']}: {said}", flush=True)
-    file = options.json or (
-        run.folder(meta) / "transformers.json" if device.type == "cuda" and not options.tiny else None
-    )
+    file, folder = options.json, run.folder(meta)
+    if file is None and folder and not options.tiny:
+        file = folder / "transformers.json"
     if file is not None:
         results.keep(file, "part")
         results.write(file)

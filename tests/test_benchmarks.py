@@ -623,8 +623,18 @@ def test_the_command_that_is_noted_is_the_one_given(words: str) -> None:
 def test_where_json_goes_without_a_name() -> None:
     results = run.Results({**META, "gpu": "NVIDIA H200"}, [record("a", "x", 1.0), record("b", "x", 1.0, suite="wide")])
     files = cli._json_files(results, argparse.Namespace(json=Path()))
-    assert {str(file) for file in files} == {f"benchmarks/results/nvidia-h200/{s}.json" for s in ("table", "wide")}
+    folder = Path(run.__file__).parent / "results/nvidia-h200"
+    assert files.keys() == {folder / f"{suite}.json" for suite in ("table", "wide")}
     assert all(len(part.records) == 1 for part in files.values())
+
+
+def test_a_cpu_writes_no_file_without_a_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["--suite", "smoke", "--layout", "gkn", "--providers", "torch", "--json"]) == 0
+    assert "Written" not in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert run.folder(run.meta(CPU, "command")) is None
 
 
 # Peers, by stand-ins for their packages
