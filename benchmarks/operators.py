@@ -310,7 +310,7 @@ def _layers(trains: bool) -> Operator:
     return Operator(
         {
             "transformers": Provider("transformers", made(ffn.transformers), "transformers"),
-            "compiled": Provider("transformers, compiled", made(ffn.compiled), "transformers"),
+            "compiled": Provider("transformers, compiled", made(ffn.compiled), "transformers", any_rows=False),
             "ours": Provider("moe_mlp", made(ffn.ours), ours=True),
         },
         "transformers",

@@ -10,12 +10,12 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
-from itertools import groupby
+from itertools import cycle, groupby, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from moe_kernels.timing import Call, captured, gpu_is_lost, host_microseconds, i
 
 Record = dict[str, Any]
 NO_GPU = "none, a CPU"
+_WARM_ROWS = tuple(1 << i for i in range(8))  # so many rows more than a case has, of all magnitudes up to the last
+_SEEN: dict[tuple[Any, ...], set[int]] = {}  # numbers of rows that this process has called a provider with
 FIELDS = (
     *("suite", "case", "G", "M", "N", "K", "sizes", "dtype", "layout", "provider", "timing"),
-    *("us", "tflops", "gbps", "host_us", "host_prepared_us", "peak_mb", "rel_err", "error"),
+    *("us", "tflops", "gbps", "host_us", "host_new_rows_us", "host_prepared_us", "peak_mb", "rel_err", "error"),
 )
 
 
@@ -182,7 +184,7 @@ def measure(
     calls: dict[str, Call] = {}
     errors: dict[tuple[str, str], str] = {}
     relative: dict[str, float] = {}
-    host: dict[str, tuple[float, float | None]] = {}
+    host: dict[str, Record] = {}
     peak: dict[str, float | None] = {}
     with torch.no_grad():
         for key in keys:
@@ -195,7 +197,7 @@ def measure(
                 del made
                 call()
                 if "eager" in timings:
-                    host[key] = _host_times(operator, key, inputs, call, device, rounds)
+                    host[key] = _host_times(operator, key, case, inputs, call, device, 3 * rounds)
                     if operator.trains:
                         peak[key] = _peak_megabytes(call, device)
                 calls[key] = call
@@ -222,7 +224,6 @@ def measure(
     for timing in timings:
         for key in keys:
             spent = us.get((key, timing))
-            eager = host.get(key, (None, None)) if spent is not None and timing == "eager" else (None, None)
             values = {
                 **_labels(suite, case, operator),
                 "provider": operator.providers[key].label,
@@ -230,13 +231,12 @@ def measure(
                 "us": None if spent is None else round(spent, 2),
                 "tflops": None if spent is None else round(flops / spent / 1e6, 3),
                 "gbps": None if spent is None else round(bytes_ / spent / 1e3, 3),
-                "host_us": eager[0],
-                "host_prepared_us": eager[1],
-                "peak_mb": peak.get(key) if spent is not None and timing == "eager" else None,
                 "rel_err": None if spent is None else relative.get(key),
                 "error": errors.get((key, timing)),
             }
-            records.append({name: values[name] for name in FIELDS})
+            if spent is not None and timing == "eager":
+                values |= {**host[key], "peak_mb": peak.get(key)}
+            records.append({name: values.get(name) for name in FIELDS})
     return records
 
 
@@ -272,19 +272,31 @@ def _compile(name: str, cases: Sequence[Case], keys: Sequence[str], device: torc
 
 
 def _host_times(
-    operator: Operator, key: str, inputs: Any, call: Call, device: torch.device, rounds: int
-) -> tuple[float, float | None]:
-    """Host microseconds of a call with another number of rows each time, and of a repeated one in inference mode."""
-    others = [operator.providers[key].make(other) for other in (operator.longer(inputs, more) for more in range(1, 5))]
-    for other in others:
-        other()
-    changing = host_microseconds(others, device, 3 * rounds)
-    if operator.trains:
-        return round(changing, 1), None
-    with torch.inference_mode():
-        call()
-        prepared = host_microseconds([call], device, 3 * rounds)
-    return round(changing, 1), round(prepared, 1)
+    operator: Operator, key: str, case: Case, inputs: Any, call: Call, device: torch.device, repeats: int
+) -> Record:
+    """Host microseconds of a call: with numbers of rows seen before, with new ones, and repeated in inference mode."""
+    provider = operator.providers[key]
+
+    def calls(more: Iterable[int]) -> Iterator[Call]:
+        return (provider.make(operator.longer(inputs, rows)) for rows in more)
+
+    found = {}
+    if provider.any_rows:
+        for warm in calls(_WARM_ROWS):
+            warm()
+        had, seen = case.M // case.top_k, _SEEN.setdefault((key, *case.weights), set())
+        new = [n for n in range(1, _WARM_ROWS[-1]) if n not in _WARM_ROWS and had + n not in seen][:repeats]
+        seen.update(had + n for n in (0, *_WARM_ROWS, *new))
+        found["host_us"] = host_microseconds(calls(islice(cycle(_WARM_ROWS), repeats)), device)
+        if new:
+            found["host_new_rows_us"] = host_microseconds(calls(new), device)
+    else:
+        found["host_us"] = host_microseconds(repeat(call, repeats), device)
+    if not operator.trains:
+        with torch.inference_mode():
+            call()
+            found["host_prepared_us"] = host_microseconds(repeat(call, repeats), device)
+    return {name: round(us, 1) for name, us in found.items()}
 
 
 def _peak_megabytes(call: Call, device: torch.device) -> float | None:

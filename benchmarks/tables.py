@@ -14,7 +14,12 @@ from benchmarks.suites import SUITES, WARM_CALLS
 from tritonbench_ops.plots import Measured
 
 SLOW = 0.98  # x the baseline below which a case is listed
-_EAGER = {"host_us": "host us", "host_prepared_us": "host us, prepared", "peak_mb": "peak MB"}  # of eager calls only
+_EAGER = {  # fields that eager calls alone have, some of them only in newer files
+    "host_us": "host us",
+    "host_new_rows_us": "host us, new rows",
+    "host_prepared_us": "host us, prepared",
+    "peak_mb": "peak MB",
+}
 CUBES = re.compile(r"(\d+) x (\d+)\^3")  # so many products N x N x N
 _LAYER = re.compile(r"(.+), (\d+) tokens?")
 
@@ -66,9 +71,9 @@ def case_text(records: Sequence[Record]) -> str:
     timings = list(dict.fromkeys(record["timing"] for record in records))
     base = roles(records[0]["suite"])[0]
     head = [f"x {base}", "TFLOP/s", "GB/s"]
-    head_row = ["", *(cell for timing in timings for cell in (f"{timing} us", *head)), "host us", "prepared"]
+    head_row = ["", *(cell for timing in timings for cell in (f"{timing} us", *head))]
     peaks = ["peak MB"] if any(record.get("peak_mb") is not None for record in records) else []
-    rows = [[*head_row, *peaks, "rel err"]]
+    rows = [[*head_row, "host us", "new rows", "prepared", *peaks, "rel err"]]
     notes = []
     for label in dict.fromkeys(record["provider"] for record in records):
         row = [label]
@@ -80,7 +85,7 @@ def case_text(records: Sequence[Record]) -> str:
             row += [_number(record["tflops"], 1), _number(record["gbps"], 0)]
         first = case[label, timings[0]]
         error = first["rel_err"]
-        row += [_number(first["host_us"], 1), _number(first["host_prepared_us"], 1)]
+        row += [_number(first.get(name), 1) for name in ("host_us", "host_new_rows_us", "host_prepared_us")]
         row += [_number(first["peak_mb"], 0)] if peaks else []
         rows.append([*row, "-" if error is None else f"{error:.1e}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

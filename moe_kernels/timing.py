@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -39,18 +39,20 @@ def interleaved(
     return {key: statistics.median(values) for key, values in times.items()}
 
 
-def host_microseconds(calls: Sequence[Call], device: torch.device, repeats: int) -> float:
-    """Median microseconds until a call returns, the device not waited for; `repeats` calls, going round `calls`.
+def host_microseconds(calls: Iterable[Call], device: torch.device) -> float:
+    """Median microseconds until a call returns, the device not waited for.
 
-    The device is synchronized after every fifth call, so that none waits for room in the queue.
+    Five calls at a time are taken from `calls`, which may make them only then; before them the device is synchronized,
+    so that none waits for room in the queue.
     """
     times = []
-    for i, call in zip(range(repeats), itertools.cycle(calls), strict=False):
-        if i % 5 == 0:
-            _synchronize(device)
-        start = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - start))
+    remaining = iter(calls)
+    while batch := list(itertools.islice(remaining, 5)):
+        _synchronize(device)
+        for call in batch:
+            start = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - start))
     _synchronize(device)
     return statistics.median(times)
 

@@ -11,7 +11,7 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +48,7 @@ META = {
 def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run, "_SEEN", {})
 
 
 def with_providers(monkeypatch: pytest.MonkeyPatch, **providers: Provider) -> Operator:
@@ -373,7 +374,10 @@ def test_what_is_wrong_or_fails_has_no_time(
     records = {r["provider"]: r for r in measured(operator, "torch", "bad", "ours")}
     assert [records[name]["error"] for name in ("torch._grouped_mm", "grouped_gemm")] == [None, None]
     bad = records["bad"]
-    assert all(bad[name] is None for name in ("us", "tflops", "gbps", "host_us", "host_prepared_us", "rel_err"))
+    assert all(
+        bad[name] is None
+        for name in ("us", "tflops", "gbps", "host_us", "host_new_rows_us", "host_prepared_us", "rel_err")
+    )
     if how is raises:
         assert bad["error"] == "NotImplementedError: more than 1023 groups"
     else:
@@ -411,8 +415,51 @@ def test_a_record() -> None:
     assert (first["suite"], first["case"], first["layout"]) == ("smoke", "case", "[G, K, N]")
     assert second["provider"] == "loop of torch.mm" and second["timing"] == "eager"
     assert first["tflops"] == pytest.approx(2 * 20 * 16 * 24 / first["us"] / 1e6, abs=1e-3)
-    assert first["host_us"] > 0 and first["host_prepared_us"] > 0 and 0 < first["rel_err"] < 3e-3
+    assert min(first[name] for name in ("host_us", "host_new_rows_us", "host_prepared_us")) > 0
+    assert 0 < first["rel_err"] < 3e-3
     json.dumps(first)
+
+
+def test_new_rows_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to cases that have the same weights, and with others of each magnitude called before."""
+    called: list[int] = []
+
+    def make(inputs: Inputs) -> Call:
+        def call() -> torch.Tensor:
+            called.append(len(inputs.A))
+            return inputs.A @ inputs.B[0]
+
+        return call
+
+    batches: list[list[int]] = []
+
+    def host_microseconds(calls: Iterable[Call], device: torch.device) -> float:
+        before = len(called)
+        for call in calls:
+            call()
+        batches.append(called[before:])
+        return float(len(batches))
+
+    monkeypatch.setattr(run, "host_microseconds", host_microseconds)
+    operator = with_providers(monkeypatch, one=Provider("one", make, same_result=False))
+    for M in (20, 23, 1):
+        start = len(called)
+        [found] = measured(operator, "one", case=replace(CASE, M=M))
+        assert [found[name] for name in ("host_us", "host_new_rows_us", "host_prepared_us")] == [1, 2, 3]
+        cycled, new, prepared = batches
+        before = called[: called.index(new[0], start)]
+        assert len(new) == len(set(new)) == 9 and not set(new) & set(before)
+        assert {rows.bit_length() for rows in new} <= {rows.bit_length() for rows in before[start:]}
+        assert set(cycled) <= set(before[: -len(cycled)]) and len(cycled) == 9 and prepared == [M] * 9
+        batches.clear()
+
+
+def test_what_is_compiled_for_one_number_of_rows_is_called_with_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    right = GROUPED.providers["ours"].make
+    fixed = Provider("fixed", lambda inputs: made.append(len(inputs.A)) or right(inputs), any_rows=False)
+    [found] = measured(with_providers(monkeypatch, fixed=fixed), "fixed")
+    assert found["host_us"] > 0 and found["host_new_rows_us"] is None and made == [20]
 
 
 def test_records_of_two_timings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -740,6 +787,19 @@ def test_markdown_of_cases() -> None:
     assert cells["`torch._grouped_mm` us"] == "120" and cells["`grouped_gemm` x"] == "1.20"
     assert cells["loop of `torch.mm` x"] == "-"
     assert cells["`grouped_gemm` host us"] == "16" and cells["`torch._grouped_mm` host us, prepared"] == "9"
+    assert "new rows" not in head
+    found.records[-1]["host_new_rows_us"] = 21.0
+    assert "| `grouped_gemm` host us, new rows |" in tables.markdown(found)
+
+
+def test_records_of_older_files() -> None:
+    base, ours = tables.roles("table")
+    old = [record("a", p, 9.0, "eager", host_us=5.0, host_prepared_us=4.0, rel_err=1e-3) for p in (base, ours)]
+    for found in old:
+        del found["host_new_rows_us"], found["peak_mb"]
+    assert " 5.0         -       4.0" in tables.case_text(old)
+    [first, _] = csv.DictReader(tables.csv_text(results_of(*old)).splitlines())
+    assert (first["host_us"], first["host_new_rows_us"], first["host_prepared_us"]) == ("5.0", "", "4.0")
 
 
 def layer_results() -> run.Results:

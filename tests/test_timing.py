@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -88,16 +88,30 @@ def test_host_time_goes_round_the_calls() -> None:
         counts[i] += 1
         time.sleep(0.002 if i else 0)
 
-    assert timing.host_microseconds([lambda i=i: count(i) for i in range(3)], CPU, repeats=9) == pytest.approx(2000)
+    assert timing.host_microseconds([lambda i=i: count(i) for i in range(3)] * 3, CPU) == pytest.approx(2000)
     assert counts == [3, 3, 3]
 
 
 def test_the_queue_is_emptied_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(timing, "_synchronize", lambda device: events.append("wait"))
-    timing.host_microseconds([lambda: events.append("call")], CPU, repeats=50)
+    timing.host_microseconds(itertools.repeat(lambda: events.append("call"), 50), CPU)
     longest = max(len(list(run)) for kind, run in itertools.groupby(events) if kind == "call")
     assert events.count("call") == 50 and longest == 5 and events[-1] == "wait"
+
+
+def test_calls_are_made_when_their_turn_comes() -> None:
+    """And what making them takes is not timed."""
+    order: list[str] = []
+
+    def calls() -> Iterator[Callable[[], None]]:
+        for _ in range(7):
+            order.append("made")
+            time.sleep(0.5)
+            yield lambda: order.append("called")
+
+    assert timing.host_microseconds(calls(), CPU) == 0
+    assert order == ["made"] * 5 + ["called"] * 5 + ["made"] * 2 + ["called"] * 2
 
 
 def test_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

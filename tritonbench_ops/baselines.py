@@ -27,6 +27,7 @@ class Provider:
     by_default: bool = True  # False: has to be named, because it is slow to prepare
     ours: bool = False
     same_result: bool = True  # False for a yardstick that computes something else
+    any_rows: bool = True  # False if it is prepared for one number of rows, at the cost of seconds or minutes
     graphs: bool = True  # False if a call cannot be captured into a CUDA graph
     result: Callable[[Any, Any], Any] = lambda inputs, made: made  # the operator's result, from what the call returns
 
@@ -89,7 +90,7 @@ def dense(inputs: Inputs) -> Call:
 
 PEERS = {
     "quack": Provider("quack", peers.quack, "quack"),
-    "quack-tuned": Provider("quack, tuned", peers.quack_tuned, "quack", by_default=False),
+    "quack-tuned": Provider("quack, tuned", peers.quack_tuned, "quack", by_default=False, any_rows=False),
     "deepgemm": Provider(
         "DeepGEMM, rows padded beforehand", peers.deep_gemm, "deep_gemm", result=peers.without_padding
     ),
