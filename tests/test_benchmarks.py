@@ -23,15 +23,15 @@ import torch
 import moe_kernels
 import tritonbench_ops
 from benchmarks import __main__ as cli
-from benchmarks import plots, report, run, tables
-from benchmarks.operators import OPERATORS, Operator, _sample
+from benchmarks import run, tables
+from benchmarks.inputs import sample
+from benchmarks.operators import OPERATORS, Operator
 from benchmarks.suites import SUITES, Case, Suite, layer, layer_cases, of_shapes, several
 from moe_kernels import requirements
 from moe_kernels.models import MODELS
 from moe_kernels.testing import group_sizes_for
 from moe_kernels.timing import Call
 from tritonbench_ops import ffn, peers
-from tritonbench_ops import plots as tritonbench
 from tritonbench_ops.baselines import Inputs, Provider
 
 CPU = torch.device("cpu")
@@ -401,11 +401,11 @@ def test_a_failed_capture_leaves_the_eager_time(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_sample_of_groups() -> None:
-    assert _sample([0, 3, 0, 2]) == [1, 3]
+    assert sample([0, 3, 0, 2]) == [1, 3]
     sizes = [1] * 200
     sizes[0] = sizes[199] = 0
     sizes[77] = 5
-    found = _sample(sizes)
+    found = sample(sizes)
     assert {1, 77, 198} <= set(found) and len(found) <= 12
 
 
@@ -745,182 +745,3 @@ def test_peers_get_what_they_take(layout: str, absent: str, monkeypatch: pytest.
 
 def test_an_absent_package_is_no_provider() -> None:
     assert not Provider("label", spoilt(zeros), package="no_such_package").installed
-
-
-# Reports
-
-
-def results_of(*records: run.Record) -> run.Results:
-    return run.Results(META, list(records))
-
-
-def test_the_summary_lists_what_is_slower() -> None:
-    base, ours = tables.roles("table")
-    text = tables.summary(
-        results_of(
-            *(record(case, base, 100.0) for case in "abc"),
-            record("a", ours, 50.0),
-            record("b", ours, 200.0),
-            record("c", ours, None, error="RuntimeError: no"),
-        )
-    )
-    assert (
-        "grouped_gemm is 1.000 times as fast as torch._grouped_mm (geometric mean of 2 cases, 0.500 at worst)" in text
-    )
-    assert "slower: 0.500  b (8, 64, 32, 16), B [G, K, N]" in text and "  a (8" not in text
-    assert "failed: grouped_gemm on c: RuntimeError: no" in text
-
-
-def test_markdown_of_cases() -> None:
-    base, ours = tables.roles("table")
-    found = results_of(
-        record("a", base, 120.0),
-        record("a", ours, 100.0),
-        record("a", "loop of torch.mm", None, error="no"),
-        record("a", base, 150.0, "eager", host_us=14.4, host_prepared_us=9.0),
-        record("a", ours, 130.0, "eager", host_us=15.6, host_prepared_us=7.0),
-    )
-    lines = tables.markdown(found).splitlines()
-    [head] = [line for line in lines if line.startswith("| case")]
-    [row] = [line for line in lines if line.startswith("| a (8, 64, 32, 16)")]
-    cells = dict(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)), strict=True))
-    assert cells["`torch._grouped_mm` us"] == "120" and cells["`grouped_gemm` x"] == "1.20"
-    assert cells["loop of `torch.mm` x"] == "-"
-    assert cells["`grouped_gemm` host us"] == "16" and cells["`torch._grouped_mm` host us, prepared"] == "9"
-    assert "new rows" not in head
-    found.records[-1]["host_new_rows_us"] = 21.0
-    assert "| `grouped_gemm` host us, new rows |" in tables.markdown(found)
-
-
-def test_records_of_older_files() -> None:
-    base, ours = tables.roles("table")
-    old = [record("a", p, 9.0, "eager", host_us=5.0, host_prepared_us=4.0, rel_err=1e-3) for p in (base, ours)]
-    for found in old:
-        del found["host_new_rows_us"], found["peak_mb"]
-    assert " 5.0         -       4.0" in tables.case_text(old)
-    [first, _] = csv.DictReader(tables.csv_text(results_of(*old)).splitlines())
-    assert (first["host_us"], first["host_new_rows_us"], first["host_prepared_us"]) == ("5.0", "", "4.0")
-
-
-def layer_results() -> run.Results:
-    base, ours = tables.roles("wide")
-    names = [f"model{i} {gemm}, {T} token{'s' * (T > 1)}" for i in range(3) for gemm in ("up", "down") for T in (1, 64)]
-    pairs = [(name, provider, us) for name in names for provider, us in ((base, 100.0), (ours, 80.0))]
-    return results_of(*(record(name, provider, us, suite="wide") for name, provider, us in pairs))
-
-
-def test_markdown_of_layers() -> None:
-    found = layer_results()
-    found.records[1]["us"] = None
-    lines = tables.markdown(found).splitlines()
-    assert "| layer (G, N, K) | 1 tokens | 64 tokens |" in lines
-    assert "| model0 up (8, 32, 16) | - | 1.25 |" in lines and "| model2 down (8, 32, 16) | 1.25 | 1.25 |" in lines
-
-
-def test_plots(tmp_path: Path) -> None:
-    """Of layers, of cases one of which has no time; and they say which results they show."""
-    base, ours = tables.roles("table")
-    cases = results_of(*(record(c, p, us) for c in "ab" for p, us in ((base, 10.0), (ours, 8.0), ("basic", None))))
-    for found in (layer_results(), cases):
-        plots.draw(found, tmp_path)
-        pictures = plots.pictures(found, tmp_path)
-        assert len(pictures) == 2 and all(tritonbench.is_of(picture, found) for picture in pictures)
-        found.records[0]["us"] += 1
-        assert not any(tritonbench.is_of(picture, found) for picture in pictures)
-
-
-def test_a_plot_over_n(tmp_path: Path) -> None:
-    base, ours = tables.roles("varied")
-    times = [(f"4 x {N}^3", p, us) for N in (128, 256) for p, us in ((base, 20.0), (ours, 10.0 + N))]
-    records = [record(case, p, us, suite="varied") for case, p, us in [*times, ("mix", base, 5.0), ("mix", ours, 4.0)]]
-    found = results_of(*records, record("4 x 128^3", ours, 3.0, "warm", suite="varied"))
-    assert plots._cubes(found) == {base: {128: 0.02, 256: 0.02}, ours: {128: 0.138, 256: 0.266}}
-    plots.draw(found, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"varied.png", "varied-roofline.png", "varied-cubes.png"}
-
-
-def test_the_readme_is_written_and_checked(tmp_path: Path) -> None:
-    """Two tables, of two suites, and what is around them stays."""
-    base, ours = tables.roles("table")
-    results_of(record("a", base, 10.0), record("a", ours, 8.0)).write(tmp_path / "results/table.json")
-    layer_results().write(tmp_path / "results/wide.json")
-    page = tmp_path / "README.md"
-    marked = "".join(
-        f"before {name}\n<!-- table: results/{name}.json -->\nwhat stood here\n<!-- end of table -->\nafter\n"
-        for name in ("table", "wide")
-    )
-    page.write_text(marked)
-    assert report.main([str(page), "--check"]) == 1 and page.read_text() == marked
-    assert report.main([str(page)]) == 0
-    text = page.read_text()
-    assert "what stood here" not in text and text.count("after") == 2 and "before wide" in text
-    assert "| a (8, 64, 32, 16) |" in text and "| model1 up (8, 32, 16) |" in text
-    for name in ("table", "table-roofline", "wide", "wide-roofline"):
-        assert f"![{name}](results/{name}.png)" in text and (tmp_path / f"results/{name}.png").exists()
-    assert report.main([str(page), "--check"]) == 0
-    (tmp_path / "results/wide.png").unlink()
-    assert report.main([str(page), "--check"]) == 1
-    assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
-    results_of(record("a", base, 10.0), record("a", ours, 7.0)).write(tmp_path / "results/table.json")
-    assert report.main([str(page), "--check"]) == 1
-
-
-def test_a_second_run_leaves_the_plots_to_the_first(tmp_path: Path) -> None:
-    base, ours = tables.roles("table")
-    for name, us in (("table", 8.0), ("table-second-run", 7.0)):
-        results_of(record("a", base, 10.0), record("a", ours, us)).write(tmp_path / f"{name}.json")
-    names = ("table", "table-second-run")
-    page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- table: {name}.json -->\n<!-- end of table -->\n" for name in names))
-    assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
-    text = page.read_text()
-    assert "| 1.25 |" in text and "| 1.43 |" in text and text.count("![table](table.png)") == 1
-
-
-TRITONBENCH = """\
-(G, sizes);loop-latency;loop-tflops;fast (packed)-latency;fast (packed)-tflops;fast (packed)-speedup;none-latency
-(8, 'zipf');0.2;50.0;0.1;100.0;2.0;not supported
-(4, 'one');0.0124;1.0;"wrong; by
-much";;;not supported
-(2, 'one');0.09;10.0;0.18;5.0;0.5;not supported
-average;0.1;20.3;0.093;35.0;0.83;
-"""
-
-
-def test_a_csv_of_tritonbench(tmp_path: Path) -> None:
-    """A provider that failed on an input counts for nothing there, and one without any number is left out."""
-    found = tritonbench.read(TRITONBENCH)
-    assert found.names == ["8, zipf", "4, one", "2, one"] and tritonbench.plotted(found) == ["tflops", "speedup"]
-    assert found.providers["fast (packed)"]["speedup"] == [2.0, None, 0.5]
-    assert tables.of_tritonbench(found).splitlines() == [
-        "| G, sizes | loop us | fast (packed) x |",
-        "|---|---|---|",
-        "| 8, zipf | 200 | 2.00 |",
-        "| 4, one | 12.4 | - |",
-        "| 2, one | 90.0 | 0.50 |",
-        "| geometric mean |  | 1.00 |",
-    ]
-    file, page = tmp_path / "op.csv", tmp_path / "page.md"
-    file.write_text(TRITONBENCH)
-    page.write_text("<!-- table: op.csv -->\n<!-- end of table -->\n")
-    assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
-    assert tables.of_tritonbench(found) in page.read_text() and "![op](op.png)" in page.read_text()
-    assert tritonbench.is_of(tmp_path / "op.png", found)
-    file.write_text(TRITONBENCH.replace(";50.0;", ";51.0;"))
-    assert report.main([str(page), "--check"]) == 1
-
-
-def test_a_csv_of_tritonbench_without_numbers() -> None:
-    for text in ("x_val\naverage\n", "x_val;loop-latency\n1;no\naverage;\n"):
-        assert tritonbench.plotted(tritonbench.read(text)) == []
-
-
-def test_a_csv_of_tritonbench_whose_baseline_failed() -> None:
-    text = "(n,);base-latency;ours-latency;ours-speedup;zero-speedup\n(1,);;0.01;nan;0.0\n(2,);;0.02;;0.0\n"
-    assert tables.of_tritonbench(tritonbench.read(text)).splitlines() == [
-        "| n, | base us | zero x |",
-        "|---|---|---|",
-        "| 1 | - | 0.00 |",
-        "| 2 | - | 0.00 |",
-        "| geometric mean |  | - |",
-    ]
