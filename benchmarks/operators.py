@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,6 +12,11 @@ from torch import Tensor
 import moe_kernels
 from benchmarks import inputs as given
 from benchmarks.suites import Case
+from moe_kernels.ops.products import GROUPED_GEMM
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.emit import emit
+from moe_kernels.runtime.plan import Alloc, Plan
+from moe_kernels.runtime.signature import signature
 from moe_kernels.timing import Call
 from tritonbench_ops import baselines, ffn
 from tritonbench_ops.baselines import PEERS, Inputs, Provider
@@ -46,34 +50,16 @@ def _ours(name: str) -> Callable[[Inputs], Call]:
 
 def _without_table(inputs: Inputs) -> Call:
     """The persistent kernel by itself: the list of tiles is made beforehand, and no row outside the groups zeroed."""
-    from moe_kernels.kernels import grouped_gemm, grouped_gemm_tails
-    from moe_kernels.kernels.launch import compile_kernel
-
-    made: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
-
-    def noting(kernel: Any, args: Any, *rest: Any, **options: Any) -> Callable[..., Any]:
-        run = compile_kernel(kernel, args, *rest, **options)
-
-        def call(*args: Any) -> Any:
-            made[kernel.name] = (run, args)
-            return run(*args)
-
-        return call
-
-    out = inputs.A.new_empty(len(inputs.A), inputs.B.size(2))
-    tensors = (inputs.A, inputs.B, inputs.group_offsets, None, out)
-    with (
-        mock.patch.object(grouped_gemm, "compile_kernel", noting),
-        mock.patch.object(grouped_gemm_tails, "compile_kernel", noting),
-    ):
-        grouped_gemm._plan("persistent", *tensors)(*tensors)
-    [(run, args)] = made.values()
-
-    def call() -> Tensor:
-        run(*args)
-        return out
-
-    return call
+    tensors, options = (inputs.A, inputs.B, inputs.group_offsets, None), (inputs.A.dtype, "persistent")
+    cache.find(GROUPED_GEMM, tensors, options)(*tensors)
+    entry = cache.plans.get(signature(GROUPED_GEMM, tensors, options))
+    assert entry is not None
+    plan, device = entry.plan, inputs.A.device
+    made = sorted(step.variable for step in plan.steps if isinstance(step, Alloc))
+    memory = emit(replace(plan, results=tuple(made)), entry.launchers, device)(*tensors)
+    names = tuple(f"made {variable}" for variable in made)  # the first variables after the inputs
+    kernel = emit(Plan((*plan.inputs, *names), plan.steps[-1:], plan.results), entry.launchers, device)
+    return lambda: kernel(*tensors, *memory)
 
 
 def _grouped(per_group: bool, layouts: dict[str, str], baseline: str, providers: dict[str, Provider]) -> Operator:

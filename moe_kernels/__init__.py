@@ -1,13 +1,16 @@
 """Helion kernels for jagged Mixture-of-Experts work. Importing this package touches no GPU and does not need one."""
 
-from moe_kernels.dispatch import (
+from moe_kernels.ahead import LayerShape, compile_ahead
+from moe_kernels.batched import plan_varied_grouped_gemm, uniform_grouped_gemm, varied_grouped_gemm
+from moe_kernels.experts import moe_mlp, swiglu_ffn
+from moe_kernels.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_jagged,
     grouped_gemm_jagged_persistent,
     grouped_gemm_wgrad,
     grouped_mm,
 )
-from moe_kernels.moe import MoE, moe_mlp, swiglu_ffn
+from moe_kernels.nn import MoE
 from moe_kernels.packing import (
     group_offsets_from_offs,
     group_offsets_from_sizes,
@@ -16,16 +19,17 @@ from moe_kernels.packing import (
     pack_groups,
     unpack_groups,
 )
-from moe_kernels.routing import Routing, permute, route, topk_sigmoid, topk_softmax, unpermute
+from moe_kernels.routing import permute, route, topk_sigmoid, topk_softmax, unpermute
+from moe_kernels.routing_maps import Routing
 from moe_kernels.schedule import varied_schedule
-from moe_kernels.uniform import uniform_grouped_gemm
-from moe_kernels.varied import plan_varied_grouped_gemm, varied_grouped_gemm
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LayerShape",
     "MoE",
     "Routing",
+    "compile_ahead",
     "group_offsets_from_offs",
     "group_offsets_from_sizes",
     "group_sizes",

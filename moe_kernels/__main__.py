@@ -1,8 +1,9 @@
-"""`python -m moe_kernels demo | info | tune`: run the main job, say what is installed, tune."""
+"""`python -m moe_kernels demo | info | compile | cache | tune`: run the main job, say what is installed, prepare."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import subprocess
@@ -16,7 +17,10 @@ import torch
 from torch import Tensor
 
 import moe_kernels
-from moe_kernels import requirements, timing, tune
+from moe_kernels import commands, requirements, rules, timing
+from moe_kernels.runtime import targets
+from moe_kernels.tuning import entries
+from moe_kernels.tuning import search as tune
 
 _DEMO = """\
 Runs the main job on generated Mixture-of-Experts traffic: one ragged matrix of rows per expert, skewed, some of them
@@ -33,9 +37,10 @@ Needs torch, triton and helion. Exits with 0 if every check passed, otherwise wi
 _INFO = """\
 Prints the GPU and its driver, the versions of Python and the packages, whether Triton's interpreter is on, which
 kernel and config a few typical shapes get and from where (a file of tuned configs, with the distance of its entry
-in factors of two, or the rule), and what is missing, with the command that installs it.
+in factors of two, or the rule), and what is missing, with the command that installs it. With --model, what that model's
+layer launches for each class of token counts, and how many kernels and configs that takes; this needs Helion.
 
-Needs torch only. Always exits with 0."""
+Needs torch only. Exits with 0."""
 
 # (model, G, M, N, K, dtype)
 _TYPICAL = [
@@ -55,25 +60,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Grouped GEMM kernels for Mixture-of-Experts layers: try them here, and see what they would use.",
         epilog="`python -m moe_kernels demo --help` and so on say more.",
     )
-    commands = parser.add_subparsers(dest="command", metavar="{demo,info,tune}")
-    for name, summary, text in (
-        ("demo", "run every kernel on generated traffic, check the results, print times; works without a GPU", _DEMO),
-        ("info", "print GPU, versions, the configs in use, and what is missing; needs nothing but torch", _INFO),
+    subparsers = parser.add_subparsers(dest="command", metavar="{demo,info,compile,cache,tune}")
+    for name, summary, text, add_arguments in (
+        ("demo", "run every kernel, check the results, print times; works without a GPU", _DEMO, None),
+        ("info", "print GPU, versions, configs, and what is missing", _INFO, commands.add_info_arguments),
+        ("compile", "make plans and binaries ahead, for any GPU", commands.COMPILE, commands.add_compile_arguments),
+        ("cache", "show or clear what is kept on disk", commands.CACHE, commands.add_cache_arguments),
+        ("tune", "search faster configs on this GPU, and keep them", tune.HELP, tune.add_arguments),
     ):
-        commands.add_parser(name, help=summary, description=text, formatter_class=raw)
-    summary = "search faster configs for a model or given shapes on this GPU, and keep them; needs a GPU"
-    tune.add_arguments(commands.add_parser("tune", help=summary, description=tune.HELP, formatter_class=raw))
+        added = subparsers.add_parser(name, help=summary, description=text, formatter_class=raw)
+        if add_arguments is not None:
+            add_arguments(added)
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
         return 2
-    if options.command == "tune":
+    if options.command == "cache":
+        return commands.cache_main(options)
+    if options.command in ("compile", "tune"):
         if problems := requirements.problems():
             print(
                 f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.FIX}", file=sys.stderr
             )
             return 1
-        return tune.main(options)
+        return tune.main(options) if options.command == "tune" else commands.compile_main(options)
+    if options.command == "info" and options.model:
+        commands.print_layer(options)
+        return 0
     return demo() if options.command == "demo" else info()
 
 
@@ -166,9 +179,9 @@ def info() -> int:
         print("Configs: not shown, because finding them needs what is missing.")
         return 0
     try:
-        from moe_kernels import configs  # noqa: F401
+        importlib.import_module("helion")
     except Exception as error:  # whatever a broken installation raises, this command is there to report it
-        print(f"Configs: not shown, because helion cannot be imported: {type(error).__name__}: {error}")
+        print(f"New plans cannot be made, because helion cannot be imported: {type(error).__name__}: {error}")
         print(f"To fix it: {fix}")
         return 0
     with warnings.catch_warnings(record=True) as caught:
@@ -181,26 +194,22 @@ def info() -> int:
 
 def _print_configs() -> None:
     """Where tuned configs are looked for, and what a few typical shapes get."""
-    from moe_kernels import configs
-    from moe_kernels.configs import store
-
-    device = torch.device("cuda", 0) if _gpu() == "cuda" and not _interpreter_on() else None
-    if device is None:
+    gpu = targets.of_device("cuda", 0) if _gpu() == "cuda" and not _interpreter_on() else None
+    if gpu is None:
         print("Configs: by rule, measured on an H200. Tuned configs are for GPUs, and none is used here.")
     else:
-        gpu = store.gpu_of(device)
-        entries = [file for file, _ in store.load(gpu)]
+        known = [file for file, _ in entries.load(gpu)]
         print(
             f"Configs for {gpu.name}: the nearest of those tuned, or else by rule, measured on an H200. Looked for in"
         )
-        for file, _ in store.files_for(gpu):
-            print(f"  {file}: {f'{entries.count(file)} entries for these versions' if file.exists() else 'not there'}")
+        for file, _ in entries.files_for(gpu):
+            print(f"  {file}: {f'{known.count(file)} entries for these versions' if file.exists() else 'not there'}")
     rows = []
     for name, G, M, N, K, dtype in _TYPICAL:
         mean_rows = M // G
-        problem = configs.Problem(
-            rows=configs.floor_power_of_2(mean_rows),
-            M=configs.floor_power_of_2(M),
+        problem = rules.Problem(
+            rows=rules.floor_power_of_2(mean_rows),
+            M=rules.floor_power_of_2(M),
             N=N,
             K=K,
             G=G,
@@ -209,15 +218,14 @@ def _print_configs() -> None:
             tma_A=True,
             tma_B=True,
             tma_out=True,
-            wide_A=False,
-            wide_B=False,
-            wide_out=False,
+            int64_A=False,
+            int64_B=False,
+            int64_out=False,
             has_bias=False,
-            device=device,
-            slow_memory=device is not None and configs.slow_memory(device),
+            gpu=gpu,
         )
-        choice = configs.choose(problem)
-        limit = configs.tails_from_rows(problem) if choice.variant == "tails" else configs.PERSISTENT_FROM_ROWS
+        choice = rules.choose(problem)
+        limit = rules.tails_from_rows(problem) if choice.variant == "tails" else rules.PERSISTENT_FROM_ROWS
         because = f"rule: {mean_rows} rows per group {'>=' if mean_rows >= limit else '<'} {limit}"
         if choice.entry is not None:
             near = choice.entry.bucket
@@ -232,7 +240,7 @@ def _print_configs() -> None:
                 because,
                 f"block_m {choice.block_m}, blocks {values['block_sizes']}, "
                 f"{values['num_warps']} warps, {values['num_stages']} stages, "
-                f"{len(choice.access.tma)} of 3 tensors by TMA",
+                f"{len(choice.addressing.tma)} of 3 tensors by TMA",
             ]
         )
     _print_table(["layer", "G, M, N, K", "kernel", "because", "config"], rows)

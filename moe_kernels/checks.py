@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from moe_kernels.form import ACTIVATIONS, Form
-
-if TYPE_CHECKING:
-    from moe_kernels.routing import Routing
+from moe_kernels.glu import ACTIVATIONS, GLUSpec
+from moe_kernels.routing_maps import Routing
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
@@ -184,7 +182,7 @@ def check_swiglu_ffn(
     w_up: Tensor | None,  # as w_gate_up
     gate_up_bias: Tensor | None,  # [E, W]
     up_bias: Tensor | None,  # [E, W]
-    form: Form,
+    spec: GLUSpec,
     transposed: bool,
     *,
     reference: bool = False,
@@ -195,7 +193,7 @@ def check_swiglu_ffn(
         TypeError: an argument is no tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
     """
-    _check_first_weights("rows", "M", rows, w_gate_up, w_up, gate_up_bias, up_bias, form, transposed, reference)
+    _check_first_weights("rows", "M", rows, w_gate_up, w_up, gate_up_bias, up_bias, spec, transposed, reference)
     check_index_vector("group_offsets", group_offsets)
     E = w_gate_up.shape[0]
     if group_offsets.shape[0] != E + 1:
@@ -213,7 +211,7 @@ def check_moe_mlp(
     gate_up_bias: Tensor | None,  # [E, W]
     up_bias: Tensor | None,  # [E, W]
     down_bias: Tensor | None,  # [E, H]
-    form: Form,
+    spec: GLUSpec,
     transposed: bool,
     *,
     reference: bool = False,
@@ -224,14 +222,14 @@ def check_moe_mlp(
         TypeError: an argument is no tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
     """
-    _check_first_weights("hidden", "T", hidden, w_gate_up, w_up, gate_up_bias, up_bias, form, transposed, reference)
+    _check_first_weights("hidden", "T", hidden, w_gate_up, w_up, gate_up_bias, up_bias, spec, transposed, reference)
     E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
     check_route(topk_ids, topk_weights, E)
     T, H = hidden.shape
     if topk_ids.shape[0] != T:
         raise ValueError(f"topk_ids: expected T = {T} as in hidden {[T, H]}, got {list(topk_ids.shape)}")
     check_same_device("topk_ids", topk_ids, "hidden", hidden)
-    width = W // 2 if form.gated and w_up is None else W
+    width = W // 2 if spec.gated and w_up is None else W
     down = (E, width, H) if transposed else (E, H, width)
     _check_operand("w_down", w_down, down, "hidden", hidden, reference)
     if down_bias is not None:
@@ -246,17 +244,17 @@ def _check_first_weights(
     w_up: Tensor | None,
     gate_up_bias: Tensor | None,
     up_bias: Tensor | None,
-    form: Form,
+    spec: GLUSpec,
     transposed: bool,
     reference: bool,
 ) -> None:
-    _check_form(form, w_up is not None, up_bias is not None)
+    _check_spec(spec, w_up is not None, up_bias is not None)
     for operand_name, operand in ((name, inputs), ("w_gate_up", w_gate_up)):
         _check_is_tensor(operand_name, operand)
         _check_float_dtype(operand_name, operand.dtype, inputs, reference)
     if inputs.dim() != 2:
         raise ValueError(f"{name}: expected shape [{count}, H], got {list(inputs.shape)}")
-    width = "2I" if form.gated and w_up is None else "I"
+    width = "2I" if spec.gated and w_up is None else "I"
     shape = f"[E, H, {width}]" if transposed else f"[E, {width}, H]"
     H = inputs.shape[1]
     if w_gate_up.dim() != 3 or w_gate_up.shape[1 if transposed else 2] != H:
@@ -271,14 +269,14 @@ def _check_first_weights(
             _check_operand(operand_name, value, expected, name, inputs, reference)
 
 
-def _check_form(form: Form, two_weights: bool, up_bias: bool) -> None:
-    if form.activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {form.activation!r}")
-    if form.activation == "clamped_swiglu" and not form.gated:
+def _check_spec(spec: GLUSpec, two_weights: bool, up_bias: bool) -> None:
+    if spec.activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {spec.activation!r}")
+    if spec.activation == "clamped_swiglu" and not spec.gated:
         raise ValueError("gated: expected True for clamped_swiglu, got False")
-    if two_weights and not form.gated:
+    if two_weights and not spec.gated:
         raise ValueError("w_up: expected None for experts without a gate, got a value")
-    if form.interleaved and (two_weights or not form.gated):
+    if spec.interleaved and (two_weights or not spec.gated):
         raise ValueError("interleaved: expected False unless w_gate_up holds gate and up, got True")
     if up_bias and not two_weights:
         raise ValueError("up_bias: expected None without w_up, got a value")
@@ -351,8 +349,8 @@ def _check_other_form(
     out_dtype: torch.dtype | None,
     reference: bool,
 ) -> torch.dtype:
-    form = mat_a.dim(), mat_b.dim()
-    a_form, b_form = _OTHER_FORMS[form]
+    spec = mat_a.dim(), mat_b.dim()
+    a_form, b_form = _OTHER_FORMS[spec]
     for name, value in (("mat_a", mat_a), ("mat_b", mat_b)):
         _check_float_dtype(name, value.dtype, mat_a, reference)
     if mat_b.shape[-2] != mat_a.shape[-1]:
@@ -361,7 +359,7 @@ def _check_other_form(
             f"got {list(mat_b.shape)}"
         )
     check_same_device("mat_b", mat_b, "mat_a", mat_a)
-    if form == (3, 3):
+    if spec == (3, 3):
         if offs is not None:
             raise ValueError("offs: expected None for two 3-D operands, got a value")
         if mat_b.shape[0] != mat_a.shape[0]:
@@ -370,7 +368,7 @@ def _check_other_form(
         if offs is None:
             raise ValueError("offs: expected the groups' ends, an int32 tensor [G], got None")
         check_index_vector("offs", offs)
-        if form == (3, 2) and offs.shape[0] != mat_a.shape[0]:
+        if spec == (3, 2) and offs.shape[0] != mat_a.shape[0]:
             raise ValueError(f"offs: expected length G = {mat_a.shape[0]} for mat_a {a_form}, got {offs.shape[0]}")
         check_same_device("offs", offs, "mat_a", mat_a)
     if bias is not None:

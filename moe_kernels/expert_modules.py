@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import reference
-from moe_kernels.form import ACTIVATIONS, Form
+from moe_kernels.glu import ACTIVATIONS, GLUSpec
 
 
 class Layout(NamedTuple):
@@ -30,7 +30,7 @@ LAYOUTS = (
     Layout(("0",), "2", gated=False),  # nn.Sequential(Linear, activation, Linear)
 )
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_PLAIN = tuple(name for name in ACTIVATIONS if name != "clamped_swiglu")  # whose form needs no more numbers
+_PLAIN = tuple(name for name in ACTIVATIONS if name != "clamped_swiglu")  # whose spec needs no more numbers
 
 
 class Stacked(NamedTuple):
@@ -147,7 +147,7 @@ def _matching(expert: nn.Module, w_in: Tensor, w_out: Tensor, gated: bool) -> li
         want = copy.deepcopy(expert).double().eval()(x)
         found = []
         for name in _PLAIN:
-            act = reference.activate(x @ w_in.T, None, Form(name, gated, False, 0.0, 0.0))
+            act = reference.activate(x @ w_in.T, None, GLUSpec(name, gated, False, 0.0, 0.0))
             if (act @ w_out.T - want).abs().max() < 1e-5 * want.abs().max():
                 found.append(name)
     return found

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_kernels.packing import group_sizes
-from moe_kernels.routing import Routing, permute, route, unpermute
+from moe_kernels.routing import permute, route, unpermute
+from moe_kernels.routing_maps import Routing
 
 
 class Exchange(NamedTuple):

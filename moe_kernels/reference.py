@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,9 @@ from .checks import (
     check_varied,
     clamp_offsets,
 )
-from .form import Form
+from .glu import GLUSpec
 from .packing import group_offsets_from_offs, group_sizes
-
-if TYPE_CHECKING:
-    from .routing import Routing
+from .routing_maps import Routing
 
 
 def grouped_gemm(
@@ -232,8 +230,6 @@ def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
     Raises:
         TypeError, ValueError: see `checks.check_route`.
     """
-    from .routing import Routing  # imports this module
-
     check_route(topk_ids, topk_weights, num_experts)
     ids = topk_ids.reshape(-1)
     experts = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
@@ -328,97 +324,97 @@ def _kept(slots: Tensor, slot_to_row: Tensor, group_offsets: Tensor) -> Tensor:
 
 
 def activate(
-    h: Tensor,  # [R, 2I] or [R, I]
-    h_up: Tensor | None,  # [R, I]
-    form: Form,
+    preact: Tensor,  # [R, 2I] or [R, I]
+    preact_up: Tensor | None,  # [R, I]
+    spec: GLUSpec,
 ) -> Tensor:  # [R, I]
-    """What stands between an expert's two products, in float32, float64 for float64, rounded once: see `Form`."""
-    gate, up = form.halves(h, h_up)
-    compute = _accumulation_dtype(h)
+    """What stands between an expert's two products, in float32, float64 for float64, rounded once: see `GLUSpec`."""
+    gate, up = spec.halves(preact, preact_up)
+    compute = _accumulation_dtype(preact)
     if up is None:
-        return _nonlinear(gate.to(compute), form)[0].to(h.dtype)
-    gate, up = _clamped(gate.to(compute), up.to(compute), form)
-    return (_nonlinear(gate, form)[0] * up).to(h.dtype)
+        return _nonlinear(gate.to(compute), spec)[0].to(preact.dtype)
+    gate, up = _clamped(gate.to(compute), up.to(compute), spec)
+    return (_nonlinear(gate, spec)[0] * up).to(preact.dtype)
 
 
 def activate_backward(
-    h: Tensor,  # [R, 2I] or [R, I]
-    h_up: Tensor | None,  # [R, I]
+    preact: Tensor,  # [R, 2I] or [R, I]
+    preact_up: Tensor | None,  # [R, I]
     d_act: Tensor,  # [R, I]
     topk_weights: Tensor | None,  # [T, top_k]
     row_to_slot: Tensor | None,  # [R]
     group_offsets: Tensor | None,  # [E + 1]
-    form: Form,
+    spec: GLUSpec,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of `w[r] * act[r]` for `act = activate(h, h_up)`, where `d_act` is that of the result.
+    """The gradients of `w[r] * act[r]` for `act = activate(preact, preact_up)`, where `d_act` is that of the result.
 
     `w` are the rows' topk_weights, zero at and past group_offsets[-1], or ones without topk_weights.
 
     Returns:
-        The gradients of `h` and `h_up`, and with topk_weights `w * act [R, I]` and their gradient `[T, top_k]`.
+        The gradients of `preact` and `preact_up`, and with topk_weights `w * act [R, I]` and the gradient of these.
     """
-    gate, up = form.halves(h, h_up)
-    compute = _accumulation_dtype(h, d_act)
+    gate, up = spec.halves(preact, preact_up)
+    compute = _accumulation_dtype(preact, d_act)
     d = d_act.to(compute)
     w = kept = None
     if topk_weights is not None:
         assert row_to_slot is not None
         assert group_offsets is not None
-        kept = torch.arange(len(row_to_slot), device=h.device) < group_offsets[-1]
+        kept = torch.arange(len(row_to_slot), device=preact.device) < group_offsets[-1]
         w = topk_weights.reshape(-1)[row_to_slot.long()].to(compute)
         w = torch.where(kept, w, torch.zeros_like(w)).unsqueeze(1)
     wd = d if w is None else w * d
     if up is None:
-        act, slope = _nonlinear(gate.to(compute), form)
+        act, slope = _nonlinear(gate.to(compute), spec)
         d_gate, d_up = wd * slope, None
     else:
-        g, u = _clamped(gate.to(compute), up.to(compute), form)
-        f, slope = _nonlinear(g, form)
+        g, u = _clamped(gate.to(compute), up.to(compute), spec)
+        f, slope = _nonlinear(g, spec)
         act, d_gate, d_up = f * u, wd * u * slope, wd * f
-        if form.activation == "clamped_swiglu":
-            d_gate = torch.where(gate <= form.limit, d_gate, torch.zeros_like(d_gate))
-            d_up = torch.where(up.abs() <= form.limit, d_up, torch.zeros_like(d_up))
-    if d_up is None or h_up is not None:
-        d_h = d_gate
-    elif form.interleaved:
-        d_h = torch.stack((d_gate, d_up), dim=-1).flatten(1)
+        if spec.activation == "clamped_swiglu":
+            d_gate = torch.where(gate <= spec.limit, d_gate, torch.zeros_like(d_gate))
+            d_up = torch.where(up.abs() <= spec.limit, d_up, torch.zeros_like(d_up))
+    if d_up is None or preact_up is not None:
+        d_preact = d_gate
+    elif spec.interleaved:
+        d_preact = torch.stack((d_gate, d_up), dim=-1).flatten(1)
     else:
-        d_h = torch.cat((d_gate, d_up), dim=1)
-    d_h_up = None if h_up is None or d_up is None else d_up.to(h_up.dtype)
+        d_preact = torch.cat((d_gate, d_up), dim=1)
+    d_preact_up = None if preact_up is None or d_up is None else d_up.to(preact_up.dtype)
     if w is None:
-        return d_h.to(h.dtype), d_h_up, None, None
+        return d_preact.to(preact.dtype), d_preact_up, None, None
     assert topk_weights is not None
     assert row_to_slot is not None
-    dots = torch.empty(topk_weights.numel(), dtype=compute, device=h.device)
+    dots = torch.empty(topk_weights.numel(), dtype=compute, device=preact.device)
     products = (act * d).sum(1)
     assert kept is not None
     products = torch.where(kept, products, torch.zeros_like(products))
     dots = dots.index_put((row_to_slot.long(),), products).view(topk_weights.shape)
-    return d_h.to(h.dtype), d_h_up, (w * act).to(h.dtype), dots.to(topk_weights.dtype)
+    return d_preact.to(preact.dtype), d_preact_up, (w * act).to(preact.dtype), dots.to(topk_weights.dtype)
 
 
-def _clamped(gate: Tensor, up: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    if form.activation != "clamped_swiglu":
+def _clamped(gate: Tensor, up: Tensor, spec: GLUSpec) -> tuple[Tensor, Tensor]:
+    if spec.activation != "clamped_swiglu":
         return gate, up
-    return gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit) + 1
+    return gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit) + 1
 
 
-def _nonlinear(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+def _nonlinear(x: Tensor, spec: GLUSpec) -> tuple[Tensor, Tensor]:
     """f(x) and its derivative."""
-    if form.activation in ("silu", "clamped_swiglu"):
-        a = 1.0 if form.activation == "silu" else form.alpha
+    if spec.activation in ("silu", "clamped_swiglu"):
+        a = 1.0 if spec.activation == "silu" else spec.alpha
         s = torch.sigmoid(a * x)
         return x * s, s * (1 + a * x * (1 - s))
-    if form.activation == "gelu":
+    if spec.activation == "gelu":
         normal = 0.5 * (1 + torch.erf(x * 0.5**0.5))
         return x * normal, normal + x * torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
-    if form.activation == "gelu_tanh":
+    if spec.activation == "gelu_tanh":
         # (1 + tanh(u)) / 2 = sigmoid(2 u)
         a = 2 * (2 / torch.pi) ** 0.5
         s = torch.sigmoid(a * (x + 0.044715 * x**3))
         return x * s, s + x * s * (1 - s) * a * (1 + 3 * 0.044715 * x * x)
     positive = x.clamp(min=0)
-    if form.activation == "relu":
+    if spec.activation == "relu":
         return positive, (x > 0).to(x.dtype)
     return positive * positive, 2 * positive
 
@@ -443,15 +439,15 @@ def swiglu_ffn(
     Raises:
         TypeError, ValueError: see `checks.check_swiglu_ffn`.
     """
-    form = Form(activation, gated, interleaved, alpha, limit)
-    check_swiglu_ffn(rows, w_gate_up, group_offsets, w_up, gate_up_bias, up_bias, form, transposed, reference=True)
+    spec = GLUSpec(activation, gated, interleaved, alpha, limit)
+    check_swiglu_ffn(rows, w_gate_up, group_offsets, w_up, gate_up_bias, up_bias, spec, transposed, reference=True)
 
     def project(weight: Tensor, bias: Tensor | None) -> Tensor:
         return grouped_linear(rows, weight if transposed else weight.mT, group_offsets, bias, None)
 
-    h = project(w_gate_up, gate_up_bias)
-    h_up = None if w_up is None else project(w_up, up_bias)
-    return activate(h, h_up, form)
+    preact = project(w_gate_up, gate_up_bias)
+    preact_up = None if w_up is None else project(w_up, up_bias)
+    return activate(preact, preact_up, spec)
 
 
 def moe_mlp(

@@ -13,7 +13,9 @@ import torch
 
 import moe_kernels
 from moe_kernels import __main__ as cli
-from moe_kernels import requirements
+from moe_kernels import requirements, rules
+from moe_kernels.runtime import targets
+from moe_kernels.tuning import entries
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ["grouped_gemm_jagged", "grouped_gemm_jagged_persistent", "grouped_gemm"]
@@ -87,41 +89,37 @@ def test_info_names_the_entry_and_its_distance(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """As on a GPU with one tuned entry, near the second of the typical shapes."""
-    from moe_kernels import configs
-    from moe_kernels.configs import store
-
-    gpu = store.Gpu("NVIDIA Test 9000", (9, 0))
-    problem = configs.Problem(
+    gpu = targets.Gpu("NVIDIA Test 9000", "cuda", 90, 132, 232448)
+    problem = rules.Problem(
         512, 65536, 1536, 1792, 128, torch.bfloat16, False, True, True, True, False, False, False, False
     )
-    by_rule = configs.rule(problem)
-    made = store.Entry(
+    by_rule = rules.rule(problem)
+    made = entries.Entry(
         by_rule.variant,
-        configs.bucket_of(problem),
+        rules.bucket_of(problem),
         by_rule.block_m,
-        by_rule.access.tma,
+        by_rule.addressing.tma,
         {**by_rule.config.config, "num_stages": 3},
         600.0,
         610.0,
         65536,
-        store.installed_versions(),
+        entries.installed_versions(),
         "2026-01-01",
         "",
     )
-    file = store.file_in(tmp_path, gpu.name)
-    store.write(file, gpu.name, [made])
+    file = entries.file_in(tmp_path, gpu.name)
+    entries.write(file, gpu.name, [made])
     (tmp_path / "nvidia-sm90.json").write_text("{")
     monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(store, "gpu_of", lambda device: gpu)
-    monkeypatch.setattr(store, "BUNDLED", tmp_path / "none")
-    monkeypatch.setattr(configs, "slow_memory", lambda device: False)
+    monkeypatch.setattr(targets, "of_device", lambda kind, index: gpu)
+    monkeypatch.setattr(entries, "BUNDLED", tmp_path / "none")
     monkeypatch.setattr(cli, "_gpu", lambda: "cuda")
     monkeypatch.setattr(cli, "_gpu_fields", list)
-    configs.reload()
+    rules.reload()
     assert cli.main(["info"]) == 0
-    configs.reload()
+    rules.reload()
     text = capsys.readouterr().out
     assert f"{file}: 1 entries" in text and "not there" in text
     assert f"tuned: {file}, distance 0.19 from 512 rows per group, N 1536, K 1792, G 128" in text

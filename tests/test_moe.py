@@ -14,7 +14,7 @@ from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_kernels import MoE, group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
-from moe_kernels.form import ACTIVATIONS, Form
+from moe_kernels.glu import ACTIVATIONS, GLUSpec
 from moe_kernels.ops import layer
 
 T, H, I, E, TOP_K = 4, 3, 2, 4, 2  # noqa: E741
@@ -198,7 +198,7 @@ def test_opcheck(name: str, keep: bool) -> None:
     arguments = make(LAYERS[name])
     tensors = arguments["tensors"]
     defaults = {"activation": "silu", "gated": True, "interleaved": False, "alpha": 0.7, "limit": 0.7}
-    form = Form(**{key: arguments["options"].get(key, default) for key, default in defaults.items()})
+    form = GLUSpec(**{key: arguments["options"].get(key, default) for key, default in defaults.items()})
     transposed = arguments["options"].get("transposed", False)
     w_in, w_up, w_out = (
         None if w is None else w if transposed else w.mT for w in map(tensors.get, ("w_gate_up", "w_up", "w_down"))
@@ -236,7 +236,7 @@ def test_the_activations_backward_is_its_derivative(activation: str) -> None:
     for gated, two in ((True, False), (True, True), (False, False)):
         if activation == "clamped_swiglu" and not gated:
             continue
-        form = Form(activation, gated, gated and not two, 1.3, 0.7)
+        form = GLUSpec(activation, gated, gated and not two, 1.3, 0.7)
         h = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
         h_up = torch.randn(9, 6, dtype=torch.float64, requires_grad=True) if two else None
         act = reference.activate(h, h_up, form)

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import (
-    dispatch,
     grouped_gemm,
     grouped_gemm_wgrad,
     grouped_mm,
@@ -31,6 +30,8 @@ from moe_kernels import (
     unpermute,
     varied_grouped_gemm,
 )
+from moe_kernels.ops.library import use_kernels
+from moe_kernels.runtime import torch_internals
 
 OPERATORS = torch.ops.moe_kernels
 OFFSETS = torch.tensor([1, 3, 3, 6], dtype=torch.int32)  # of 7 rows: the first and the last belong to no group
@@ -121,7 +122,7 @@ def test_autograd_alone_sees_what_the_operators_are(name: str, monkeypatch: pyte
         return [out, *first, *(d for d in second if d is not None)]
 
     past = results()
-    monkeypatch.setattr(dispatch, "profiled", lambda: True)
+    monkeypatch.setattr(torch_internals, "profiled", lambda: True)
     for one, other in zip(past, results(), strict=True):
         assert torch.equal(one, other) and one.stride() == other.stride()
 
@@ -421,7 +422,7 @@ def test_operands_of_two_dtypes() -> None:
 
 
 def test_what_the_reference_computes_is_what_the_operators_compute() -> None:
-    assert not dispatch.use_kernels(torch.empty(1, dtype=torch.float64))
+    assert not use_kernels(torch.empty(1, dtype=torch.float64))
     A, B = random(7, 3, dtype=torch.bfloat16), random(3, 3, 2, dtype=torch.bfloat16)
     a, b = A.detach().clone().requires_grad_(), B.detach().clone().requires_grad_()
     out, expected = grouped_gemm(A, B, OFFSETS), reference.grouped_gemm(a, b, OFFSETS)

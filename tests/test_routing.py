@@ -26,7 +26,7 @@ def routed(ids: Any, num_experts: int, dtype: torch.dtype = torch.float64) -> Ro
 
 
 def test_the_docstrings_example() -> None:
-    result = doctest.testmod(moe_kernels.routing)
+    result = doctest.testmod(moe_kernels.routing_maps)
     assert (result.failed, result.attempted) == (0, 7)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 from tritonbench.utils.triton_op import BenchmarkOperator, Mode
 
-from moe_kernels import configs
-from moe_kernels.plans import set_aside
+from moe_kernels import rules
+from moe_kernels.runtime.cache import set_aside
 from tritonbench_ops import plots
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def checked(provider: Callable[..., Callable[[], Any]]) -> Callable[..., Callabl
 
     @functools.wraps(provider)
     def build(self: Operator, *inputs: Any) -> Callable[[], Any]:
-        with configs.noted() as chosen:
+        with set_aside(), rules.record() as chosen:
             call = provider(self, *inputs)
             self.check(call(), *inputs)
         self.chosen[provider.__name__] = chosen[-1][1] if chosen else None
@@ -126,7 +126,7 @@ def gigabytes_per_second(moved: int, metrics: Any) -> float | None:
 def chosen_config(call: Callable[[], Any]) -> dict[str, Any] | str:
     """The config that one of our functions uses in `call`; of several products, that of the last one."""
     with contextlib.ExitStack() as stack:
-        chosen = stack.enter_context(configs.noted())
+        chosen = stack.enter_context(rules.record())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # other threads would not be heard
         stack.enter_context(set_aside())  # a kept plan does not choose again
         call()

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe_kernels import requirements
-from moe_kernels.dispatch import grouped_gemm
-from moe_kernels.moe import swiglu_ffn
+from moe_kernels.experts import swiglu_ffn
+from moe_kernels.grouped_gemm import grouped_gemm
 from moe_kernels.packing import group_offsets_from_sizes
 
 TESTED = ("0.3", "0.3")  # the oldest and the newest minor version that the tests were run with

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_kernels import requirements
-from moe_kernels.dispatch import grouped_gemm, grouped_mm
-from moe_kernels.moe import moe_mlp
+from moe_kernels.experts import moe_mlp
+from moe_kernels.grouped_gemm import grouped_gemm, grouped_mm
 from moe_kernels.routing import permute, route, unpermute
 
 TESTED = ("5.8", "5.23")  # the oldest and the newest minor version that the tests were run with

@@ -6,17 +6,18 @@ clamped_swiglu (gpt-oss):   act = gate * sigmoid(alpha * gate) * (up + 1), gate 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import helion
 import helion.language as hl
 import torch
 
-from moe_kernels.configs import by_rows
-from moe_kernels.kernels.inline import halve
-from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
-from moe_kernels.plans import Plans, kind
+from moe_kernels.glu import GLUSpec
+from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.inline import decode_odd
+from moe_kernels.rules import by_rows
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
 
 
 def _erf(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +89,7 @@ def activate(
     for tile_r, tile_i in hl.tile([programs, width], block_size=[1, None]):
         zero = hl.zeros([], dtype=torch.int32)
         r = (tile_r.id + zero).to(torch.int64)
-        if r < halve(odd_R, zero):
+        if r < decode_odd(odd_R, zero):
             g = gate[r, tile_i].to(torch.float32)
             if up is None:
                 act[r, tile_i] = activated(g, None, name, alpha, limit).to(act.dtype)
@@ -115,7 +116,7 @@ def activate_backward(
     for tile_r, tile_i in hl.tile([programs, width], block_size=[1, None]):
         zero = hl.zeros([], dtype=torch.int32)
         r = (tile_r.id + zero).to(torch.int64)
-        if r < halve(odd_R, zero):
+        if r < decode_odd(odd_R, zero):
             g = gate[r, tile_i].to(torch.float32)
             d = d_act[r, tile_i].to(torch.float32)
             if up is None:
@@ -154,7 +155,7 @@ def weighted_backward(
     for tile_r in hl.tile(programs, block_size=1):
         zero = hl.zeros([], dtype=torch.int32)
         r = (tile_r.id + zero).to(torch.int64)
-        if r < halve(odd_R, zero):
+        if r < decode_odd(odd_R, zero):
             slot = row_to_slot[r]
             w = torch.where(r < group_offsets[E], weights[slot].to(torch.float32), 0.0)
             dot = hl.zeros([], dtype=torch.float32)
@@ -191,36 +192,65 @@ def _gated_backward(
     return d * up * _slope(gate, name, alpha), d * nonlinear(gate, name, alpha)
 
 
-_plans: Plans[Callable[..., None]] = Plans()
+def plan_activate(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[GLUSpec]
+) -> SymbolicTensor:
+    """Of a preactivation `[R, 2I]` or `[R, I]` and, if apart, that of up `[R, I]`: act `[R, I]`."""
+    preact, preact_up = tensors
+    assert preact is not None
+    return write_activation(builder, preact, preact_up, options[0])
 
 
-def launch(
-    kernel: helion.Kernel[Any],  # one of the three
-    tensors: tuple[torch.Tensor | None, ...],  # its tensors
-    name: str,
-    alpha: float,
-    limit: float,
-) -> None:
-    """Fill what the kernel writes. Nothing is checked; no tensor may be empty."""
+def write_activation(
+    builder: Builder, preact: SymbolicTensor, preact_up: SymbolicTensor | None, spec: GLUSpec
+) -> SymbolicTensor:
+    """act `[R, I]`."""
+    gate, up = spec.halves(preact, preact_up)
+    act = builder.alloc(gate.shape, preact.dtype)
+    _launch(builder, activate, (act, gate, up), spec)
+    return act
+
+
+def plan_activate_backward(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[bool, GLUSpec]
+) -> tuple[SymbolicTensor, ...]:
+    """Of preact, preact_up, d_act, topk_weights, row_to_slot and group_offsets, as `reference.activate_backward`:
+    the gradients of the first two, weighted act if the first option asks for it, and the weights' gradient; empty for
+    what there is not.
+    """
+    preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets = tensors
+    assert preact is not None and d_act is not None
+    weigh, spec = options
+    gate, up = spec.halves(preact, preact_up)
+    d_preact = builder.alloc(preact.shape, preact.dtype)
+    d_preact_up = builder.alloc((0,) if preact_up is None else preact_up.shape, preact.dtype)
+    d_gate, d_up = spec.halves(d_preact, None if preact_up is None else d_preact_up)
+    if topk_weights is None:
+        _launch(builder, activate_backward, (d_gate, d_up, gate, up, d_act), spec)
+        return d_preact, d_preact_up, *(builder.alloc((0,), preact.dtype) for _ in range(2))
+    weighted = builder.alloc(d_act.shape if weigh else (0,), preact.dtype)
+    d_weights = builder.alloc(topk_weights.shape, topk_weights.dtype)
+    if _is_empty(gate):
+        builder.zero(d_weights)
+    if not topk_weights.is_contiguous():
+        R = topk_weights.flatten().size(0)
+        topk_weights = builder.call("contiguous", (topk_weights,), ((R,), topk_weights.dtype))
+    written = (d_gate, d_up, weighted if weigh else None, d_weights.flatten())
+    arguments = (*written, gate, up, d_act, topk_weights.flatten(), row_to_slot, group_offsets)
+    _launch(builder, weighted_backward, arguments, spec)
+    return d_preact, d_preact_up, weighted, d_weights
+
+
+def _is_empty(tensor: SymbolicTensor) -> bool:
+    return any(most(n) == 0 for n in tensor.shape)
+
+
+def _launch(builder: Builder, kernel: Any, tensors: Sequence[SymbolicTensor | None], spec: GLUSpec) -> None:
+    """Fill what the kernel writes, in so many rows as the first tensor has."""
     first = tensors[0]
     assert first is not None
-    R, width = first.shape
-    key = (
-        kernel.name,
-        name,
-        alpha,
-        limit,
-        R.bit_length(),
-        width,
-        first.device,
-        *map(kind, tensors),
-        None if tensors[-1] is None or tensors[-1].dim() > 1 else tensors[-1].size(0),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        like = [None if t is None else without_ones(t) for t in tensors]
-        # R may double before there is a new plan.
-        wide = max(2 * span(t) for t in tensors if t is not None) > INT32_MAX
-        plan = compile_kernel(kernel, (*like, 3, 3, name, alpha, limit), by_rows(width), wide=wide)
-        _plans[key] = plan
-    plan(*tensors, R | 1, 2 * R + 1, name, alpha, limit)
+    if _is_empty(first):
+        return
+    R = first.size(0)
+    arguments = (*tensors, R | 1, R * 2 + 1, spec.activation, spec.alpha, spec.limit)
+    builder.launch(kernel, arguments, by_rows(first.size(1)), int64_index=needs_int64(*tensors))

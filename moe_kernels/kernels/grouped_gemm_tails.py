@@ -8,29 +8,31 @@ from the first to the last at the same pace, so a group's weights are in the L2 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import helion
 import helion.language as hl
 import torch
 from torch import Tensor
 
-from moe_kernels import configs
+from moe_kernels import rules
+from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import divide, int32, unmasked
-from moe_kernels.kernels.launch import compile_kernel, kernel, worker_count
-from moe_kernels.kernels.tiles import compile_table, place, shares, some_table, windows
+from moe_kernels.kernels.tiles import place, plan_table, shares, windows
+from moe_kernels.rules.config import Config
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
-def _preset(A_packed: Tensor, B: Tensor, tiles: Tensor, bias: Tensor | None, *_: Any) -> helion.Config:
-    return configs.tails(A_packed.size(1), bias is not None, configs.Access(False, False, False, wide=False))
+def _preset(A_packed: Tensor, B: Tensor, tiles: Tensor, bias: Tensor | None, *_: Any) -> Config:
+    return rules.tails(A_packed.size(1), bias is not None, rules.Addressing(False, False, False, int64_index=False))
 
 
 @kernel(_preset, static_shapes=True)
 def jagged_tails(
     A_packed: Tensor,  # [M, K]
     B: Tensor,  # [G, K, N]; [G, N, K] if `transposed`; if `tma`, with N as [columns, 256]
-    tiles: Tensor,  # [1 + G + slots, 3] int32, of tile_table with `tails_apart`
+    tiles: Tensor,  # [1 + G + max_tiles, 3] int32, of tile_table with `tails_apart`
     bias: Tensor | None,  # [G, N]
     tails_out: Tensor,  # [M, N], or `_windows` of it if `tma`
     out: Tensor,  # the same memory, in other windows
@@ -115,58 +117,32 @@ def _store(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, tma:
         hl.store(out, [rows.unsqueeze(1), columns.unsqueeze(0)], tile, extra_mask=(rows < end).unsqueeze(1))
 
 
-def plan(
-    choice: configs.Choice,
-    A_packed: Tensor,  # [M, K]
-    B: Tensor,  # [G, K, N], or [1, K, N] for one that all groups share; N a multiple of 256
-    group_offsets: Tensor,  # [G + 1]
-    bias: Tensor | None,  # [G, N]
-    out: Tensor,  # [M, N]
-    transposed: bool,  # B lies in memory as [G, N, K]
+def multiply(
+    builder: Builder,
+    choice: rules.Choice,
+    A_packed: SymbolicTensor,  # [M, K]
+    B: SymbolicTensor,  # [G, K, N], or [1, K, N] for one that all groups share; [_, N, K] if `transposed`
+    group_offsets: SymbolicTensor,  # [G + 1]
+    bias: SymbolicTensor | None,  # [G, N]
+    out: SymbolicTensor,  # [M, N], N a multiple of 256
+    transposed: bool,
     tf32: bool,
-) -> Callable[..., None]:
-    """What multiplies such tensors by `jagged_tails`; nothing is launched."""
-    G, columns = group_offsets.size(0) - 1, out.size(1) // configs.TAILS_WIDTH
-    tma = choice.access.tma_out
-    cost = configs.tail_cost(A_packed.size(1))
-    settled = (G, columns, len(B) == 1, transposed, tma, worker_count(out.device), cost, 16)
-
-    def prepare(
-        A_packed: Tensor, B: Tensor, tiles: Tensor, bias: Tensor | None, tails_out: Tensor, out: Tensor, *rest: Any
-    ) -> tuple[Any, ...]:
-        if transposed:
-            B = B.transpose(1, 2)
-        if tma:
-            B = B.unflatten(1 if transposed else 2, (columns, configs.TAILS_WIDTH))
-            tails_out, out = _windows(tails_out, 64, 256), _windows(out, 128, 128)
-        return A_packed, B, tiles, bias, tails_out, out, *rest
-
-    # TMA has no use for Helion's limit on the elements of a tensor: compile for fewer.
-    a, b, o = A_packed, B, out
+) -> None:
+    """Write the product to `out` by `jagged_tails`."""
+    G, columns = group_offsets.size(0) - 1, out.size(1) // rules.TAILS_WIDTH
+    tma = choice.addressing.tma_out
+    tiles = plan_table(builder, group_offsets, out, rules.TAILS_HEIGHT, tails_apart=True)
+    outs, shared = (out, out), B.size(0) == 1
     if tma:
-        a, b, o = (
-            a.narrow(0, 0, configs.TAILS_HEIGHT),
-            b.narrow(0, 0, min(2, len(b))),
-            o.narrow(0, 0, configs.TAILS_HEIGHT),
-        )
-    run = compile_kernel(
-        jagged_tails,
-        prepare(a, b, some_table(out), bias, o, o, *settled),
-        choice.config,
-        wide=choice.access.wide,
-        tf32=tf32,
-        prepare=prepare,
-        clipped={0: 0, 4: 64, 5: 128} if tma else {},
-        fixed={1},
-    )
-    list_tiles = compile_table(group_offsets, out, configs.TAILS_HEIGHT, tails_apart=True)
-
-    def tails(A_packed: Tensor, B: Tensor, group_offsets: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        run(A_packed, B, list_tiles(group_offsets, out), bias, out, out, *settled)
-
-    return tails
+        A_packed = replace(A_packed, tma_clipped=True)
+        B = B.unflatten(1 if transposed else 2, (columns, rules.TAILS_WIDTH))
+        outs = _windows(out, 64, 256), _windows(out, 128, 128)
+    cost = rules.tail_cost(A_packed.size(1))
+    constants = (G, columns, shared, transposed, tma, builder.gpu.multiprocessors, cost, 16)
+    arguments = (A_packed, B, tiles, bias, *outs, *constants)
+    builder.launch(jagged_tails, arguments, choice.config, int64_index=choice.addressing.int64_index, tf32=tf32)
 
 
-def _windows(out: Tensor, height: int, width: int) -> Tensor:
-    """`windows` of so many rows, `[height, M, N / width, width]`."""
-    return windows(out, height).transpose(1, 2).unflatten(2, (-1, width))
+def _windows(out: SymbolicTensor, height: int, width: int) -> SymbolicTensor:
+    """`windows` of so many rows, `[height, M + 1, N / width, width]`."""
+    return windows(out, height).transpose(1, 2).unflatten(2, (out.size(1) // width, width))

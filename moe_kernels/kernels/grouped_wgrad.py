@@ -7,34 +7,26 @@ NaN; a group without rows gives zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import helion
 import helion.language as hl
 import torch
 
-from moe_kernels import checks, configs
-from moe_kernels.configs import wgrad as rules
-from moe_kernels.kernels.inline import divide, halve, unmasked
-from moe_kernels.kernels.launch import (
-    INT32_MAX,
-    compile_kernel,
-    far_apart,
-    kernel,
-    plan_and_launch,
-    span,
-    tf32_allowed,
-    tma_readable,
-    without_ones,
-)
-from moe_kernels.plans import Plans, kind
+from moe_kernels import rules
+from moe_kernels.kernels.declare import kernel, tf32_allowed, tma_readable
+from moe_kernels.kernels.inline import decode_odd, divide, unmasked
+from moe_kernels.rules import wgrad as wgrad_rules
+from moe_kernels.rules.config import Config
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int64
 
 
-def _preset(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: torch.Tensor, *_: Any) -> helion.Config:
-    return rules.rule(_problem(X, Y, out, clips=False)).config
+def _preset(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: torch.Tensor, *_: Any) -> Config:
+    (G, P, Q), dtype = out.shape, torch.promote_types(X.dtype, Y.dtype)
+    by_pointers = dict(tf32=tf32_allowed(dtype), tma=False, tma_out=False, int64_rows=False, int64_out=False)
+    problem = wgrad_rules.Problem(rules.floor_power_of_2(X.size(0)), P, Q, G, dtype, **by_pointers)
+    return wgrad_rules.rule(problem).config
 
 
 @kernel(_preset)
@@ -57,7 +49,7 @@ def wgrad(
         if width:
             index = hl.arange(width)
             offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index <= G), min=0)
-            offsets = torch.minimum(offsets.to(torch.int64), halve(odd_M, zero).to(torch.int64)).to(torch.int32)
+            offsets = torch.minimum(offsets.to(torch.int64), decode_odd(odd_M, zero).to(torch.int64)).to(torch.int32)
             start = torch.amax(torch.where(index <= g, offsets, 0))
             end = torch.amax(torch.where(index <= g + 1, offsets, 0))
         else:
@@ -80,100 +72,61 @@ def wgrad(
     return out
 
 
-def _windows(rows: torch.Tensor, block_m: int) -> torch.Tensor:
-    """`[M, N]` as `[M, block_m, N]`, where `[m]` is the window of `block_m` rows that ends before row m.
+def _windows(rows: SymbolicTensor, block_m: int) -> SymbolicTensor:
+    """`[M, N]` as `[M + 1, block_m, N]`, where `[m]` is the window of `block_m` rows that ends before row m.
 
     TMA clips each coordinate by itself: reading from further down in the window that ends where a group does gives
-    zeros for what comes after. The windows of the first rows begin before `rows`, where no tensor can. So this view
-    only has the shape and strides, and a direct launch moves the descriptor `block_m` rows back.
+    zeros for what comes after. The windows of the first rows begin before `rows`.
     """
-    row, column = rows.stride()
-    return rows.as_strided((rows.size(0) - block_m + 1, block_m, rows.size(1)), (row, row, column))
+    row, column = rows.strides
+    view = rows.as_strided((rows.size(0) + 1, block_m, rows.size(1)), (row, row, column), -block_m * row)
+    return replace(view, tma_clipped=True)
 
 
-def _problem(X: torch.Tensor, Y: torch.Tensor, out: torch.Tensor, clips: bool) -> rules.Problem:
-    G, P, Q = out.shape
-    M = X.size(0)
+def plan_grouped_gemm_wgrad(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype]
+) -> SymbolicTensor:
+    """Of X `[M, P]`, Y `[M, Q]` and group_offsets `[G + 1]`: `[G, P, Q]`."""
+    X, Y, group_offsets = tensors
+    assert X is not None and Y is not None and group_offsets is not None
+    (dtype,) = options
+    out = builder.alloc((group_offsets.size(0) - 1, X.size(1), Y.size(1)), dtype)
+    if 0 in out.shape:
+        return out
+    if most(X.size(0)) == 0:
+        builder.zero(out)
+        return out
+    M, G = X.size(0), out.size(0)
+    problem = _problem(builder, X, Y, out)
+    if needs_int64(group_offsets):
+        problem = replace(problem, tma=False, int64_rows=True)
+    choice = wgrad_rules.rule(problem)
+    block_m, tma = choice.block_m, choice.tma
+    width = max(2, 1 << G.bit_length()) if G < wgrad_rules.MOST_OFFSETS else 0
+    if not width:
+        shape = group_offsets.shape, group_offsets.dtype
+        group_offsets = builder.call("clamp_offsets", (group_offsets, X), shape)
+    if tma:
+        X, Y = _windows(X, block_m), _windows(Y, block_m)
+    # Groups of the result are told apart in 64 bits.
+    arguments = (X, Y, group_offsets, replace(out, few_groups=True), M * 2 + 1, width, block_m, tma)
+    builder.launch(wgrad, arguments, choice.config, int64_index=choice.int64_index, tf32=problem.tf32)
+    return out
+
+
+def _problem(builder: Builder, X: SymbolicTensor, Y: SymbolicTensor, out: SymbolicTensor) -> wgrad_rules.Problem:
+    (G, P, Q), gpu = out.shape, builder.gpu
     dtype = torch.promote_types(X.dtype, Y.dtype)
-    return rules.Problem(
-        M=configs.floor_power_of_2(M),
+    return wgrad_rules.Problem(
+        M=rules.floor_power_of_2(least(X.size(0))),
         P=P,
         Q=Q,
         G=G,
         dtype=dtype,
         tf32=tf32_allowed(dtype),
-        tma=clips and min(P, Q) >= 16 and tma_readable(X) and tma_readable(Y),
-        tma_out=min(P, Q) >= 16 and out.element_size() == 2 and tma_readable(out),
-        # M may double before there is a new plan. TMA takes 32-bit coordinates whatever the span.
-        wide_rows=2 * max(span(X), span(Y)) > INT32_MAX,
-        wide_out=span(out.select(0, 0)) > INT32_MAX,
+        tma=min(P, Q) >= 16 and tma_readable(gpu, X) and tma_readable(gpu, Y),
+        tma_out=min(P, Q) >= 16 and out.element_size() == 2 and tma_readable(gpu, out),
+        # TMA takes 32-bit coordinates whatever the extent.
+        int64_rows=needs_int64(X, Y),
+        int64_out=needs_int64(out.select(0, 0)),
     )
-
-
-_plans: Plans[Callable[..., None]] = Plans()
-
-
-def launch(
-    X: torch.Tensor,  # [M, P]
-    Y: torch.Tensor,  # [M, Q]
-    group_offsets: torch.Tensor,  # [G + 1]
-    out: torch.Tensor,  # [G, P, Q]
-) -> None:
-    """Write the products to `out`. Nothing is checked; M, P, Q and G may not be 0.
-
-    A kernel is compiled once for all that the key names. M is in it by its magnitude alone.
-    """
-    key = (
-        X.size(0).bit_length(),
-        X.device,
-        out.shape,
-        tf32_allowed(torch.promote_types(X.dtype, Y.dtype)),
-        *map(kind, (X, Y, group_offsets, out)),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        _plans[key] = plan_and_launch(_plan, X, Y, group_offsets, out)
-        return
-    plan(X, Y, group_offsets, out)
-
-
-def _plan(
-    X: torch.Tensor,
-    Y: torch.Tensor,
-    group_offsets: torch.Tensor,
-    out: torch.Tensor,
-    clips: bool = True,  # TMA may be relied upon to give zeros for what is outside of a tensor
-) -> Callable[..., None]:
-    problem = _problem(X, Y, out, clips)
-    if far_apart(group_offsets):
-        problem = replace(problem, tma=False, wide_rows=True)
-    choice = rules.rule(problem)
-    block_m, tma = choice.block_m, choice.tma
-    G = out.size(0)
-    width = max(2, 1 << G.bit_length()) if G < rules.MOST_OFFSETS else 0
-
-    def view(rows: torch.Tensor) -> torch.Tensor:
-        return _windows(rows, block_m) if tma else rows
-
-    # What the kernel is compiled for. TMA has no use for Helion's limit on the elements of a tensor: show it fewer;
-    # nor has `out`, whose groups are told apart in 64 bits.
-    like = partial(torch.narrow, dim=0, start=0, length=block_m) if tma else without_ones
-    o = without_ones(out if choice.wide else out.narrow(0, 0, min(2, G)))
-    args = (without_ones(view(like(X))), without_ones(view(like(Y))), group_offsets, o, 3, width, block_m, tma)
-    run = compile_kernel(
-        wgrad,
-        args,
-        choice.config,
-        wide=choice.wide,
-        tf32=problem.tf32,
-        prepare=lambda X, Y, *rest: (view(X), view(Y), *rest),
-        clipped={0: block_m, 1: block_m} if tma else {},
-    )
-
-    def plan(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: torch.Tensor) -> None:
-        M = X.size(0)
-        if not width:
-            group_offsets = checks.clamp_offsets(group_offsets, M)
-        run(X, Y, group_offsets, out, 2 * M + 1, width, block_m, tma)
-
-    return plan

@@ -6,7 +6,7 @@ import helion.language as hl
 import torch
 
 
-def halve(odd: int, like: torch.Tensor) -> torch.Tensor:
+def decode_odd(odd: int, like: torch.Tensor) -> torch.Tensor:
     """n for `odd` = 2 * n + 1. Triton compiles anew for arguments that are 1 or a multiple of 16; this never is."""
     return hl.inline_triton("({0} // 2).to(tl.int32)", args=(odd,), output_like=like)
 
@@ -52,6 +52,6 @@ def running_max(offsets: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     return torch.maximum(hl.associative_scan(torch.maximum, offsets, dim=0), previous)
 
 
-def first_row(slot: torch.Tensor, region: torch.Tensor, region_start: torch.Tensor, block_m: int) -> torch.Tensor:
-    """Of the tile that a slot stands for in its region: the rows of a group, or those before or after all groups."""
-    return region_start + (slot - divide(region_start, block_m) - region) * block_m
+def first_row(tile: torch.Tensor, region: torch.Tensor, region_start: torch.Tensor, block_m: int) -> torch.Tensor:
+    """The first row of a tile in its region: the rows of a group, or those before or after all groups."""
+    return region_start + (tile - divide(region_start, block_m) - region) * block_m

@@ -6,28 +6,27 @@ two kernels. An id outside `0..E - 1` drops its slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
 
-import helion
 import helion.language as hl
 import torch
 
-from moe_kernels.configs import fitting
-from moe_kernels.form import Form
+from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels.activation import activated
-from moe_kernels.kernels.inline import halve
-from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
-from moe_kernels.plans import Plans, kind
+from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.inline import decode_odd
+from moe_kernels.rules import fitting
+from moe_kernels.rules.config import Config
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 
 _BLOCK = 1024  # elements of a weight's row that a program reads at once
-_MOST_SLOTS = 16  # the second kernel has a loop for each: 128 would take most of a minute to compile
 
 
-def _config(width: int) -> helion.Config:
+def _config(width: int) -> Config:
     """A weight's row per program, or two long ones: small programs, many on an SM, keep the most loads under way."""
     rows = 1 if width <= 4096 else 2
-    return helion.Config(block_sizes=[fitting(_BLOCK, width), rows], num_warps=4)
+    return Config(block_sizes=[fitting(_BLOCK, width), rows], num_warps=4)
 
 
 @kernel(lambda act, hidden, *_: _config(hidden.size(1)))
@@ -55,7 +54,7 @@ def first_half(
     for tile_k, tile_i in hl.tile([programs, I], block_size=[1, None]):
         zero = hl.zeros([], dtype=torch.int32)
         slot = tile_k.id + zero
-        if slot < halve(odd_k, zero):
+        if slot < decode_odd(odd_k, zero):
             expert = topk_ids[slot].to(torch.int64)
             if (expert >= 0) & (expert < E):
                 sum_gate = hl.zeros([tile_i, block_h], dtype=torch.float32)
@@ -125,71 +124,28 @@ def second_half(
     return out
 
 
-_Optional = torch.Tensor | None
-_plans: Plans[Callable[..., None]] = Plans()
-
-
-def takes(top_k: int, w_in: torch.Tensor, w_out: torch.Tensor) -> bool:
-    """Whether the slots are few, and the weights, `[E, H, 2I]` and `[E, I, H]`, lie in memory with what is summed over
-    side by side.
-    """
-    return top_k <= _MOST_SLOTS and w_in.stride(1) == w_out.stride(1) == 1
-
-
-def launch(
-    out: torch.Tensor,  # [1, H], written
-    act: torch.Tensor,  # [top_k, I], written
-    hidden: torch.Tensor,  # [1, H]
-    topk_ids: torch.Tensor,  # [top_k]
-    topk_weights: torch.Tensor,  # [top_k]
-    gate: torch.Tensor,  # [E, H, I]
-    up: _Optional,  # [E, H, I]
-    w_out: torch.Tensor,  # [E, I, H]
-    gate_bias: _Optional,  # [E, I]
-    up_bias: _Optional,  # [E, I]
-    out_bias: _Optional,  # [E, H]
-    form: Form,
-) -> Callable[..., None]:
-    """Write a layer's result, and on the way what stands between its products. Nothing is checked; no tensor may be
-    empty. The result does it again for other tensors of this kind, all but the last argument.
-    """
-    tensors = (out, act, hidden, topk_ids, topk_weights, gate, up, w_out, gate_bias, up_bias, out_bias)
-    key = (
-        form,
-        out.device,
-        *(None if t is None else t.shape for t in tensors),
-        *map(kind, tensors),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _plan(tensors, form)
-    plan(*tensors)
-    return plan
-
-
-def _plan(tensors: Sequence[Any], form: Form) -> Callable[..., None]:
-    out, act, hidden, topk_ids, topk_weights, gate, up, w_out, gate_bias, up_bias, out_bias = tensors
-    top_k, rounds = act.size(0), out.dtype == torch.float16
-    wide = max(span(t) for t in tensors if t is not None) > INT32_MAX
-
-    def as_stored(*args: Any) -> list[Any]:
-        """Weights [E, inputs, outputs] as they lie in memory."""
-        return [arg.mT if isinstance(arg, torch.Tensor) and arg.dim() == 3 else arg for arg in args]
-
-    def compiled(kernel: Any, args: Sequence[Any], width: int) -> Callable[..., None]:
-        like = [
-            without_ones(arg, keep_first=arg.dim() == 3) if isinstance(arg, torch.Tensor) else arg
-            for arg in as_stored(*args)
-        ]
-        return compile_kernel(kernel, like, _config(width), wide=wide, prepare=as_stored)
-
-    settled = (form.activation, form.alpha, form.limit)
-    first = compiled(first_half, (act, hidden, topk_ids, gate, up, gate_bias, up_bias, 3, 3, *settled), hidden.size(1))
-    second = compiled(second_half, (out, act, topk_ids, topk_weights, w_out, out_bias, top_k, rounds), act.size(1))
-
-    def plan(*tensors: _Optional) -> None:
-        out, act, hidden, topk_ids, topk_weights, gate, up, w_out, gate_bias, up_bias, out_bias = tensors
-        first(act, hidden, topk_ids, gate, up, gate_bias, up_bias, top_k | 1, 2 * top_k + 1, *settled)
-        second(out, act, topk_ids, topk_weights, w_out, out_bias, top_k, rounds)
-
-    return plan
+def multiply_one_token(
+    builder: Builder,
+    hidden: SymbolicTensor,  # [1, H]
+    topk_ids: SymbolicTensor,  # [1, top_k]
+    topk_weights: SymbolicTensor,  # [1, top_k]
+    weights: tuple[SymbolicTensor, SymbolicTensor | None, SymbolicTensor],  # gate and up [E, H, I], down [E, I, H]
+    biases: tuple[SymbolicTensor | None, SymbolicTensor | None, SymbolicTensor | None],  # [E, I], [E, I], [E, H]
+    out: SymbolicTensor,  # [1, H], written
+    dtype: torch.dtype,  # of the activations
+    spec: GLUSpec,
+) -> None:
+    """Write a layer's result. No tensor may be empty."""
+    stored = [None if w is None else replace(w.transpose(1, 2), few_groups=True) for w in weights]
+    gate, up, down = stored
+    assert gate is not None and down is not None
+    top_k = topk_ids.size(1)
+    topk_ids, topk_weights = topk_ids.select(0, 0), topk_weights.select(0, 0)
+    act = builder.alloc((top_k, gate.size(1)), dtype)
+    int64_index = needs_int64(out, act, hidden, topk_ids, topk_weights, *stored, *biases)
+    constants = (spec.activation, spec.alpha, spec.limit)
+    arguments = (act, hidden, topk_ids, gate, up, *biases[:2], top_k | 1, 2 * top_k + 1, *constants)
+    builder.launch(first_half, arguments, _config(hidden.size(1)), int64_index=int64_index)
+    rounds = out.dtype == torch.float16
+    arguments = (out, act, topk_ids, topk_weights, down, biases[2], top_k, rounds)
+    builder.launch(second_half, arguments, _config(act.size(1)), int64_index=int64_index)

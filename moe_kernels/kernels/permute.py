@@ -11,19 +11,19 @@ and their rows are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import helion
 import helion.language as hl
 import torch
 
-from moe_kernels.configs import by_rows
-from moe_kernels.kernels.inline import halve
-from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, kernel, span, without_ones
-from moe_kernels.plans import Plans, kind
-
-_FEW_TOKENS = 128
+from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.inline import decode_odd
+from moe_kernels.rules import by_rows
+from moe_kernels.rules.config import Config
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.signature import FEW_TOKENS
+from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
 
 
 @kernel(lambda rows, *_: by_rows(rows.size(1)))
@@ -44,7 +44,7 @@ def scatter_rows(
     for tile_t, tile_h in hl.tile([programs, H], block_size=[1, None]):
         zero = hl.zeros([], dtype=torch.int32)
         t = tile_t.id + zero
-        if t < halve(odd_T, zero):
+        if t < decode_odd(odd_T, zero):
             end = group_offsets[E]
             x = tokens[t.to(torch.int64), tile_h]
             for k in hl.static_range(top_k):
@@ -74,7 +74,7 @@ def combine_rows(
     for tile_t, tile_h in hl.tile([programs, H], block_size=[1, None]):
         zero = hl.zeros([], dtype=torch.int32)
         t = tile_t.id + zero
-        if t < halve(odd_T, zero):
+        if t < decode_odd(odd_T, zero):
             end = group_offsets[E]
             acc = hl.zeros([tile_h], dtype=torch.float32)
             for k in hl.static_range(top_k):
@@ -104,7 +104,7 @@ def dot_rows(
     for tile_t, tile_k in hl.tile([programs, top_k], block_size=[1, 1]):
         zero = hl.zeros([], dtype=torch.int32)
         t = tile_t.id + zero
-        if t < halve(odd_T, zero):
+        if t < decode_odd(odd_T, zero):
             row = slot_to_row[t * top_k + tile_k.id]
             dot = hl.zeros([], dtype=torch.float32)
             if row < group_offsets[E]:
@@ -115,54 +115,85 @@ def dot_rows(
     return dots
 
 
-def _config(width: int, T: int) -> helion.Config:
+def _config(width: int, T: int) -> Config:
     # Few tokens give more programs, of fewer columns each.
-    return by_rows(width, most=1024 if T > _FEW_TOKENS else 256)
+    return by_rows(width, most=1024 if T > FEW_TOKENS else 256)
 
 
-_plans: Plans[Callable[..., None]] = Plans()
+def plan_scatter_rows(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
+) -> SymbolicTensor:
+    """Of tokens `[T, H]`, topk_weights, slot_to_row and group_offsets: rows `[R, H]`."""
+    tokens, topk_weights, slot_to_row, group_offsets = tensors
+    assert tokens is not None and slot_to_row is not None and group_offsets is not None
+    return scatter(builder, tokens, topk_weights, slot_to_row, group_offsets, *options)
 
 
-def launch(
-    kernel: helion.Kernel[Any],  # one of the three
-    tensors: Sequence[torch.Tensor | None],  # its leading arguments
-    slot_to_row: torch.Tensor,  # [R] int32, contiguous
-    group_offsets: torch.Tensor,  # [E + 1] int32, contiguous
+def scatter(
+    builder: Builder,
+    tokens: SymbolicTensor,  # [T, H]
+    topk_weights: SymbolicTensor | None,  # [T, top_k]
+    slot_to_row: SymbolicTensor,  # [R]
+    group_offsets: SymbolicTensor,  # [E + 1]
     top_k: int,
-) -> Callable[..., None]:
-    """Fill the first of `tensors`. Nothing is checked; none of them may be empty.
-
-    The result does it again for other tensors of this kind, given in the same way, with indices as `slot_to_row` and
-    `group_offsets`.
-    """
-    R = slot_to_row.size(0)
-    T = R // top_k
-    key = (
-        kernel.name,
-        top_k,
-        R.bit_length(),
-        T > _FEW_TOKENS,
-        group_offsets.size(0),
-        slot_to_row.device,
-        *(None if t is None else t.size(1) for t in tensors),
-        *map(kind, (*tensors, slot_to_row, group_offsets)),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        like = [None if t is None else without_ones(t) for t in tensors]
-        H = max(t.size(1) for t in tensors if t is not None)
-        config = _config(H, T) if kernel is combine_rows else by_rows(H)
-        # R may double before there is a new plan.
-        wide = max(2 * span(t) for t in tensors if t is not None) > INT32_MAX
-        args = (*like, without_ones(slot_to_row), group_offsets, 3, 3, top_k)
-        plan = _plans[key] = _plan(compile_kernel(kernel, args, config, wide=wide), top_k)
-    plan(tensors, slot_to_row, group_offsets)
-    return plan
+    dtype: torch.dtype,
+) -> SymbolicTensor:
+    """rows `[R, H]`, as `scatter_rows`."""
+    rows = builder.alloc((slot_to_row.size(0), tokens.size(1)), dtype)
+    _launch(builder, scatter_rows, (rows, tokens, topk_weights), slot_to_row, group_offsets, top_k)
+    return rows
 
 
-def _plan(run: Callable[..., None], top_k: int) -> Callable[..., None]:
-    def plan(tensors: Sequence[torch.Tensor | None], slot_to_row: torch.Tensor, group_offsets: torch.Tensor) -> None:
-        T = slot_to_row.size(0) // top_k
-        run(*tensors, slot_to_row, group_offsets, T | 1, 2 * T + 1, top_k)
+def plan_combine_rows(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
+) -> SymbolicTensor:
+    """Of rows `[R, H]`, topk_weights, slot_to_row and group_offsets: tokens `[T, H]`."""
+    rows, topk_weights, slot_to_row, group_offsets = tensors
+    assert rows is not None and slot_to_row is not None and group_offsets is not None
+    return combine(builder, rows, topk_weights, slot_to_row, group_offsets, *options)
 
-    return plan
+
+def combine(
+    builder: Builder,
+    rows: SymbolicTensor,  # [R, H]
+    topk_weights: SymbolicTensor | None,  # [T, top_k]
+    slot_to_row: SymbolicTensor,  # [R]
+    group_offsets: SymbolicTensor,  # [E + 1]
+    top_k: int,
+    dtype: torch.dtype,
+) -> SymbolicTensor:
+    """tokens `[T, H]`, as `combine_rows`."""
+    tokens = builder.alloc((slot_to_row.size(0) // top_k, rows.size(1)), dtype)
+    _launch(builder, combine_rows, (tokens, rows, topk_weights), slot_to_row, group_offsets, top_k)
+    return tokens
+
+
+def plan_dot_rows(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
+) -> SymbolicTensor:
+    """Of tokens `[T, H]`, rows `[R, H]`, slot_to_row and group_offsets: dots `[T, top_k]`."""
+    tokens, rows, slot_to_row, group_offsets = tensors
+    assert tokens is not None and rows is not None and slot_to_row is not None and group_offsets is not None
+    top_k, dtype = options
+    dots = builder.alloc((tokens.size(0), top_k), dtype)
+    _launch(builder, dot_rows, (dots, tokens, rows), slot_to_row, group_offsets, top_k)
+    return dots
+
+
+def _launch(
+    builder: Builder,
+    kernel: Any,
+    tensors: Sequence[SymbolicTensor | None],  # its leading arguments
+    slot_to_row: SymbolicTensor,
+    group_offsets: SymbolicTensor,
+    top_k: int,
+) -> None:
+    """Fill the first of `tensors`."""
+    given = [x for x in tensors if x is not None]
+    if any(most(n) == 0 for x in given for n in x.shape):
+        builder.zero(given[0])
+        return
+    T, H = slot_to_row.size(0) // top_k, max(x.size(1) for x in given)
+    config = _config(H, most(T)) if kernel is combine_rows else by_rows(H)
+    arguments = (*tensors, slot_to_row, group_offsets, T | 1, T * 2 + 1, top_k)
+    builder.launch(kernel, arguments, config, int64_index=needs_int64(*given))

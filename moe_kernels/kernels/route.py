@@ -11,28 +11,26 @@ launch counts the experts of each run of slots and ranks the slots in it, and a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import helion
 import helion.language as hl
 import torch
 
-from moe_kernels.kernels.inline import halve, histogram, lookup
-from moe_kernels.kernels.launch import compile_kernel, kernel
-from moe_kernels.plans import Plans, kind
+from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.inline import decode_odd, histogram, lookup
+from moe_kernels.rules.config import Config
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.signature import RANK_UP_TO
+from moe_kernels.runtime.symbolic import SymbolicTensor, most
 
-RANK_UP_TO = 1024
 _RANK_BLOCK = 4
-MOST_EXPERTS = 1024  # with more slots than that
 _MOST_RUNS = 512
 _CHUNK = 128  # slots that are compared with one another
 _TABLE = 8192  # elements of runs x experts that a program looks at together
-_RANK_CONFIG = helion.Config(block_sizes=[512], num_warps=4)
-_COUNT_CONFIG = helion.Config(block_sizes=[], num_warps=4)  # a slot of a chunk to a thread: see _CHUNK
+_RANK_CONFIG = Config(block_sizes=[512], num_warps=4)
+_COUNT_CONFIG = Config(block_sizes=[], num_warps=4)  # a slot of a chunk to a thread: see _CHUNK
 
 
-def _place_config(width: int) -> helion.Config:
-    return helion.Config(block_sizes=[max(8, _TABLE // width)], num_warps=8)
+def _place_config(width: int) -> Config:
+    return Config(block_sizes=[max(8, _TABLE // width)], num_warps=8)
 
 
 def _expert(topk_ids: torch.Tensor, slot: torch.Tensor, R: torch.Tensor, E: int) -> torch.Tensor:
@@ -58,7 +56,7 @@ def rank_slots(
     hl.pdl_wait()
     for tile_b in hl.tile(blocks, block_size=1):
         zero = hl.zeros([], dtype=torch.int32)
-        R = halve(odd_R, zero)
+        R = decode_odd(odd_R, zero)
         question = tile_b.id * block + hl.arange(block)
         is_slot = question < R
         expert = torch.where(is_slot, _expert(topk_ids, question, R, E), question - R)
@@ -81,15 +79,15 @@ def count_experts(
     counts: torch.Tensor,  # [runs, width] int32
     ranks: torch.Tensor,  # [R] int32
     odd_R: int,  # 2 * R + 1
+    runs: int,  # of `run` slots
     E: hl.constexpr,
-    runs: hl.constexpr,
     width: hl.constexpr,  # a power of two, at least E
     run: hl.constexpr,  # slots in a run
     chunk: hl.constexpr,
 ) -> torch.Tensor:
     """counts[b, e] = slots of expert e among `b * run .. (b + 1) * run - 1`; ranks[s] = those of its own before s."""
     for tile_b in hl.tile(runs, block_size=1):
-        R = halve(odd_R, hl.zeros([], dtype=torch.int32))
+        R = decode_odd(odd_R, hl.zeros([], dtype=torch.int32))
         count = hl.zeros([width], dtype=torch.int32)
         dropped = hl.zeros([], dtype=torch.int32)
         for tile_s in hl.tile(run, block_size=chunk):
@@ -115,8 +113,8 @@ def place_slots(
     row_to_slot: torch.Tensor,  # [R] int32
     slot_to_row: torch.Tensor,  # [R] int32: the ranks of count_experts
     odd_R: int,  # 2 * R + 1
+    runs: int,
     E: hl.constexpr,
-    runs: hl.constexpr,
     width: hl.constexpr,
     run: hl.constexpr,
     chunk: hl.constexpr,
@@ -124,7 +122,7 @@ def place_slots(
     """Each program places a run of slots: past the lower experts, the same expert's earlier runs and earlier slots."""
     hl.pdl_wait()  # launched while count_experts still runs
     for tile_b in hl.tile(runs, block_size=1):
-        R = halve(odd_R, hl.zeros([], dtype=torch.int32))
+        R = decode_odd(odd_R, hl.zeros([], dtype=torch.int32))
         column = hl.arange(width)
         total = hl.zeros([width], dtype=torch.int32)
         before = hl.zeros([width], dtype=torch.int32)
@@ -151,71 +149,36 @@ def place_slots(
     return slot_to_row
 
 
-def sorts(R: int, E: int) -> bool:
-    """Whether `launch` takes so many slots and experts; neither may be 0."""
-    return R <= RANK_UP_TO or E <= MOST_EXPERTS
+def plan_route(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int]
+) -> tuple[SymbolicTensor, ...]:
+    """Of topk_ids `[T, top_k]` and the number of experts: group_offsets, row_to_slot, slot_to_row."""
+    (topk_ids,) = tensors
+    assert topk_ids is not None
+    return sort_slots(builder, topk_ids, options[0])
 
 
-_plans: Plans[Callable[..., None]] = Plans()
-
-
-def launch(
-    topk_ids: torch.Tensor,  # [R] int32 or int64, contiguous
-    group_offsets: torch.Tensor,  # [E + 1] int32
-    row_to_slot: torch.Tensor,  # [R] int32
-    slot_to_row: torch.Tensor,  # [R] int32
-) -> Callable[..., None]:
-    """Fill the last three. Nothing is checked, `sorts` included.
-
-    The result does it again for other tensors of this kind.
-    """
-    R, E = topk_ids.size(0), group_offsets.size(0) - 1
-    key = ((R - 1).bit_length() if R > RANK_UP_TO else 0, E, topk_ids.device, kind(topk_ids))
-    plan = _plans.get(key)
-    if plan is None:
-        make = _ranking if R <= RANK_UP_TO else _counting
-        plan = _plans[key] = make(topk_ids, group_offsets, row_to_slot, slot_to_row)
-    plan(topk_ids, group_offsets, row_to_slot, slot_to_row)
-    return plan
-
-
-def _ranking(*tensors: torch.Tensor) -> Callable[..., None]:
-    E = tensors[1].size(0) - 1
-    run = compile_kernel(rank_slots, (*_like(*tensors), 3, 3, E, _RANK_BLOCK), _RANK_CONFIG)
-
-    def plan(topk_ids: torch.Tensor, *outs: torch.Tensor) -> None:
-        R = topk_ids.size(0)
-        run(topk_ids, *outs, (-(-(R + E + 1) // _RANK_BLOCK)) | 1, 2 * R + 1, E, _RANK_BLOCK)
-
-    return plan
-
-
-def _counting(*tensors: torch.Tensor) -> Callable[..., None]:
-    R, E = tensors[0].size(0), tensors[1].size(0) - 1
-    slots = 1 << (R - 1).bit_length()
+def sort_slots(builder: Builder, topk_ids: SymbolicTensor, E: int) -> tuple[SymbolicTensor, ...]:
+    """group_offsets `[E + 1]`, row_to_slot `[R]`, slot_to_row `[R]`. There has to be a slot and an expert."""
+    R = topk_ids.flatten().size(0)
+    if topk_ids.is_contiguous():
+        topk_ids = topk_ids.flatten()
+    else:
+        topk_ids = builder.call("contiguous", (topk_ids,), ((R,), topk_ids.dtype))
+    outs = tuple(builder.alloc((n,), torch.int32) for n in (E + 1, R, R))
+    odd_R = R * 2 + 1
+    if most(R) <= RANK_UP_TO:
+        blocks = ((R + (E + _RANK_BLOCK)) // _RANK_BLOCK) | 1
+        builder.launch(rank_slots, (topk_ids, *outs, blocks, odd_R, E, _RANK_BLOCK), _RANK_CONFIG)
+        return outs
     width = max(16, 1 << (E - 1).bit_length())
-    # Every program of the second launch reads all runs' counts, so there may not be too many of them.
-    run = max(_CHUNK, min(512, slots // 128), slots // _MOST_RUNS)
-    runs = max(1, slots // run)
-    shape = (E, runs, width, run, _CHUNK)
-
-    def empty_counts(like: torch.Tensor) -> torch.Tensor:
-        return torch.empty((runs, width), dtype=torch.int32, device=like.device)
-
-    topk_ids, *outs = _like(*tensors)
-    counts = empty_counts(topk_ids)
-    count = compile_kernel(count_experts, (topk_ids, counts, outs[2], 3, *shape), _COUNT_CONFIG)
-    place = compile_kernel(place_slots, (topk_ids, counts, *outs, 3, *shape), _place_config(width))
-
-    def plan(topk_ids: torch.Tensor, *outs: torch.Tensor) -> None:
-        counts = empty_counts(topk_ids)
-        odd_R = 2 * topk_ids.size(0) + 1
-        count(topk_ids, counts, outs[2], odd_R, *shape)
-        place(topk_ids, counts, *outs, odd_R, *shape)
-
-    return plan
-
-
-def _like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors to compile for: of two and more, since Helion drops the masks of extents of 1."""
-    return tuple(tensor if tensor.size(0) > 1 else tensor.new_empty(2) for tensor in tensors)
+    # Every program of the second launch reads all runs' counts, so there may not be too many of them. A run is whole
+    # chunks: slots of the next one would be counted twice.
+    chunks = -(-most(R) // (_MOST_RUNS * _CHUNK))
+    run = _CHUNK if most(R) < 1 << 15 else max(512, chunks * _CHUNK)
+    runs = (R + (run - 1)) // run
+    counts = builder.alloc((runs, width), torch.int32)
+    shape = (odd_R, runs, E, width, run, _CHUNK)
+    builder.launch(count_experts, (topk_ids, counts, outs[2], *shape), _COUNT_CONFIG)
+    builder.launch(place_slots, (topk_ids, counts, *outs, *shape), _place_config(width))
+    return outs

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import helion.language as hl
 import torch
 
-from moe_kernels import configs
-from moe_kernels.allocate import empty
-from moe_kernels.kernels.inline import clamped, divide, first_row, halve, int32, running_max
-from moe_kernels.kernels.launch import INT32_MAX, compile_kernel, far_apart, kernel, span, without_ones
+from moe_kernels import rules
+from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.inline import clamped, decode_odd, divide, first_row, int32, running_max
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 
 
-@kernel(lambda group_offsets, out, *_: configs.tile_table(group_offsets.size(0) - 1, out.size(1)))
+@kernel(lambda group_offsets, out, *_: rules.tile_table(group_offsets.size(0) - 1, out.size(1)))
 def tile_table(
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [M, N]
-    tiles: torch.Tensor,  # [1 + slots, 3] int32; [1 + G + slots, 3] if `tails_apart`
-    slots: int,
+    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32; [1 + G + max_tiles, 3] if `tails_apart`
+    max_tiles: int,
     odd_M: int,
     block_m: hl.constexpr,
     tails_apart: hl.constexpr,
@@ -33,10 +34,10 @@ def tile_table(
     N = out.size(1)
     G = group_offsets.size(0) - 1
     hl.pdl_wait()
-    for tile_s in hl.tile(slots, block_size=1):
+    for tile_i in hl.tile(max_tiles, block_size=1):
         region = hl.zeros([], dtype=torch.int32)
-        M = halve(odd_M, region)
-        slot = tile_s.id + region
+        M = decode_odd(odd_M, region)
+        tile = tile_i.id + region
         start = hl.zeros([], dtype=torch.int32)
         end = M
         previous = hl.zeros([], dtype=torch.int32)
@@ -52,7 +53,7 @@ def tile_table(
                 count = torch.where(grouped, divide(ends - starts + (block_m // 2 - 1), block_m), 0)
             else:
                 count = torch.where(grouped, divide(ends - starts + (block_m - 1), block_m), 0)
-            before = (divide(ends, block_m) + tile_g.index + 1 <= slot) & (tile_g.index <= G)
+            before = (divide(ends, block_m) + tile_g.index + 1 <= tile) & (tile_g.index <= G)
             region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
             start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
             end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
@@ -63,7 +64,7 @@ def tile_table(
                 tail_index = tail_index + torch.sum(torch.where(before, tail, 0), dtype=torch.int32)
                 tail_total = tail_total + torch.sum(tail, dtype=torch.int32)
             previous = torch.amax(ends)
-        row0 = first_row(slot, region, start, block_m)
+        row0 = first_row(tile, region, start, block_m)
         if row0 < end:
             if (region >= 1) & (region <= G):
                 index = index + divide(row0 - start, block_m) + 1
@@ -77,7 +78,7 @@ def tile_table(
                 for tile_n in hl.tile(N):
                     zeros = hl.zeros([block_m, tile_n], dtype=out.dtype)
                     hl.store(out, [rows, tile_n], zeros, extra_mask=(rows < end)[:, None])
-        if slot == 0:
+        if tile == 0:
             tiles[0, 0] = total
             if tails_apart:
                 tiles[0, 1] = tail_total
@@ -141,45 +142,39 @@ def place(
     return block * group_m + position - n * height, n
 
 
-def windows(out: torch.Tensor, block_m: int) -> torch.Tensor:
-    """`[M, N]` as `[block_m, N, M]`, where `[:, n, m]` is the window of `block_m` rows that ends before row m.
+def windows(out: SymbolicTensor, block_m: int) -> SymbolicTensor:
+    """`[M, N]` as `[block_m, N, M + 1]`, where `[:, n, m]` is the window of `block_m` rows that ends before row m.
 
     TMA clips each coordinate by itself: a tile of fewer rows, written from further down in the window that ends where
-    the tile does, leaves alone what comes after. The windows of the first rows begin before `out`, where no tensor can.
-    So this view only has the shape and strides, and a direct launch moves the descriptor `block_m` rows back.
+    the tile does, leaves alone what comes after. The windows of the first rows begin before `out`.
     """
-    row, column = out.stride()
-    return out.as_strided((block_m, out.size(1), out.size(0) - block_m + 1), (row, column, row))
+    row, column = out.strides
+    view = out.as_strided((block_m, out.size(1), out.size(0) + 1), (row, column, row), -block_m * row)
+    return replace(view, tma_clipped=True)
 
 
-def num_slots(M: int, G: int, block_m: int) -> int:
-    return (M // block_m + G + 2) | 1
+def max_num_tiles(M: Any, G: int, block_m: int) -> Any:
+    """An upper bound of the row tiles of G groups and the rows in none; odd."""
+    return (M // block_m + (G + 2)) | 1
 
 
-def some_table(like: torch.Tensor) -> torch.Tensor:
-    """A table to compile for."""
-    return like.new_empty((3, 3), dtype=torch.int32)
-
-
-def tile_count(tiles: torch.Tensor) -> torch.Tensor:
+def tile_count(tiles: SymbolicTensor) -> SymbolicTensor:
     """[]: how many tiles a table lists."""
     return tiles.select(0, 0).select(0, 0)
 
 
-def compile_table(
-    group_offsets: torch.Tensor, out: torch.Tensor, block_m: int, tails_apart: bool = False
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What lists the tiles of `block_m` rows, and sets the rows of `out` in no group to zero: see `tile_table`."""
-    G = group_offsets.size(0) - 1
-    args = (group_offsets, without_ones(out), some_table(out), 3, 3, block_m, tails_apart)
-    wide = 2 * span(out) > INT32_MAX or far_apart(group_offsets)
-    run = compile_kernel(tile_table, args, configs.tile_table(G, out.size(1)), wide=wide)
-
-    def list_tiles(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        M = out.shape[0]
-        slots = num_slots(M, G, block_m)
-        tiles = empty((1 + G * tails_apart + slots, 3), torch.int32, out)
-        run(group_offsets, out, tiles, slots, 2 * M + 1, block_m, tails_apart)
-        return tiles
-
-    return list_tiles
+def plan_table(
+    builder: Builder,
+    group_offsets: SymbolicTensor,  # [G + 1]
+    out: SymbolicTensor,  # [M, N]
+    block_m: int,
+    tails_apart: bool = False,
+) -> SymbolicTensor:  # [1 + max_tiles, 3], or [1 + G + max_tiles, 3] if `tails_apart`
+    """List the tiles of `block_m` rows, and set the rows of `out` in no group to zero: see `tile_table`."""
+    M, G = out.size(0), group_offsets.size(0) - 1
+    max_tiles = max_num_tiles(M, G, block_m)
+    tiles = builder.alloc((max_tiles + (1 + G * tails_apart), 3), torch.int32)
+    arguments = (group_offsets, out, tiles, max_tiles, M * 2 + 1, block_m, tails_apart)
+    config = rules.tile_table(G, out.size(1))
+    builder.launch(tile_table, arguments, config, int64_index=needs_int64(group_offsets, out))
+    return tiles

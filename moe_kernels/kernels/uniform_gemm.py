@@ -7,35 +7,28 @@ sticks out of its group is cut off there by TMA, and nothing is read of the next
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import helion
 import helion.language as hl
 import torch
 
-from moe_kernels import configs
-from moe_kernels.allocate import empty
-from moe_kernels.configs import uniform as rules
+from moe_kernels.kernels.declare import kernel, lies_transposed, tf32_allowed, tma_readable
 from moe_kernels.kernels.inline import unmasked
-from moe_kernels.kernels.launch import (
-    INT32_MAX,
-    compile_kernel,
-    kernel,
-    span,
-    tf32_allowed,
-    tma_readable,
-)
+from moe_kernels.rules import uniform as uniform_rules
+from moe_kernels.rules.config import Config
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
+from moe_kernels.runtime.targets import INTERPRETER
 
 
-def _preset_folded(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, G: int, M: int, *layout: Any) -> helion.Config:
-    A, B, out = (x.view(G, x.size(0) // G, x.size(1)) for x in (A, B, out))
-    return _preset(A, B, out, *layout)
+def _preset_folded(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, G: int, M: int, *layout: Any) -> Config:
+    return _preset(A, B, out.view(G, M, out.size(1)), *layout)
 
 
-def _preset(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *layout: Any) -> helion.Config:
-    N, K, a_columns, b_columns, *_ = layout
-    return rules.by_kernel(_problem(A, B, out, N, K, a_columns, b_columns)).config
+def _preset(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, N: int, K: int, *_: Any) -> Config:
+    a, b, o = (SymbolicTensor(0, x.dtype, tuple(x.shape), x.stride(), aligned=False) for x in (A, B, out))
+    return uniform_rules.by_kernel(_problem(Builder(INTERPRETER, ()), a, b, o, N, K, False, False)).config
 
 
 @kernel(_preset_folded)
@@ -110,14 +103,54 @@ def uniform(
     return out
 
 
+def plan_uniform_grouped_gemm(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
+) -> SymbolicTensor:
+    """Of A `[G, M, K]` or `[G * M, K]` and B `[G, K, N]` or `[G * K, N]`; the result has A's rank."""
+    A, B = tensors
+    assert A is not None and B is not None
+    G, dtype = options
+    a, b = _groups(A, G), _groups(B, G)
+    M, N, K = a.size(1), b.size(2), a.size(2)
+    shape = (G, M, N) if A.dim() == 3 else (G * M, N)
+    if G * M * N * K == 0:
+        out = builder.alloc(shape, dtype)
+        builder.zero(out)
+        return out
+    a_columns, b_columns = lies_transposed(a), lies_transposed(b)
+    a, b = a.transpose(1, 2) if a_columns else a, b.transpose(1, 2) if b_columns else b
+    planned = SymbolicTensor(-1, dtype, (G, M, N), (M * N, N, 1), aligned=True)
+    problem = _problem(builder, a, b, planned, N, K, a_columns, b_columns)
+    choice = uniform_rules.choose(problem)
+    if choice.kernel == "bmm":
+        return builder.call("bmm", (A, B), (shape, dtype), None if dtype == A.dtype else dtype, groups=G)
+    out = builder.alloc(shape, dtype)
+    operands, kernel = [a, b, _groups(out, G)], uniform
+    constants: tuple[Any, ...] = (N, K, a_columns, b_columns, *choice.addressing[:2])
+    if choice.kernel == "folded":
+        operands, kernel = [_flat(x) for x in operands], uniform_folded
+        constants = (G, M, N, K, a_columns, b_columns)
+    by_tma = [_with_whole_blocks(x) if tma else x for x, tma in zip(operands, choice.addressing[:3], strict=True)]
+    int64_index = choice.addressing.int64_index
+    builder.launch(kernel, (*by_tma, *constants), choice.config, int64_index=int64_index, tf32=problem.tf32)
+    return out
+
+
 def _problem(
-    A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, N: int, K: int, a_columns: bool, b_columns: bool
-) -> rules.Problem:
-    """Of `A`, `B` and `out` as `uniform` takes them."""
-    dtype = torch.promote_types(A.dtype, B.dtype)
+    builder: Builder,
+    A: SymbolicTensor,  # these three as `uniform` takes them
+    B: SymbolicTensor,
+    out: SymbolicTensor,
+    N: int,
+    K: int,
+    a_columns: bool,
+    b_columns: bool,
+) -> uniform_rules.Problem:
+    dtype, gpu = torch.promote_types(A.dtype, B.dtype), builder.gpu
+    on_gpu = gpu.backend != "interpreter"
     one_dtype = A.dtype == B.dtype == out.dtype
-    widened = A.dtype == B.dtype and dtype.itemsize == 2 and out.dtype == torch.float32 and out.is_cuda
-    return rules.Problem(
+    widened = A.dtype == B.dtype and dtype.itemsize == 2 and out.dtype == torch.float32 and gpu.backend == "cuda"
+    return uniform_rules.Problem(
         G=out.size(0),
         M=out.size(1),
         N=N,
@@ -125,117 +158,40 @@ def _problem(
         dtype=dtype,
         out_dtype=out.dtype,
         tf32=tf32_allowed(dtype),
-        bmm=(one_dtype or widened) and not out.is_cpu and _has_rows(A) and _has_rows(B),
-        flat=all(x.stride(0) == x.size(1) * x.stride(1) for x in (A, B, out)),
-        tma_A=tma_readable(A),
-        tma_B=tma_readable(B),
-        tma_out=tma_readable(out),
-        wide_A=span(A) > INT32_MAX,
-        wide_B=span(B) > INT32_MAX,
-        wide_out=span(out) > INT32_MAX,
+        bmm=(one_dtype or widened) and on_gpu and _has_rows(A) and _has_rows(B),
+        flat=all(x.dim() == 3 and x.stride(0) == x.size(1) * x.stride(1) for x in (A, B, out)),
+        tma_A=tma_readable(gpu, A),
+        tma_B=tma_readable(gpu, B),
+        tma_out=tma_readable(gpu, out),
+        int64_A=needs_int64(A),
+        int64_B=needs_int64(B),
+        int64_out=needs_int64(out),
         a_columns=a_columns,
         b_columns=b_columns,
-        device=out.device,
+        gpu=gpu,
     )
 
 
-def _has_rows(x: torch.Tensor) -> bool:
+def _has_rows(x: SymbolicTensor) -> bool:
     """Whether each matrix of `x [G, _, _]` is one for cuBLAS: contiguous rows, which do not overlap."""
-    return x.stride(2) == 1 and x.stride(1) >= max(x.size(2), 1)
+    return x.dim() == 3 and x.stride(2) == 1 and x.stride(1) >= max(x.size(2), 1)
 
 
-def plan(
-    A: torch.Tensor,  # [G, M, K] or [G * M, K]
-    B: torch.Tensor,  # [G, K, N] or [G * K, N]
-    G: int,
-    dtype: torch.dtype,
-    choice: rules.Choice | None = None,
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Choose a way to compute the products, or take `choice`, and compile it: what returns them in `dtype`.
-
-    The result has `A`'s rank. The plan is for tensors with the shapes, strides, dtypes, device and alignment to 16
-    bytes of these. Nothing is checked; no extent may be 0.
-    """
-    a, b = _groups(A, G), _groups(B, G)
-    M, N, K = a.size(1), b.size(2), a.size(2)
-    shape = (G, M, N) if A.dim() == 3 else (G * M, N)
-    a_columns, b_columns = (x.stride(1) == 1 != x.stride(2) for x in (a, b))
-
-    def stored(x: torch.Tensor, columns: bool) -> torch.Tensor:
-        return _groups(x, G).transpose(1, 2) if columns else _groups(x, G)
-
-    out = A.new_empty((G, M, N), dtype=dtype)
-    problem = _problem(stored(A, a_columns), stored(B, b_columns), out, N, K, a_columns, b_columns)
-    choice = choice or rules.choose(problem)
-    if choice.kernel == "bmm":
-        return _bmm(G, None if dtype == A.dtype else dtype)
-
-    if choice.kernel == "folded":
-        kernel, constants = uniform_folded, (G, M, N, K, a_columns, b_columns)
-        flat = lambda x: x.view(-1, x.size(2))  # noqa: E731
-    else:
-        kernel, constants = uniform, (N, K, a_columns, b_columns, *choice.access[:2])
-        flat = lambda x: x  # noqa: E731
-
-    def prepare(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
-        return flat(stored(A, a_columns)), flat(stored(B, b_columns)), flat(out.view(G, M, N)), *rest
-
-    like = zip(prepare(A, B, out), choice.access[:3], strict=True)
-    run = compile_kernel(
-        kernel,
-        (*(_like(x, tma) for x, tma in like), *constants),
-        choice.config,
-        wide=choice.access.wide,
-        tf32=problem.tf32,
-        prepare=prepare,
-        fixed=range(3),
-    )
-
-    def call(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        out = empty(shape, dtype, A)
-        run(A, B, out, *constants)
-        return out
-
-    return call
-
-
-def plan_and_call(
-    A: torch.Tensor, B: torch.Tensor, G: int, dtype: torch.dtype
-) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], torch.Tensor]:
-    """A plan and its first result. A tuned config that does not work here gives way to the rule's."""
-
-    def attempt() -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], torch.Tensor]:
-        made = plan(A, B, G, dtype)
-        return made, made(A, B)
-
-    return configs.settle(attempt)
-
-
-def _bmm(G: int, out_dtype: torch.dtype | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    def bmm(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        a, b = _groups(A, G), _groups(B, G)
-        out = torch.bmm(a, b) if out_dtype is None else torch.bmm(a, b, out_dtype=out_dtype)
-        return out if A.dim() == 3 else out.view(-1, out.size(2))
-
-    return bmm
-
-
-def _groups(x: torch.Tensor, G: int) -> torch.Tensor:
+def _groups(x: SymbolicTensor, G: int) -> SymbolicTensor:
     """`[G, _, _]` of what may be given with the groups one below the other."""
-    return x if x.dim() == 3 else x.view(G, x.size(0) // G, x.size(1))
+    return x if x.dim() == 3 else x.unflatten(0, (G, x.size(0) // max(G, 1)))
 
 
-def _like(tensor: torch.Tensor, tma: bool) -> torch.Tensor:
-    """What to compile for in place of `tensor`.
-
-    Helion would drop the masks and strides of extents of 1, and TMA for more than 2^31 elements, which it can read, and
-    for blocks larger than the tensor, of which it reads zeros.
+def _with_whole_blocks(x: SymbolicTensor) -> SymbolicTensor:
+    """To be compiled for as if blocks fitted into it. Helion drops TMA for blocks larger than the tensor, of which it
+    reads zeros, and for more than 2^31 elements.
     """
-    if tma:
-        *groups, rows, columns = tensor.shape
-        sizes = [*(min(2, G) for G in groups), *(min(256, max(16, 1 << (n - 1).bit_length())) for n in (rows, columns))]
-    else:
-        sizes = [max(size, 2) for size in tensor.shape]
-    if sizes == list(tensor.shape):
-        return tensor
-    return torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    *groups, rows, columns = x.shape
+    blocks = (min(256, max(16, 1 << (n - 1).bit_length())) for n in (rows, columns))
+    return replace(x, example_shape=(*(min(2, G) for G in groups), *blocks))
+
+
+def _flat(x: SymbolicTensor) -> SymbolicTensor:
+    """The groups one below the other."""
+    G, rows, columns = x.shape
+    return x.as_strided((G * rows, columns), x.strides[1:], 0)

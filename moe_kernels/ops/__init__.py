@@ -10,17 +10,17 @@ Every operator is functional, and every gradient is made of the same operators, 
     combine_rows(y, w)   out[t] = sum w[s] * y[to[s]]         dy = scatter_rows(d, w),      dw = dot_rows(d, y)
     dot_rows(x, y)       w[s] = <x[s // top_k], y[to[s]]>     dx = combine_rows(y, d),      dy = scatter_rows(x, d)
 
-    activate(h)          act = f(gate) * up                   dh = activate_backward(h, d)
+    activate(p)          act = f(gate) * up                   dp = activate_backward(p, d)
     swiglu_ffn(rows)     act = activate(rows @ w_in)          of the above
     moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   of the above
 
 `moe_mlp_of_one_token` is the same for one token, by two kernels of its own, without a gradient. The second order of
 `activate` goes through plain PyTorch. The functions of these names here are what the rest of the package calls. In
-eager mode they go past torch.library, which costs the host more than some kernels take, unless a profiler is to show
+eager mode they bypass torch.library, which costs the host more than some kernels take, unless a profiler is to show
 them by their names.
 """
 
-from moe_kernels.ops.forms import uniform_grouped_gemm, varied_grouped_gemm
+from moe_kernels.ops.batched import uniform_grouped_gemm, varied_grouped_gemm
 from moe_kernels.ops.layer import activate, activate_backward, moe_mlp, moe_mlp_of_one_token, swiglu_ffn
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad

@@ -2,115 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_kernels import dispatch, reference
-from moe_kernels.allocate import empty
-from moe_kernels.form import Form
-from moe_kernels.ops.library import define
+from moe_kernels import reference
+from moe_kernels.glu import GLUSpec
+from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
 from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad, lies_transposed
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.signature import Counts, Operator, Tensors
 
-_FORM = "str activation, bool gated, bool interleaved, float alpha, float limit"
+
+def _rows(tensors: Tensors, _: Any) -> Counts:
+    return Counts(_size(tensors[0]))
 
 
-def _activate(h: Tensor, h_up: Tensor | None, *form: Any) -> Tensor:  # [R, 2I] or [R, I], [R, I] -> [R, I]
-    form = Form(*form)
-    if not dispatch.use_kernels(h):
-        return reference.activate(h, h_up, form)
-    gate, up = form.halves(h, h_up)
-    act = empty(gate.shape, h.dtype, h)
-    if act.numel() > 0:
-        from moe_kernels.kernels import activation as kernels
+def _size(tensor: Tensor | None) -> int:
+    assert tensor is not None
+    return tensor.size(0)
 
-        dispatch.on_device(
-            h, kernels.launch, kernels.activate, (act, gate, up), form.activation, form.alpha, form.limit
-        )
+
+ACTIVATE = Operator(
+    "activate", "moe_kernels.kernels.activation", ("preact", "preact_up"), ("preact", "preact_up"), _rows
+)
+ACTIVATE_BACKWARD = Operator(
+    "activate_backward",
+    planner="moe_kernels.kernels.activation",
+    inputs=("preact", "preact_up", "d_act", "topk_weights", "row_to_slot", "group_offsets"),
+    rows=("preact", "preact_up", "d_act", "topk_weights", "row_to_slot"),
+    counts=_rows,
+)
+SWIGLU_FFN = Operator(
+    "swiglu_ffn",
+    planner="moe_kernels.kernels.layer",
+    inputs=("rows", "group_offsets", "w_in", "w_up", "b_in", "b_up"),
+    rows=("rows",),
+    counts=lambda tensors, _: Counts(_size(tensors[0]), groups=_size(tensors[2])),
+)
+_PARAMETERS = ("w_in", "w_up", "w_out", "b_in", "b_up", "b_out")
+MOE_MLP = Operator(
+    "moe_mlp",
+    planner="moe_kernels.kernels.layer",
+    inputs=("hidden", "topk_weights", "group_offsets", "row_to_slot", "slot_to_row", *_PARAMETERS),
+    rows=("hidden", "topk_weights", "row_to_slot", "slot_to_row"),
+    counts=lambda tensors, _: Counts(_size(tensors[0]), (_size(tensors[4]),), groups=_size(tensors[5])),
+)
+# All of a layer, from ids to the result, for calls that nothing observes.
+MOE_LAYER = Operator(
+    "moe_layer",
+    planner="moe_kernels.kernels.layer",
+    inputs=("hidden", "topk_ids", "topk_weights", "w_gate_up", "w_down", "w_up", "b_in", "b_up", "b_out"),
+    rows=("hidden", "topk_ids", "topk_weights"),
+    counts=lambda tensors, _: Counts(_size(tensors[0]), (tensors[1].numel(),), groups=_size(tensors[3])),
+)
+MOE_MLP_OF_ONE_TOKEN = Operator(
+    "moe_mlp_of_one_token",
+    planner="moe_kernels.kernels.layer",
+    inputs=("hidden", "topk_ids", "topk_weights", *_PARAMETERS),
+    rows=(),
+    counts=lambda tensors, _: Counts(1),
+)
+
+_SPEC = "str activation, bool gated, bool interleaved, float alpha, float limit"
+
+
+def _activate(preact: Tensor, preact_up: Tensor | None, *spec: Any) -> Tensor:
+    """Of `[R, 2I]` or `[R, I]`, and `[R, I]`: `[R, I]`."""
+    if not use_kernels(preact):
+        return reference.activate(preact, preact_up, GLUSpec(*spec))
+    act: Tensor = cache.call(ACTIVATE, (preact, preact_up), (GLUSpec(*spec),))
     return act
 
 
-def _activate_fake(h: Tensor, h_up: Tensor | None, *form: Any) -> Tensor:
-    gate, _ = Form(*form).halves(h, h_up)
-    return h.new_empty(gate.shape)
+def _activate_fake(preact: Tensor, preact_up: Tensor | None, *spec: Any) -> Tensor:
+    gate, _ = GLUSpec(*spec).halves(preact, preact_up)
+    return preact.new_empty(gate.shape)
 
 
 def _activate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, h_up, *ctx.form = inputs
-    ctx.save_for_backward(h, h_up)
+    preact, preact_up, *ctx.spec = inputs
+    ctx.save_for_backward(preact, preact_up)
 
 
 def _activate_gradient(ctx: Any, d_act: Tensor) -> tuple[Any, ...]:
-    h, h_up = ctx.saved_tensors
-    d_h, d_h_up, _, _ = activate_backward(h, h_up, d_act, None, None, None, False, *ctx.form)
-    return d_h, None if h_up is None else d_h_up, *[None] * len(ctx.form)
+    preact, preact_up = ctx.saved_tensors
+    d_preact, d_preact_up, _, _ = activate_backward(preact, preact_up, d_act, None, None, None, False, *ctx.spec)
+    return d_preact, None if preact_up is None else d_preact_up, *[None] * len(ctx.spec)
 
 
 def _activate_backward(
-    h: Tensor,  # [R, 2I] or [R, I]
-    h_up: Tensor | None,  # [R, I]
+    preact: Tensor,  # [R, 2I] or [R, I]
+    preact_up: Tensor | None,  # [R, I]
     d_act: Tensor,  # [R, I]
     topk_weights: Tensor | None,  # [T, top_k]
     row_to_slot: Tensor | None,  # [R]
     group_offsets: Tensor | None,  # [E + 1]
     weigh: bool,
-    *form: Any,
+    *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `reference.activate_backward`, with empty tensors for what there is not; weighted act only if `weigh`."""
-    form = Form(*form)
-    if not dispatch.use_kernels(h):
-        found = reference.activate_backward(h, h_up, d_act, topk_weights, row_to_slot, group_offsets, form)
-        d_h, d_h_up, weighted, dots = (h.new_empty(0) if x is None else x for x in found)
-        return d_h, d_h_up, weighted if weigh else h.new_empty(0), dots
-    gate, up = form.halves(h, h_up)
-    d_h, d_h_up, weighted, dots = _activate_backward_fake(
-        h, h_up, d_act, topk_weights, row_to_slot, group_offsets, weigh, *form
-    )
-    if gate.numel() == 0:
-        dots.zero_()
-    else:
-        from moe_kernels.kernels import activation as kernels
-
-        d_gate, d_up = form.halves(d_h, None if h_up is None else d_h_up)
-        options = form.activation, form.alpha, form.limit
-        if topk_weights is None:
-            tensors: tuple[Tensor | None, ...] = (d_gate, d_up, gate, up, d_act)
-            dispatch.on_device(h, kernels.launch, kernels.activate_backward, tensors, *options)
-        else:
-            tensors = (
-                d_gate,
-                d_up,
-                weighted if weigh else None,
-                dots.view(-1),
-                gate,
-                up,
-                d_act,
-                topk_weights.reshape(-1),
-            )
-            tensors = (*tensors, row_to_slot, group_offsets)
-            dispatch.on_device(h, kernels.launch, kernels.weighted_backward, tensors, *options)
-    return d_h, d_h_up, weighted, dots
+    spec = GLUSpec(*spec)
+    if not use_kernels(preact):
+        found = reference.activate_backward(preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, spec)
+        d_preact, d_preact_up, weighted, dots = (preact.new_empty(0) if x is None else x for x in found)
+        return d_preact, d_preact_up, weighted if weigh else preact.new_empty(0), dots
+    tensors = (preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets)
+    grads: tuple[Tensor, Tensor, Tensor, Tensor] = cache.call(ACTIVATE_BACKWARD, tensors, (weigh, spec))
+    return grads
 
 
 def _activate_backward_fake(
-    h: Tensor,
-    h_up: Tensor | None,
+    preact: Tensor,
+    preact_up: Tensor | None,
     d_act: Tensor,
     topk_weights: Tensor | None,
     row_to_slot: Tensor | None,
     group_offsets: Tensor | None,
     weigh: bool,
-    *form: Any,
+    *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_h = empty(h.shape, h.dtype, h)
-    d_h_up = empty((0,), h.dtype, h) if h_up is None else empty(h_up.shape, h_up.dtype, h_up)
+    d_preact = preact.new_empty(preact.shape)
+    d_preact_up = preact.new_empty((0,) if preact_up is None else preact_up.shape)
     if topk_weights is None:
-        return d_h, d_h_up, empty((0,), h.dtype, h), empty((0,), h.dtype, h)
-    weighted = empty(d_act.shape if weigh else (0,), h.dtype, h)
-    return d_h, d_h_up, weighted, empty(topk_weights.shape, topk_weights.dtype, topk_weights)
+        return d_preact, d_preact_up, preact.new_empty(0), preact.new_empty(0)
+    weighted = preact.new_empty(d_act.shape if weigh else (0,))
+    return d_preact, d_preact_up, weighted, topk_weights.new_empty(topk_weights.shape)
 
 
 def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -120,14 +139,16 @@ def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
 
 def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     """The second order, through plain PyTorch."""
-    form = Form(ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
+    spec = GLUSpec(ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, of which none was made from another: h depends on the weights only where the layer is differentiated.
+        # Views, none of which was made from another: preact depends on the weights where the layer is differentiated.
         inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
         inputs = [x.requires_grad_() if ctx.needs_input_grad[i] else x for i, x in enumerate(inputs)]
-        h, h_up, d_act, topk_weights, row_to_slot, group_offsets = inputs
-        outputs = list(reference.activate_backward(h, h_up, d_act, topk_weights, row_to_slot, group_offsets, form))
+        preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets = inputs
+        outputs = list(
+            reference.activate_backward(preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, spec)
+        )
         if not ctx.weigh:
             outputs[2] = None
     asked = [i for i in range(4) if ctx.needs_input_grad[i]]
@@ -140,20 +161,20 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         allow_unused=True,
     )
     by_input = dict(zip(asked, found, strict=True))
-    return *(by_input.get(i) for i in range(6)), None, *[None] * len(form)
+    return *(by_input.get(i) for i in range(6)), None, *[None] * len(spec)
 
 
 activate = define(
-    f"activate(Tensor h, Tensor? h_up, {_FORM}) -> Tensor",
+    f"activate(Tensor preact, Tensor? preact_up, {_SPEC}) -> Tensor",
     _activate,
     _activate_fake,
     _activate_setup,
     _activate_gradient,
 )
 activate_backward = define(
-    "activate_backward(Tensor h, Tensor? h_up, Tensor d_act, Tensor? topk_weights, Tensor? row_to_slot,"
+    "activate_backward(Tensor preact, Tensor? preact_up, Tensor d_act, Tensor? topk_weights, Tensor? row_to_slot,"
     " Tensor? group_offsets,"
-    f" bool weigh, {_FORM}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f" bool weigh, {_SPEC}) -> (Tensor, Tensor, Tensor, Tensor)",
     _activate_backward,
     _activate_backward_fake,
     _activate_backward_setup,
@@ -168,79 +189,36 @@ def _swiglu_ffn(
     w_up: Tensor | None,  # [E, H, I]
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_up: Tensor | None,  # [E, I]
-    keep: bool,
-    *form: Any,
+    save_preact: bool,
+    *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """act `[M, I]`, and if `keep` what it was made of, `h` and `h_up` (empty without `w_up`)."""
-    act, *kept = _first_half(rows, group_offsets, None, 0, w_in, w_up, b_in, b_up, keep, Form(*form))
-    return act, *_filled(act, kept)
+    """act `[M, I]`, and if `save_preact` what it was made of, preact and preact_up; empty otherwise."""
+    parameters = (w_in, w_up, b_in, b_up)
+    if not use_kernels(rows, w_in, w_up):
+        return _reference_first_half(rows, group_offsets, parameters, save_preact, GLUSpec(*spec))
+    check_rows("rows", rows.size(0))
+    options = (save_preact, adjacent(w_in, w_up), GLUSpec(*spec))
+    out: tuple[Tensor, Tensor, Tensor] = cache.call(SWIGLU_FFN, (rows, group_offsets, *parameters), options)
+    return out
 
 
-def _filled(like: Tensor, kept: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """`h` and `h_up` as operators return them, empty for none."""
-    h, h_up = (empty((0,), like.dtype, like) if x is None else x for x in kept)
-    return h, h_up
+def _reference_first_half(
+    rows: Tensor, group_offsets: Tensor, parameters: Any, save_preact: bool, spec: GLUSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    w_in, w_up, b_in, b_up = parameters
+    preact = reference.grouped_linear(rows, w_in, group_offsets, b_in, None)
+    preact_up = None if w_up is None else reference.grouped_linear(rows, w_up, group_offsets, b_up, None)
+    act = reference.activate(preact, preact_up, spec)
+    saved = [x if save_preact and x is not None else act.new_empty(0) for x in (preact, preact_up)]
+    return act, saved[0], saved[1]
 
 
-def _first_half(
-    A: Tensor,  # [M, H], or [T, H] with row_to_slot
-    group_offsets: Tensor,  # [E + 1]
-    row_to_slot: Tensor | None,  # [M]
-    top_k: int,
-    w_in: Tensor,
-    w_up: Tensor | None,
-    b_in: Tensor | None,
-    b_up: Tensor | None,
-    keep: bool,
-    form: Form,
-    slot_to_row: Tensor | None = None,  # [M], with row_to_slot
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    M = A.size(0) if row_to_slot is None else row_to_slot.size(0)
-    dtype = torch.promote_types(A.dtype, w_in.dtype)
-    if fused_is_faster(A, M, w_in, w_up, form):
-        return _fused(A, M, group_offsets, row_to_slot, top_k, w_in, w_up, b_in, b_up, keep, form, dtype)
-    if slot_to_row is not None:
-        A = scatter_rows(A, None, slot_to_row, group_offsets, top_k, A.dtype)
-    h = dispatch.multiply(A, w_in, group_offsets, b_in, dtype, "auto")
-    h_up = None if w_up is None else dispatch.multiply(A, w_up, group_offsets, b_up, dtype, "auto")
-    return _activate(h, h_up, *form), *((h, h_up) if keep else (None, None))
-
-
-def _fused(
-    A: Tensor,
-    M: int,
-    group_offsets: Tensor,
-    row_to_slot: Tensor | None,
-    top_k: int,
-    w_in: Tensor,
-    w_up: Tensor | None,
-    b_in: Tensor | None,
-    b_up: Tensor | None,
-    keep: bool,
-    form: Form,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    from moe_kernels.kernels import swiglu_ffn as kernels
-
-    dispatch.check_rows("rows", M)
-    act = empty((M, _width(w_in, w_up, form)), dtype, A)
-    h = empty((M, w_in.size(2)), dtype, A) if keep else None
-    h_up = empty((M, w_in.size(2)), dtype, A) if keep and w_up is not None else None
-
-    gate, up = form.halves(w_in, w_up)
-    (b_gate, b_up), (h_gate, h_of_up) = (form.parts(*x, apart=w_up is not None) for x in ((b_in, b_up), (h, h_up)))
-    tensors = (A, gate, up, group_offsets, row_to_slot, b_gate, b_up, act, h_gate, h_of_up)
-    dispatch.on_device(A, kernels.launch, *tensors, top_k, form)
-    return act, h, h_up
-
-
-def fused_is_faster(A: Tensor, M: int, w_in: Tensor, w_up: Tensor | None, form: Form) -> bool:
-    """Whether one kernel does the whole first half, for `M` rows of `A`, or made of it."""
-    if not form.gated or not dispatch.use_kernels(A, w_in, w_up) or M == 0 or w_in.numel() == 0:
+def adjacent(w_in: Tensor, w_up: Tensor | None) -> bool:
+    """Whether `w_up` begins halfway between two experts of `w_in`, in one storage: both are read as one tensor."""
+    if w_up is None or w_in.stride() != w_up.stride():
         return False
-    from moe_kernels.kernels import swiglu_ffn as kernels
-
-    return kernels.fuses(A, w_in, w_up, form, M)
+    middle = 2 * (w_up.data_ptr() - w_in.data_ptr()) == w_in.stride(0) * w_in.element_size()
+    return middle and w_up.untyped_storage().data_ptr() == w_in.untyped_storage().data_ptr()
 
 
 def _swiglu_ffn_fake(
@@ -250,46 +228,51 @@ def _swiglu_ffn_fake(
     w_up: Tensor | None,
     b_in: Tensor | None,
     b_up: Tensor | None,
-    keep: bool,
-    *form: Any,
+    save_preact: bool,
+    *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(rows.dtype, w_in.dtype)
     M, W = rows.size(0), w_in.size(2)
-    act = rows.new_empty((M, _width(w_in, w_up, Form(*form))), dtype=dtype)
-    h = rows.new_empty((M, W) if keep else (0,), dtype=dtype)
-    return act, h, rows.new_empty((M, W) if keep and w_up is not None else (0,), dtype=dtype)
+    act = rows.new_empty((M, _width(w_in, w_up, GLUSpec(*spec))), dtype=dtype)
+    preact = rows.new_empty((M, W) if save_preact else (0,), dtype=dtype)
+    return act, preact, rows.new_empty((M, W) if save_preact and w_up is not None else (0,), dtype=dtype)
 
 
-def _width(w_in: Tensor, w_up: Tensor | None, form: Form) -> int:
+def _width(w_in: Tensor, w_up: Tensor | None, spec: GLUSpec) -> int:
     W = w_in.size(2)
-    return W // 2 if form.gated and w_up is None else W
+    return W // 2 if spec.gated and w_up is None else W
 
 
 def _swiglu_ffn_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    rows, group_offsets, w_in, w_up, b_in, b_up, ctx.keep, *ctx.form = inputs
-    _, h, h_up = output
-    kept = (h, h_up) if ctx.keep else (None, None)
+    rows, group_offsets, w_in, w_up, b_in, b_up, ctx.save_preact, *ctx.spec = inputs
+    _, preact, preact_up = output
+    kept = (preact, preact_up) if ctx.save_preact else (None, None)
     ctx.save_for_backward(rows, group_offsets, w_in, w_up, b_in, b_up, *kept)
     ctx.set_materialize_grads(False)
 
 
 def _swiglu_ffn_gradient(
-    ctx: Any, d_act: Tensor | None, d_h: Tensor | None, d_h_up: Tensor | None
+    ctx: Any, d_act: Tensor | None, d_preact: Tensor | None, d_preact_up: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    rows, group_offsets, w_in, w_up, b_in, b_up, h, h_up = ctx.saved_tensors
+    rows, group_offsets, w_in, w_up, b_in, b_up, preact, preact_up = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()  # as in the gradient of moe_mlp
-    if not ctx.keep:
-        _, h, h_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *ctx.form)
-        d_h = d_h_up = None  # of empty tensors
+    if not ctx.save_preact:
+        _, preact, preact_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *ctx.spec)
+        d_preact = d_preact_up = None  # of empty tensors
     if d_act is not None:
-        h_up = None if w_up is None else h_up
-        found = activate_backward(h, h_up, d_act, None, None, None, False, *ctx.form)
-        d_h, d_h_up = _sum(found[0], d_h), _sum(found[1], d_h_up)
-    del h, h_up
+        preact_up = None if w_up is None else preact_up
+        found = activate_backward(preact, preact_up, d_act, None, None, None, False, *ctx.spec)
+        d_preact, d_preact_up = _sum(found[0], d_preact), _sum(found[1], d_preact_up)
+    del preact, preact_up
     d_rows, *weights = _projection_gradients(
-        ctx.needs_input_grad[:1] + ctx.needs_input_grad[2:6], rows, group_offsets, (w_in, w_up, b_in, b_up), d_h, d_h_up
+        ctx.needs_input_grad[:1] + ctx.needs_input_grad[2:6],
+        rows,
+        group_offsets,
+        (w_in, w_up, b_in, b_up),
+        d_preact,
+        d_preact_up,
     )
-    return d_rows, None, *weights, None, *[None] * len(ctx.form)
+    return d_rows, None, *weights, None, *[None] * len(ctx.spec)
 
 
 def _projection_gradients(
@@ -297,13 +280,13 @@ def _projection_gradients(
     rows: Tensor | None,  # [M, H]; None if no weight's gradient is needed
     group_offsets: Tensor,  # [E + 1]
     parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],  # w_in, w_up, b_in, b_up
-    d_h: Tensor | None,  # [M, 2I] or [M, I]
-    d_h_up: Tensor | None,  # [M, I]
+    d_preact: Tensor | None,  # [M, 2I] or [M, I]
+    d_preact_up: Tensor | None,  # [M, I]
 ) -> list[Tensor | None]:
     """The gradients of rows and of the parameters."""
     w_in, w_up, b_in, b_up = parameters
     result: list[Tensor | None] = [None] * 5
-    for i, weight, bias, d in ((0, w_in, b_in, d_h), (1, w_up, b_up, d_h_up)):
+    for i, weight, bias, d in ((0, w_in, b_in, d_preact), (1, w_up, b_up, d_preact_up)):
         if weight is None or d is None:
             continue
         if needed[0]:
@@ -329,8 +312,8 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 swiglu_ffn = define(
-    "swiglu_ffn(Tensor rows, Tensor group_offsets, Tensor w_in, Tensor? w_up, Tensor? b_in, Tensor? b_up, bool keep,"
-    f" {_FORM}) -> (Tensor, Tensor, Tensor)",
+    "swiglu_ffn(Tensor rows, Tensor group_offsets, Tensor w_in, Tensor? w_up, Tensor? b_in, Tensor? b_up,"
+    f" bool save_preact, {_SPEC}) -> (Tensor, Tensor, Tensor)",
     _swiglu_ffn,
     _swiglu_ffn_fake,
     _swiglu_ffn_setup,
@@ -350,16 +333,23 @@ def _moe_mlp(
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_up: Tensor | None,  # [E, I]
     b_out: Tensor | None,  # [E, H]
-    keep: bool,
-    *form: Any,
+    save_preact: bool,
+    *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer's result `[T, H]`, and if `keep` the rows' `h` and `h_up`, as `swiglu_ffn`."""
+    """The layer's result `[T, H]`, and if `save_preact` the rows' preact and preact_up, as `swiglu_ffn`."""
+    parameters, maps = (w_in, w_up, b_in, b_up), (group_offsets, row_to_slot, slot_to_row)
+    if use_kernels(hidden, w_in, w_up, w_out):
+        check_rows("topk_ids", slot_to_row.size(0))
+        tensors = (hidden, topk_weights, *maps, w_in, w_up, w_out, b_in, b_up, b_out)
+        options = (save_preact, adjacent(w_in, w_up), GLUSpec(*spec))
+        out: tuple[Tensor, Tensor, Tensor] = cache.call(MOE_MLP, tensors, options)
+        return out
     top_k = topk_weights.size(1)
-    first = (w_in, w_up, b_in, b_up, keep, Form(*form), slot_to_row)
-    act, *kept = _first_half(hidden, group_offsets, row_to_slot, top_k, *first)
-    dtype = torch.promote_types(act.dtype, w_out.dtype)
-    rows = dispatch.multiply(act, w_out, group_offsets, b_out, dtype, "auto")
-    return combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, dtype), *_filled(act, kept)
+    rows = reference.scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, hidden.dtype)
+    act, preact, preact_up = _reference_first_half(rows, group_offsets, parameters, save_preact, GLUSpec(*spec))
+    rows = reference.grouped_linear(act, w_out, group_offsets, b_out, None)
+    out_rows = reference.combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, rows.dtype)
+    return out_rows, preact, preact_up
 
 
 def _moe_mlp_fake(
@@ -374,65 +364,65 @@ def _moe_mlp_fake(
     b_in: Tensor | None,
     b_up: Tensor | None,
     b_out: Tensor | None,
-    keep: bool,
-    *form: Any,
+    save_preact: bool,
+    *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(hidden.dtype, w_in.dtype)
     R, W = slot_to_row.size(0), w_in.size(2)
     out = hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=torch.promote_types(dtype, w_out.dtype))
-    h = hidden.new_empty((R, W) if keep else (0,), dtype=dtype)
-    return out, h, hidden.new_empty((R, W) if keep and w_up is not None else (0,), dtype=dtype)
+    preact = hidden.new_empty((R, W) if save_preact else (0,), dtype=dtype)
+    return out, preact, hidden.new_empty((R, W) if save_preact and w_up is not None else (0,), dtype=dtype)
 
 
 def _moe_mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.keep, ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit = inputs
-    _, h, h_up = output
-    ctx.save_for_backward(*tensors, *((h, h_up) if ctx.keep else (None, None)))
+    *tensors, ctx.save_preact, ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit = inputs
+    _, preact, preact_up = output
+    ctx.save_for_backward(*tensors, *((preact, preact_up) if ctx.save_preact else (None, None)))
     ctx.set_materialize_grads(False)
 
 
 def _moe_mlp_gradient(
-    ctx: Any, d_out: Tensor | None, d_h: Tensor | None, d_h_up: Tensor | None
+    ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, d_preact_up: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Saves neither the rows, nor what follows `h`, nor the rows' results: <d_out, gate * act @ w_out> is linear in
-    gate, so its gradient is <d_out @ w_out^T, act>, and act is made again from `h` on the way.
+    """Saves neither the rows, nor what follows `preact`, nor the rows' results: <d_out, gate * act @ w_out> is linear
+    in gate, so its gradient is <d_out @ w_out^T, act>, and act is made again from `preact` on the way.
     """
-    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *parameters, h, h_up = ctx.saved_tensors
-    ctx.maybe_clear_saved_tensors()  # so that h ends below, unless the graph is kept for another backward
+    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *parameters, preact, preact_up = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
     w_in, w_up, w_out, b_in, b_up, b_out = parameters
-    form = (ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
+    spec = (ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
     need = ctx.needs_input_grad
     top_k = topk_weights.size(1)
     routing = slot_to_row, group_offsets, top_k
     d_topk_weights = d_w_out = d_b_out = None
-    if not ctx.keep:
+    if not ctx.save_preact:
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
-        _, h, h_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *form)
+        _, preact, preact_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *spec)
         del rows
-        d_h = d_h_up = None  # of empty tensors
+        d_preact = d_preact_up = None  # of empty tensors
     d_rows = weighted = None
     if d_out is not None:
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
-        d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, h.dtype, "auto")
-        d_h_by_act, d_h_up_by_act, weighted, d_topk_weights = activate_backward(
-            h, None if w_up is None else h_up, d_act, topk_weights, row_to_slot, group_offsets, need[7], *form
+        d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, preact.dtype, "auto")
+        d_preact_by_act, d_preact_up_by_act, weighted, d_topk_weights = activate_backward(
+            preact, None if w_up is None else preact_up, d_act, topk_weights, row_to_slot, group_offsets, need[7], *spec
         )
         del d_act
-        d_h, d_h_up = _sum(d_h_by_act, d_h), _sum(d_h_up_by_act, d_h_up)
-        del d_h_by_act, d_h_up_by_act
-    del h, h_up
+        d_preact, d_preact_up = _sum(d_preact_by_act, d_preact), _sum(d_preact_up_by_act, d_preact_up)
+        del d_preact_by_act, d_preact_up_by_act
+    del preact, preact_up
     # The first product's gradients before the second's, for what these need is smaller, and one or the other waits.
     first = (w_in, w_up, b_in, b_up)
     d_hidden = None
     if need[0]:
         needed = (True, False, False, False, False)
-        d_sorted = _projection_gradients(needed, None, group_offsets, first, d_h, d_h_up)[0]
+        d_sorted = _projection_gradients(needed, None, group_offsets, first, d_preact, d_preact_up)[0]
         d_hidden = None if d_sorted is None else combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
     needed = (False, need[5], need[6], need[8], need[9])
     rows = scatter_rows(hidden, None, *routing, hidden.dtype) if any(need[5:7]) else None
-    d_first = _projection_gradients(needed, rows, group_offsets, first, d_h, d_h_up)[1:]
-    del d_h, d_h_up, rows
+    d_first = _projection_gradients(needed, rows, group_offsets, first, d_preact, d_preact_up)[1:]
+    del d_preact, d_preact_up, rows
     if d_out is not None and d_rows is not None:
         if need[7]:
             d_w_out = _weight_gradient(weighted, d_rows, group_offsets, w_out)
@@ -446,30 +436,19 @@ def _moe_mlp_gradient(
             d_topk_weights = d_topk_weights + dot_rows(d_out, biases, *routing, topk_weights.dtype)
     d_w_in, d_w_up, d_b_in, d_b_up = d_first
     d_parameters = (d_w_in, d_w_up, d_w_out, d_b_in, d_b_up, d_b_out)
-    return d_hidden, d_topk_weights if need[1] else None, None, None, None, *d_parameters, None, *[None] * len(form)
+    return d_hidden, d_topk_weights if need[1] else None, None, None, None, *d_parameters, None, *[None] * len(spec)
 
 
 moe_mlp = define(
     "moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot, Tensor slot_to_row,"
     " Tensor w_in,"
-    " Tensor? w_up, Tensor w_out, Tensor? b_in, Tensor? b_up, Tensor? b_out, bool keep,"
-    f" {_FORM}) -> (Tensor, Tensor, Tensor)",
+    " Tensor? w_up, Tensor w_out, Tensor? b_in, Tensor? b_up, Tensor? b_out, bool save_preact,"
+    f" {_SPEC}) -> (Tensor, Tensor, Tensor)",
     _moe_mlp,
     _moe_mlp_fake,
     _moe_mlp_setup,
     _moe_mlp_gradient,
 )
-
-
-def one_token_is_faster(hidden: Tensor, topk_ids: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
-    """Whether there is one token, and the kernels that sort nothing take it: they are faster."""
-    if hidden.size(0) != 1 or not dispatch.use_kernels(hidden, w_in, w_out):
-        return False
-    if not all([x.numel() > 0 for x in (hidden, topk_ids, w_in, w_out)]):
-        return False
-    from moe_kernels.kernels import one_token
-
-    return one_token.takes(topk_ids.size(1), w_in, w_out)
 
 
 def _moe_mlp_of_one_token(
@@ -482,25 +461,16 @@ def _moe_mlp_of_one_token(
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_up: Tensor | None,  # [E, I]
     b_out: Tensor | None,  # [E, H]
-    *form: Any,
+    *spec: Any,
 ) -> Tensor:
     """The layer's result `[1, H]`; it has no gradient."""
-    halves = Form(*form)
-    if not dispatch.use_kernels(hidden):
-        others: dict[str, Any] = {"w_up": w_up, "gate_up_bias": b_in, "up_bias": b_up, "down_bias": b_out}
-        return reference.moe_mlp(
-            hidden, topk_ids, topk_weights, w_in, w_out, transposed=True, **others, **halves._asdict()
-        )
-    from moe_kernels.kernels import one_token
-
-    out = _moe_mlp_of_one_token_fake(hidden, topk_ids, topk_weights, w_in, w_up, w_out)
-    dtype = torch.promote_types(hidden.dtype, w_in.dtype)
-    act = hidden.new_empty((topk_ids.numel(), _width(w_in, w_up, halves)), dtype=dtype)
-    biases = halves.parts(b_in, b_up, apart=w_up is not None)
-    slots = topk_ids.reshape(-1), topk_weights.reshape(-1)
-    tensors = (out, act, hidden, *slots, *halves.halves(w_in, w_up), w_out, *biases, b_out)
-    dispatch.on_device(hidden, one_token.launch, *tensors, halves)
-    return out
+    parameters = (w_in, w_up, w_out, b_in, b_up, b_out)
+    if use_kernels(hidden, w_in, w_up, w_out):
+        out: Tensor = cache.call(MOE_MLP_OF_ONE_TOKEN, (hidden, topk_ids, topk_weights, *parameters), (GLUSpec(*spec),))
+        return out
+    others: dict[str, Any] = {"w_up": w_up, "gate_up_bias": b_in, "up_bias": b_up, "down_bias": b_out}
+    options = GLUSpec(*spec)._asdict()
+    return reference.moe_mlp(hidden, topk_ids, topk_weights, w_in, w_out, transposed=True, **others, **options)
 
 
 def _moe_mlp_of_one_token_fake(
@@ -512,7 +482,7 @@ def _moe_mlp_of_one_token_fake(
 
 moe_mlp_of_one_token = define(
     "moe_mlp_of_one_token(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_in, Tensor? w_up, Tensor w_out,"
-    f" Tensor? b_in, Tensor? b_up, Tensor? b_out, {_FORM}) -> Tensor",
+    f" Tensor? b_in, Tensor? b_up, Tensor? b_out, {_SPEC}) -> Tensor",
     _moe_mlp_of_one_token,
     _moe_mlp_of_one_token_fake,
 )

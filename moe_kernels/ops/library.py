@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_kernels import dispatch
+from moe_kernels.runtime import cache, torch_internals
+from moe_kernels.runtime.signature import MAX_ROWS
 
 _library: Any = torch.library
 _LIBRARY = _library.Library("moe_kernels", "FRAGMENT")
@@ -21,7 +23,7 @@ def define(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Register an operator; return the function that calls it, past torch.library where nobody would notice."""
+    """Register an operator; return the function that calls it, which bypasses torch.library if unobservable."""
     name = schema.partition("(")[0]
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(schema, tags=tags)
@@ -38,9 +40,9 @@ def define(
     def call(*args: Any) -> Any:
         every = [one for arg in args for one in (arg if isinstance(arg, list) else (arg,))] if takes_lists else args
         tensors = [one for one in every if isinstance(one, Tensor)]
-        if not dispatch.eager(*tensors) or dispatch.profiled():
+        if not torch_internals.eager(*tensors) or torch_internals.profiled():
             return operator(*args)
-        return (recorded if dispatch.differentiated(*tensors) else run)(*args)
+        return (recorded if torch_internals.differentiated(*tensors) else run)(*args)
 
     call.__name__ = name
     return call
@@ -57,7 +59,7 @@ def _recorded(
     """
 
     def forward(ctx: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch_internals.below_autograd():
             output = run(*args)
         setup_context(ctx, args, output)
         return output
@@ -71,3 +73,18 @@ def _recorded(
 def needs(ctx: Any, i: int, value: Tensor | None) -> Tensor | None:
     """`value` if the gradient of input i will be asked for."""
     return value if ctx.needs_input_grad[i] else None
+
+
+def use_kernels(A: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels do the work, for these operands: on a GPU, or in Triton's interpreter unless in float64."""
+    if A.is_cuda or A.is_xpu or (A.is_meta and cache.collects()):
+        return True
+    if not A.is_cpu or os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    return all([x is None or x.dtype != torch.float64 for x in (A, *others)])
+
+
+def check_rows(name: str, M: int) -> None:
+    """Raise ValueError for more rows than the kernels count."""
+    if M > MAX_ROWS:
+        raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {M}")

@@ -7,24 +7,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels import dispatch, reference
-from moe_kernels.allocate import empty
-from moe_kernels.ops.library import define, needs
+from moe_kernels import reference
+from moe_kernels.ops.library import define, needs, use_kernels
+from moe_kernels.rules.layer import sorts
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.signature import MAX_ROWS, Counts, Operator
+
+ROUTE = Operator(
+    "route",
+    planner="moe_kernels.kernels.route",
+    inputs=("topk_ids",),
+    rows=("topk_ids",),
+    counts=lambda tensors, _: Counts(tensors[0].size(0), (tensors[0].numel(),)),
+)
+
+
+def _move_operator(name: str, tokens: bool, *inputs: str) -> Operator:
+    """Of a kernel that moves rows; `tokens`, or slots, are the first extent of its first input."""
+
+    def counts(tensors: Any, options: Any) -> Counts:
+        R, top_k = tensors[2].size(0), options[0]
+        return Counts(R // top_k, (R,)) if tokens else Counts(R, (R // top_k,))
+
+    indices = ("slot_to_row", "group_offsets")
+    return Operator(name, "moe_kernels.kernels.permute", (*inputs, *indices), (*inputs, "slot_to_row"), counts)
+
+
+SCATTER_ROWS = _move_operator("scatter_rows", True, "tokens", "topk_weights")
+COMBINE_ROWS = _move_operator("combine_rows", False, "rows", "topk_weights")
+DOT_ROWS = _move_operator("dot_rows", True, "tokens", "rows")
 
 
 def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     R = topk_ids.numel()
-    if R > dispatch.MOST_ROWS:  # not among the checks, where it would limit what torch.export traces
-        raise ValueError(f"topk_ids: expected at most {dispatch.MOST_ROWS} elements, got {R}")
-    if dispatch.use_kernels(topk_ids) and R > 0 and num_experts > 0:
-        from moe_kernels.kernels import route
-
-        if route.sorts(R, num_experts):
-            sizes = (num_experts + 1, R, R)
-            group_offsets, row_to_slot, slot_to_row = (empty((n,), torch.int32, topk_ids) for n in sizes)
-            slots = topk_ids.reshape(-1).contiguous()
-            dispatch.on_device(topk_ids, route.launch, slots, group_offsets, row_to_slot, slot_to_row)
-            return group_offsets, row_to_slot, slot_to_row
+    if R > MAX_ROWS:  # not among the checks, where it would limit what torch.export traces
+        raise ValueError(f"topk_ids: expected at most {MAX_ROWS} elements, got {R}")
+    if use_kernels(topk_ids) and sorts(R, num_experts):
+        maps: tuple[Tensor, Tensor, Tensor] = cache.call(ROUTE, (topk_ids,), (num_experts,))
+        return maps
     return reference.route(topk_ids, torch.empty_like(topk_ids, dtype=torch.float32), num_experts)[:3]
 
 
@@ -43,11 +63,9 @@ def _scatter_rows(
     top_k: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [R, H]
-    if not dispatch.use_kernels(tokens):
+    if not use_kernels(tokens):
         return reference.scatter_rows(tokens, topk_weights, slot_to_row, group_offsets, top_k, out_dtype)
-    rows = empty((slot_to_row.size(0), tokens.size(1)), out_dtype, tokens)
-    _move("scatter_rows", (rows, tokens, topk_weights), slot_to_row, group_offsets, top_k)
-    return rows
+    return _move(SCATTER_ROWS, tokens, topk_weights, slot_to_row, group_offsets, top_k, out_dtype)
 
 
 def _scatter_rows_fake(
@@ -69,11 +87,9 @@ def _combine_rows(
     top_k: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, H]
-    if not dispatch.use_kernels(rows):
+    if not use_kernels(rows):
         return reference.combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, out_dtype)
-    tokens = empty((slot_to_row.size(0) // top_k, rows.size(1)), out_dtype, rows)
-    _move("combine_rows", (tokens, rows, topk_weights), slot_to_row, group_offsets, top_k)
-    return tokens
+    return _move(COMBINE_ROWS, rows, topk_weights, slot_to_row, group_offsets, top_k, out_dtype)
 
 
 def _combine_rows_fake(
@@ -95,29 +111,23 @@ def _dot_rows(
     top_k: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, top_k]
-    if not dispatch.use_kernels(tokens):
+    if not use_kernels(tokens):
         return reference.dot_rows(tokens, rows, slot_to_row, group_offsets, top_k, out_dtype)
-    dots = empty((tokens.size(0), top_k), out_dtype, tokens)
-    _move("dot_rows", (dots, tokens, rows), slot_to_row, group_offsets, top_k)
-    return dots
+    return _move(DOT_ROWS, tokens, rows, slot_to_row, group_offsets, top_k, out_dtype)
 
 
 def _move(
-    name: str,
-    tensors: tuple[Tensor | None, ...],  # the first is filled
+    operator: Operator,
+    first: Tensor,
+    second: Tensor | None,
     slot_to_row: Tensor,  # [R]
     group_offsets: Tensor,  # [E + 1]
     top_k: int,
-) -> None:
-    from moe_kernels.kernels import permute
-
-    out = tensors[0]
-    assert out is not None
-    if any(t is not None and t.numel() == 0 for t in tensors):
-        out.zero_()
-        return
-    indices = slot_to_row.contiguous(), group_offsets.contiguous()
-    dispatch.on_device(out, permute.launch, getattr(permute, name), tensors, *indices, top_k)
+    out_dtype: torch.dtype,
+) -> Tensor:
+    tensors = first, second, slot_to_row.contiguous(), group_offsets.contiguous()
+    moved: Tensor = cache.call(operator, tensors, (top_k, out_dtype))
+    return moved
 
 
 def _dot_rows_fake(

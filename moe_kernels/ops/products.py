@@ -7,9 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels import dispatch, reference
-from moe_kernels.allocate import empty
-from moe_kernels.ops.library import define, needs
+from moe_kernels import reference
+from moe_kernels.ops.library import check_rows, define, needs, use_kernels
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.signature import Counts, Operator
+
+_PLANNERS = "moe_kernels.kernels."
+GROUPED_GEMM = Operator(
+    "grouped_gemm",
+    planner=_PLANNERS + "grouped_gemm",
+    inputs=("A_packed", "B", "group_offsets", "bias"),
+    rows=("A_packed",),
+    counts=lambda tensors, _: Counts(tensors[0].size(0), groups=tensors[2].size(0) - 1),
+)
+GROUPED_GEMM_WGRAD = Operator(
+    "grouped_gemm_wgrad",
+    planner=_PLANNERS + "grouped_wgrad",
+    inputs=("X", "Y", "group_offsets"),
+    rows=("X", "Y"),
+    counts=lambda tensors, _: Counts(tensors[0].size(0), groups=tensors[2].size(0) - 1),
+)
 
 
 def _grouped_gemm(
@@ -20,7 +37,11 @@ def _grouped_gemm(
     out_dtype: torch.dtype,
     variant: str,
 ) -> Tensor:  # [M, N]
-    return dispatch.multiply(A_packed, B, group_offsets, bias, out_dtype, variant)
+    if not use_kernels(A_packed, B):
+        return reference.grouped_linear(A_packed, B, group_offsets, bias, out_dtype)
+    check_rows("A_packed", A_packed.size(0))
+    out: Tensor = cache.call(GROUPED_GEMM, (A_packed, B, group_offsets, bias), (out_dtype, variant))
+    return out
 
 
 def _grouped_gemm_fake(
@@ -71,21 +92,14 @@ def _wgrad(
 ) -> Tensor:  # [G, K, N], or [K, N] if `shared`
     if transposed:
         return _wgrad(d_out, A_packed, group_offsets, shared, False, out_dtype).transpose(-2, -1)
-    M, K = A_packed.shape
     if shared:
         # One group, of all rows that are in a group.
         group_offsets = torch.stack((group_offsets[0], group_offsets.amax()))
-    if not dispatch.use_kernels(A_packed, d_out):
+    if use_kernels(A_packed, d_out):
+        check_rows("A_packed", A_packed.size(0))
+        out: Tensor = cache.call(GROUPED_GEMM_WGRAD, (A_packed, d_out, group_offsets), (out_dtype,))
+    else:
         out = reference.grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype=out_dtype)
-        return out[0] if shared else out
-    dispatch.check_rows("A_packed", M)
-    out = empty((group_offsets.size(0) - 1, K, d_out.size(1)), out_dtype, A_packed)
-    if M == 0:
-        out.zero_()
-    elif out.numel() > 0:
-        from moe_kernels.kernels import grouped_wgrad
-
-        dispatch.on_device(out, grouped_wgrad.launch, A_packed, d_out, group_offsets, out)
     return out[0] if shared else out
 
 

@@ -1,21 +1,34 @@
 """The tests of the kernels themselves: on a GPU, or in Triton's interpreter on a CPU (test_interpreter.py starts that).
 
-Here `torch.empty` and `allocate.empty` are filled with NaN, so an output element that a kernel forgets shows.
+Here new memory is filled with NaN, so an output element that a kernel forgets shows.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from moe_kernels import allocate
+from moe_kernels.runtime import torch_internals
+from moe_kernels.runtime.cache import set_aside
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
+
+_empty_strided_cuda = torch_internals.empty_strided_cuda
+
+
+def _poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    out: torch.Tensor = _empty_strided_cuda(shape, strides, dtype)
+    return out.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
+
+
+if _empty_strided_cuda is not None:
+    torch_internals.empty_strided_cuda = _poisoned  # before there is a plan: its function holds the allocator
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,14 +47,17 @@ def device() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    take = allocate._empty_strided_cuda
-
-    def poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        out: torch.Tensor = take(shape, strides, dtype)
-        return out.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
-
-    monkeypatch.setattr(allocate, "_empty_strided_cuda", poisoned)
+def _poison_uninitialised_memory() -> Iterator[None]:
+    """What PyTorch itself allocates, and in the interpreter plans too."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fresh_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans are made anew, and kept for this test alone: for tests that change what a plan depends on."""
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "plans"))
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
+    with set_aside():
+        yield

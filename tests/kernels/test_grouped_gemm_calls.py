@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -11,15 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import helion
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from moe_kernels import allocate, checks, dispatch, grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
-from moe_kernels.kernels import direct_launch, launch
+from moe_kernels import checks, grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
+from moe_kernels.kernels import declare
 from moe_kernels.kernels import grouped_gemm as kernels
 from moe_kernels.kernels.tiles import tile_table
-from moe_kernels.plans import set_aside
+from moe_kernels.runtime import cache, launch, store
+from moe_kernels.runtime import compile as compiler
+from moe_kernels.runtime.cache import set_aside
+from moe_kernels.runtime.emit import emit
+from moe_kernels.runtime.plan import Alloc, Plan
 from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for, make_inputs
 
 variants = pytest.mark.parametrize("variant", ["basic", "persistent"])
@@ -31,12 +35,13 @@ def test_exported_launchers(function: Callable[..., torch.Tensor], device: str) 
     assert_grouped_gemm_close(function(A, B, group_offsets), A, B, group_offsets)
 
 
-@pytest.mark.parametrize("shape", [(5,), (0,), (3, 4), (3, 1), (2, 3, 4), (2, 1, 4)])
+@pytest.mark.parametrize("shape", [(5,), (0,), (3, 4), (3, 1), (3, 0), (2, 3, 4), (2, 1, 4), (2, 3, 0)])
 @pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
 def test_memory_is_as_of_new_empty(shape: tuple[int, ...], kind: type, device: str) -> None:
     like = kind(torch.ones(2, 3, device=device))
     for dtype in (torch.bfloat16, torch.int32):
-        given, usual = allocate.empty(torch.Size(shape), dtype, like), like.new_empty(shape, dtype=dtype)
+        plan = Plan(("like",), (Alloc(1, shape, dtype),), (1,))
+        given, usual = emit(plan, {}, like.device)(like), like.new_empty(shape, dtype=dtype)
         assert type(given) is torch.Tensor and not given.requires_grad
         for name in ("shape", "dtype", "device"):
             assert getattr(given, name) == getattr(usual, name)
@@ -52,14 +57,14 @@ def test_a_view_that_is_negated_when_it_is_read(device: str) -> None:
         assert_grouped_gemm_close(out, A.resolve_neg(), B, group_offsets)
 
 
-def _refuse_to_search(*_: Any, **__: Any) -> None:
-    raise AssertionError("a search was started")
+def _refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("a search, or a plan, was begun")
 
 
 def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     if device == "cpu":
         monkeypatch.setattr("helion.runtime.get_num_sm", lambda device, **_: 4)
-    monkeypatch.setattr(launch, "default_autotuner_fn", _refuse_to_search)
+    monkeypatch.setattr(declare, "default_autotuner_fn", _refuse)
     A, B, group_offsets = make_inputs([9, 0, 140], 40, 24, dtype=torch.float16, device=device)
     M = A.size(0)
     out = torch.empty(M, 40, dtype=A.dtype, device=device)
@@ -69,9 +74,9 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
     assert bound._config.block_sizes[0] == 64  # 149 rows, 3 groups
 
     out = torch.empty_like(out)
-    slots = (M // 64 + 3 + 2) | 1
-    tiles = torch.empty((1 + slots, 3), dtype=torch.int32, device=device)
-    tile_table(group_offsets, out, tiles, slots, 2 * M + 1, 64, False)
+    max_tiles = (M // 64 + 3 + 2) | 1
+    tiles = torch.empty((1 + max_tiles, 3), dtype=torch.int32, device=device)
+    tile_table(group_offsets, out, tiles, max_tiles, 2 * M + 1, 64, False)
     assert tiles[0, 0] == 4
     assert tiles[1:5].tolist() == [[0, 0, 9], [2, 9, 73], [2, 73, 137], [2, 137, 149]]
     kernels.jagged_persistent(A, B, tiles, tiles[0, 0], None, out, False, False, 64, False, False)
@@ -84,7 +89,7 @@ def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device:
     class Search:
         def autotune(self, *, skip_cache: bool) -> Any:
             started.append(skip_cache)
-            return kernels._preset_basic(*args)
+            return helion.Config(**kernels._preset_basic(*args).config)
 
     A, B, group_offsets = make_inputs([9, 0, 40], 40, 24, dtype=torch.float16, device=device)
     M = A.size(0)
@@ -101,7 +106,7 @@ def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device:
         True,
         False,
     )
-    monkeypatch.setattr(launch, "default_autotuner_fn", lambda *_, **__: Search())
+    monkeypatch.setattr(declare, "default_autotuner_fn", lambda *_, **__: Search())
     kernels.jagged.autotune(args, force=True)
     assert started == [True]
 
@@ -115,7 +120,7 @@ def test_effort_none_does_not_mean_tiny_blocks(effort: str) -> None:
 
 
 def test_refusals_launch_nothing(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(kernels, "plan", _refuse_to_search)
+    monkeypatch.setattr(cache, "call", _refuse)
     A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float16, device=device)
     for args, error, text in [
         ((A, B[:, :-1], group_offsets), ValueError, "B: expected K = 24"),
@@ -142,21 +147,21 @@ def test_validation_by_environment(monkeypatch: pytest.MonkeyPatch, device: str)
 
 def test_a_new_number_of_rows_finds_its_plan(device: str) -> None:
     _, B, _ = make_inputs([1, 1], 40, 24, dtype=torch.float16, device=device)
-    dispatch._plans.clear()
-    for M in range(40, 64, 5):
-        A, _, group_offsets = make_inputs([M - 20, 20], 40, 24, dtype=torch.float16, device=device)
-        grouped_gemm(A, B, group_offsets)
-    assert len(dispatch._plans) == 1
+    with set_aside():
+        for M in range(40, 64, 5):
+            A, _, group_offsets = make_inputs([M - 20, 20], 40, 24, dtype=torch.float16, device=device)
+            grouped_gemm(A, B, group_offsets)
+        assert len(cache.plans.entries) == 1
 
 
 def test_a_call_that_is_recorded_or_profiled_finds_the_plan_of_one_that_is_not(device: str) -> None:
     A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float16, device=device)
-    dispatch._plans.clear()
-    grouped_gemm(A, B, group_offsets)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with set_aside():
         grouped_gemm(A, B, group_offsets)
-    grouped_gemm(A.requires_grad_(), B, group_offsets, out_dtype=torch.float16)
-    assert len(dispatch._plans) == 1
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            grouped_gemm(A, B, group_offsets)
+        grouped_gemm(A.requires_grad_(), B, group_offsets, out_dtype=torch.float16)
+        assert len(cache.plans.entries) == 1
 
 
 def test_calls_from_several_threads(device: str) -> None:
@@ -171,40 +176,33 @@ def test_calls_from_several_threads(device: str) -> None:
 @variants
 @pytest.mark.parametrize("kept", [1, 3, 1024])
 def test_tensors_in_turn(variant: str, kept: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_launch, "_MOST_ENCODED", kept)
+    monkeypatch.setattr(launch, "_MOST_ENCODED", kept)
     calls = [make_inputs([M - 20, 20], 256, 128, dtype=torch.bfloat16, device=device) for M in (1040, 1100, 1040, 1500)]
-    for _ in range(3):
-        outs = [grouped_gemm(*call, variant=variant) for call in calls]
-        for out, call in zip(outs, calls, strict=True):
-            assert_grouped_gemm_close(out, *call)
+    with set_aside():
+        for _ in range(3):
+            outs = [grouped_gemm(*call, variant=variant) for call in calls]
+            for out, call in zip(outs, calls, strict=True):
+                assert_grouped_gemm_close(out, *call)
 
 
 @pytest.mark.gpu
 @variants
-def test_a_new_number_of_rows_compiles_nothing(variant: str, device: str) -> None:
-    import triton
-
-    compiled: list[str] = []
-
-    def note(*_: Any, repr: str, **__: Any) -> None:
-        compiled.append(repr)
-
+def test_a_new_number_of_rows_makes_no_plan(variant: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, B, _ = make_inputs([1, 1], 256, 128, dtype=torch.bfloat16, device=device)
     for M in range(1040, 1080):
         A, _, group_offsets = make_inputs([M - 20, 20], 256, 128, dtype=torch.bfloat16, device=device)
         if M == 1041:
-            triton.knobs.runtime.jit_post_compile_hook = note
-        grouped_gemm(A, B, group_offsets, variant=variant)
-    triton.knobs.runtime.jit_post_compile_hook = None
-    assert compiled == []
+            monkeypatch.setattr(cache, "_load", _refuse)
+        assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets, variant=variant), A, B, group_offsets)
 
 
 @pytest.mark.gpu
 @variants
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first call"])
 def test_graph_capture_and_replay_with_other_offsets(variant: str, warm: bool, device: str) -> None:
     G, M = 16, 2000
-    N = 192 if warm else 320  # a plan of its own
+    N = 192 if warm else 320  # kernels of its own
     A, B, group_offsets = make_inputs(group_sizes_for("softmax", G, M), N, 128, dtype=torch.bfloat16, device=device)
     if warm:
         grouped_gemm(A, B, group_offsets, variant=variant)
@@ -370,22 +368,26 @@ def test_more_than_2_to_the_31_elements(
     torch.testing.assert_close(out[middle].double(), A[middle].double() @ B[g].double(), rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.usefixtures("fresh_plans")
 def test_a_process_group_changes_nothing_in_a_kernel(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a torch that cannot tell which tensors are in symmetric memory, too."""
-    made = []
+    made: list[str] = []
 
-    def compiled(*args: Any) -> Any:
-        made.append(inspect.getsource(run := real(*args)))
-        return run
+    def imported(code: str) -> Any:
+        made.append(code)
+        return real(code)
 
-    real = launch._compiled
-    monkeypatch.setattr(launch, "_compiled", compiled)
+    real = compiler._import
+    monkeypatch.setattr(compiler, "_import", imported)
+    monkeypatch.setattr(compiler, "_hosts", {})
+    monkeypatch.setattr(store, "read_plan", lambda *_: None)
     monkeypatch.delattr(symmetric_memory, "is_symm_mem_tensor", raising=False)
     A, B, offsets = make_inputs([3, 0, 30], 32, 48, dtype=torch.float16, device=device)
     with set_aside():
         alone = grouped_gemm_jagged(A, B, offsets)
+    compiler._hosts.clear()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with set_aside():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from drawing import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_kernels import configs, group_offsets_from_sizes, grouped_gemm, grouped_mm, reference
-from moe_kernels.kernels.grouped_gemm import plan
+from moe_kernels import group_offsets_from_sizes, grouped_gemm, grouped_mm, reference, rules
+from moe_kernels.kernels.grouped_gemm import multiply
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for, make_inputs
 
 variants = pytest.mark.parametrize("variant", ["basic", "persistent"])
@@ -170,8 +175,9 @@ def test_extents_of_zero(variant: str, M: int, K: int, N: int, G: int, device: s
 
 
 @variants
+@pytest.mark.usefixtures("fresh_plans")
 def test_offsets_read_in_chunks(variant: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "MAX_BLOCK_G", 16)
+    monkeypatch.setattr(rules, "MAX_BLOCK_G", 16)
     sizes = group_sizes_for("zipf", 20, 60)
     sizes[16] = 0
     A, B, group_offsets = make_inputs(sizes, 16, 16, dtype=torch.float16, device=device)
@@ -184,7 +190,11 @@ def test_writes_stay_in_bounds(variant: str, device: str) -> None:
     M, N = A.size(0), 40
     canvas = torch.full((M + 64, N + 48), 7.0, dtype=torch.float16, device=device)
     out = canvas[32 : 32 + M, 24 : 24 + N]
-    plan(variant, A, B, group_offsets, None, out)
+
+    def steps(builder: Builder, A: SymbolicTensor, B: SymbolicTensor, offsets: Any, out: SymbolicTensor) -> None:
+        multiply(builder, A, B, offsets, None, out, variant)
+
+    run(steps, {"A": A, "B": B, "offsets": group_offsets, "out": out}, rows=("A", "out"), groups=3)
     assert_grouped_gemm_close(out, A, B, group_offsets)
     out.fill_(7.0)
     assert (canvas == 7.0).all()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import helion
 import helion.language as hl
 import pytest
 import torch
+from drawing import draw, function, run
 
-from moe_kernels import configs, kernels
+from moe_kernels import kernels, rules
 from moe_kernels.kernels import grouped_gemm, tiles
+from moe_kernels.kernels.declare import lies_transposed
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.testing import assert_grouped_gemm_close, make_inputs
 
 SIZES = {
@@ -25,21 +31,34 @@ def product(
     A: torch.Tensor, B: torch.Tensor, group_offsets: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """By `jagged_tails`, whatever the rule would choose; through TMA on a GPU that has it, and pointers elsewhere."""
-    G = group_offsets.size(0) - 1
+
+    def steps(builder: Builder, A: SymbolicTensor, B: SymbolicTensor, offsets: Any, bias: Any, out: Any) -> None:
+        transposed = lies_transposed(B)
+        stored = B.transpose(1, 2) if transposed else B
+        G = group_offsets.size(0) - 1
+        problem = grouped_gemm._problem(builder, A, stored, G, bias, out, transposed, int64_vectors=False)
+        choice = rules.rule(problem, "tails")
+        assert rules.why_illegal(choice, problem) is None
+        assert choice.addressing.tma_out == builder.gpu.has_tma
+        with rules.force(choice):
+            grouped_gemm.multiply(builder, A, B, offsets, bias, out)
+
     out = torch.empty(A.size(0), B.size(2), dtype=A.dtype, device=A.device).fill_(torch.nan)
-    transposed = B.stride(1) == 1 != B.stride(2)
-    stored = B.transpose(1, 2) if transposed else B
-    problem = grouped_gemm._problem(A, stored, G, bias, out, transposed, A.is_cuda)
-    choice = configs.rule(problem, "tails")
-    assert configs.why_illegal(choice, problem) is None
-    assert choice.access.tma_out == (A.is_cuda and torch.cuda.get_device_capability() >= (9, 0))
-    with configs.pinned(choice):
-        run = grouped_gemm._plan("auto", A, B, group_offsets, bias, out)
-    run(A, B, group_offsets, bias, out)
-    again = torch.empty_like(out).fill_(torch.nan)
-    run(A, B, group_offsets, bias, again)
+    again = out.clone()
+    tensors = {"A": A, "B": B, "offsets": group_offsets, "bias": bias, "out": out}
+    multiply = function(*draw(steps, tensors, rows=("A", "out"), groups=group_offsets.size(0) - 1), A.device)
+    multiply(*tensors.values())
+    multiply(A, B, group_offsets, bias, again)
     assert torch.equal(out, again)
     return out
+
+
+def table_with_tails_apart(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def steps(builder: Builder, offsets: SymbolicTensor, out: SymbolicTensor) -> SymbolicTensor:
+        return tiles.plan_table(builder, offsets, out, 128, tails_apart=True)
+
+    table: torch.Tensor = run(steps, {"offsets": group_offsets, "out": out}, rows=("out",))
+    return table
 
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["B [G, N, K] viewed", "B [G, K, N]"])
@@ -84,7 +103,7 @@ def test_the_list_with_tails_apart(device: str) -> None:
     group_offsets = torch.tensor([2, 302, 322, 322, 450, 514], dtype=torch.int32, device=device)
     M, G = 600, 5
     out = torch.full((M, 16), torch.nan, dtype=torch.float16, device=device)
-    table = tiles.compile_table(group_offsets, out, 128, tails_apart=True)(group_offsets, out)
+    table = table_with_tails_apart(group_offsets, out)
     assert table[0, :2].tolist() == [3, 3]
     assert table[1:4].tolist() == [[0, 258, 302], [1, 302, 322], [4, 450, 514]]
     assert table[1 + G : 4 + G].tolist() == [[0, 2, 130], [0, 130, 258], [3, 322, 450]]
@@ -94,7 +113,7 @@ def test_the_list_with_tails_apart(device: str) -> None:
 def test_the_kernel_object(device: str) -> None:
     A, B, group_offsets = make_inputs([130, 0, 140], 256, 64, dtype=torch.float16, device=device)
     out = torch.empty(270, 256, dtype=A.dtype, device=device)
-    table = tiles.compile_table(group_offsets, out, 128, tails_apart=True)(group_offsets, out)
+    table = table_with_tails_apart(group_offsets, out)
     kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 3, 1, False, False, False, 5, 40, 16)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import group_offsets_from_sizes, moe, moe_mlp, reference, route, swiglu_ffn
-from moe_kernels.form import ACTIVATIONS, Form
-from moe_kernels.kernels import activation, one_token
-from moe_kernels.kernels import swiglu_ffn as swiglu_kernels
+from moe_kernels import group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
+from moe_kernels.glu import ACTIVATIONS, GLUSpec
+from moe_kernels.kernels import layer as planners
+from moe_kernels.kernels import one_token
 from moe_kernels.ops import activate, activate_backward
-from moe_kernels.ops.prepared import Prepared
-from moe_kernels.plans import Plans
+from moe_kernels.rules import layer as rules
+from moe_kernels.runtime import cache, symbolic, torch_internals
+from moe_kernels.runtime import compile as compiler
+from moe_kernels.runtime.cache import set_aside
 from moe_kernels.testing import assert_within_budget
 
 NAN = float("nan")
@@ -130,6 +132,19 @@ def test_few_tokens(device: str) -> None:
     assert_layer_close(tensors, ids, options)
 
 
+@pytest.fixture
+def of_one_token(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtype of each plan that is made with the kernels for one token."""
+    made: list[torch.dtype] = []
+
+    def multiply(builder: Any, hidden: Any, *rest: Any) -> None:
+        made.append(hidden.dtype)
+        one_token.multiply_one_token(builder, hidden, *rest)
+
+    monkeypatch.setattr(planners, "multiply_one_token", multiply)
+    return made
+
+
 ONE_TOKEN: dict[str, dict[str, Any]] = {
     "SwiGLU": {},
     "two weights, biases": LAYERS["two weights, biases"],
@@ -140,9 +155,10 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ONE_TOKEN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_one_token(name: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_token(
+    name: str, dtype: torch.dtype, of_one_token: list[torch.dtype], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One dropped slot, an expert chosen twice, and weights of the others that must not be read."""
-    monkeypatch.setattr(one_token, "_plans", Plans())
     H, I = (1100, 72) if device == "cuda" else (40, 24)  # noqa: E741
     if device == "cpu":
         monkeypatch.setattr(one_token, "_BLOCK", 16)  # the interpreter takes long for many programs
@@ -156,10 +172,10 @@ def test_one_token(name: str, dtype: torch.dtype, device: str, monkeypatch: pyte
             value[[0, 2, 4]] = NAN
     exact = run(reference.moe_mlp, in_float64(plain), ids.cpu(), options).to(device)
     expected = run(reference.moe_mlp, plain, ids, options)
-    for _ in range(3 if device == "cuda" else 1):  # the third call is prepared
+    for _ in range(3 if device == "cuda" else 1):  # the second and third call may be replays
         out = run(moe_mlp, tensors, ids, options)
         assert_within_budget(out, expected, exact, scale=16 * exact.abs().max().item())
-    assert len(one_token._plans) == 1
+    assert of_one_token == [dtype]
     ids.fill_(5)
     assert not run(moe_mlp, tensors, ids, options).any()
 
@@ -170,10 +186,9 @@ def test_one_token_of_small_extents_and_odd_strides(
     H: int,
     I: int,  # noqa: E741
     top_k: int,
+    of_one_token: list[torch.dtype],
     device: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(one_token, "_plans", Plans())
     tensors, _, options = make({"bias": True}, 1, H, I, E, top_k, device, torch.float16)
     tensors["hidden"] = torch.randn(H, 3, device=device).half()[:, 1:2].T
     tensors["topk_weights"] = tensors["topk_weights"][:, :1].expand(1, top_k)
@@ -181,22 +196,22 @@ def test_one_token_of_small_extents_and_odd_strides(
     exact = run(reference.moe_mlp, in_float64(tensors), ids.cpu(), options).to(device)
     out = run(moe_mlp, tensors, ids, options)
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
-    assert len(one_token._plans) == 1
+    assert of_one_token == [torch.float16]
 
 
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize("name", ["hidden", "topk_ids", "topk_weights", "down_bias"])
 def test_one_token_with_a_long_span(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses are computed in 64 bits also where a small tensor is a view that spans more than 2^31 elements."""
-    wide = []
+    int64_index = []
 
-    def compiled(*args: Any, **options: Any) -> Any:
-        wide.append(options["wide"])
-        return compile_kernel(*args, **options)
+    def lowered(request: Any, gpu: Any) -> Any:
+        int64_index.append(request.int64_index)
+        return lower(request, gpu)
 
-    compile_kernel = one_token.compile_kernel
-    monkeypatch.setattr(one_token, "compile_kernel", compiled)
-    monkeypatch.setattr(one_token, "_plans", Plans())
-    monkeypatch.setattr(one_token, "INT32_MAX", 1000)
+    lower = compiler.lower
+    monkeypatch.setattr(compiler, "lower", lowered)
+    monkeypatch.setattr(symbolic, "INT32_MAX", 1000)
     tensors, ids, options = make({"bias": True}, 1, 8, 8, 3, 2, device, torch.float16)
 
     def far_apart(x: torch.Tensor) -> torch.Tensor:
@@ -209,34 +224,34 @@ def test_one_token_with_a_long_span(name: str, device: str, monkeypatch: pytest.
     exact = run(reference.moe_mlp, in_float64(tensors), ids.cpu(), options).to(device)
     out = run(moe_mlp, tensors, ids, options)
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
-    assert wide == [True, True]
+    assert int64_index == [True, True]
 
 
-def test_one_token_overflows_as_others_do(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_token, "_plans", Plans())
+def test_one_token_overflows_as_others_do(of_one_token: list[torch.dtype], device: str) -> None:
     tensors, ids, options = make({"bias": True}, 1, 24, 16, 3, 2, device, torch.float16)
     ids.copy_(torch.tensor([[0, 2]]))
     tensors["w_down"][2] *= 2e4  # a row's results are over 65504 here and there; a tenth of them is not
     tensors["topk_weights"].copy_(torch.tensor([[1.0, 0.1]]))
     expected = run(reference.moe_mlp, tensors, ids, options)
     out = run(moe_mlp, tensors, ids, options)
-    assert len(one_token._plans) == 1
+    assert of_one_token == [torch.float16]
     assert expected.isinf().any()
     assert expected.isfinite().any()
     torch.testing.assert_close(out, expected, rtol=0.0, atol=2e-3 * 65504)
 
 
-def test_one_token_with_many_slots(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_token_with_many_slots(
+    of_one_token: list[torch.dtype], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For more than a few, the kernels of one token would take long to compile."""
-    monkeypatch.setattr(one_token, "_plans", Plans())
-    monkeypatch.setattr(one_token, "_MOST_SLOTS", 2)
+    monkeypatch.setattr(rules, "_MOST_SLOTS", 2)
     for top_k, plans in ((3, 0), (2, 1)):
         tensors, ids, options = make({}, 1, 16, 8, 3, top_k, device, torch.float16)
         exact = run(reference.moe_mlp, in_float64(tensors), ids.cpu(), options).to(device)
         expected = run(reference.moe_mlp, tensors, ids, options)
         out = run(moe_mlp, tensors, ids, options)
         assert_within_budget(out, expected, exact, scale=16 * exact.abs().max().item())
-        assert len(one_token._plans) == plans
+        assert len(of_one_token) == plans
 
 
 @pytest.mark.parametrize(("T", "H", "I"), [(0, 8, 16), (4, 0, 16), (4, 8, 0)])
@@ -261,38 +276,37 @@ def test_without_gradients_it_gives_the_same_bits(device: str) -> None:
     ("name", "up_bias"),
     [("SwiGLU", True), ("gpt-oss", True), ("two weights, biases", True), ("two weights, biases", False)],
 )
-def test_prepared_calls(name: str, up_bias: bool, device: str) -> None:
-    """The second call goes through launchers and the later ones through plans, each with tensors of its own."""
-    prepared = None
+def test_calls_like_an_earlier_one(name: str, up_bias: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with tensors of its own, and other numbers of tokens; those without a second weight are replays."""
+    monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
     layer = LAYERS[name] | {"bias": True, "interleaved": False}
-    for _ in range(4):
-        tensors, ids, options = make(layer, 6, 24, 40, 5, 2, device, torch.float16)
-        if not up_bias:
-            del tensors["up_bias"]
-        form = Form(options.get("activation", "silu"), True, False, 1.702, options.get("limit", 7.0))
-        prepared = prepared or Prepared(2, options.get("transposed", False), form)
-        weights = (tensors["w_gate_up"], tensors["w_down"], tensors.get("w_up"))
-        biases = (tensors["gate_up_bias"], tensors.get("up_bias"), tensors["down_bias"])
-        out = prepared(tensors["hidden"], ids, tensors["topk_weights"], *weights, *biases)
-        torch.testing.assert_close(out, run(moe_mlp, tensors, ids, options), rtol=2e-3, atol=2e-3)
-        assert out.any()
+    with set_aside():
+        for T in (6, 6, 7, 5):
+            tensors, ids, options = make(layer, T, 24, 40, 5, 2, device, torch.float16)
+            tensors = {key: value.half() if key.endswith("bias") else value for key, value in tensors.items()}
+            if not up_bias:
+                tensors.pop("up_bias", None)
+            out = run(moe_mlp, tensors, ids, options)
+            exact = run(reference.moe_mlp, in_float64(tensors), ids.cpu(), options).to(device)
+            plain = run(reference.moe_mlp, tensors, ids, options)
+            assert_within_budget(out, plain, exact, scale=16 * exact.abs().max().item())
+        assert [operator for operator, *_ in cache.plans.entries] == ["moe_layer"]
+        assert len(cache.plans.recent.get("moe_layer", ())) == ("w_up" not in tensors)
 
 
 def test_a_second_weight_that_lies_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate and up may be read as one tensor if one lies behind the other, and in the next call they may not."""
-    monkeypatch.setattr(moe, "_prepared", Plans())
-    if device == "cpu":
-        monkeypatch.setattr(moe, "prepare", lambda *args: Prepared(2, *args[-2:]))
-        monkeypatch.setattr(moe, "on_current_device", lambda _: True)
+    monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
     E, I, H = 2, 16, 24  # noqa: E741
     tensors, ids, options = make({}, 160, H, I, E, 2, device, torch.float16)
     both = tensors["w_gate_up"]
-    for up in (both, both, both, both.flip(0), both.flip(0)):
-        weights = {"w_gate_up": both[:, :I], "w_up": up[:, I:]}
-        out = run(moe_mlp, tensors | weights, ids, options)
-        expected = run(reference.moe_mlp, tensors | weights, ids, options)
-        torch.testing.assert_close(out, expected, rtol=1e-2, atol=3e-2)
-    assert len(moe._prepared) == 2
+    with set_aside():
+        for up in (both, both, both, both.flip(0), both.flip(0)):
+            weights = {"w_gate_up": both[:, :I], "w_up": up[:, I:]}
+            out = run(moe_mlp, tensors | weights, ids, options)
+            expected = run(reference.moe_mlp, tensors | weights, ids, options)
+            torch.testing.assert_close(out, expected, rtol=1e-2, atol=3e-2)
+        assert [operator for operator, *_ in cache.plans.entries] == ["moe_layer", "moe_layer"]
 
 
 def test_dropped_tokens_and_experts_without_tokens(device: str) -> None:
@@ -323,33 +337,32 @@ def test_activations(activation: str, dtype: torch.dtype, device: str) -> None:
             continue
         if activation == "clamped_swiglu" and not gated:
             continue
-        form = Form(activation, gated, gated and not two and dtype == torch.float32, 1.3, 0.7)
-        h = torch.randn(6, 40, device=device).to(dtype)
-        h_up = torch.randn(6, 40, device=device).to(dtype) if two else None
-        act = activate(h, h_up, *form)
-        torch.testing.assert_close(act, reference.activate(h, h_up, form), **tolerance)
+        spec = GLUSpec(activation, gated, gated and not two and dtype == torch.float32, 1.3, 0.7)
+        preact = torch.randn(6, 40, device=device).to(dtype)
+        preact_up = torch.randn(6, 40, device=device).to(dtype) if two else None
+        act = activate(preact, preact_up, *spec)
+        torch.testing.assert_close(act, reference.activate(preact, preact_up, spec), **tolerance)
         d = torch.randn(6, act.size(1), device=device).to(dtype)
         for arguments in ((None, None, None), order):
-            found = activate_backward(h, h_up, d, *arguments, arguments is order, *form)
-            expected = reference.activate_backward(h, h_up, d, *arguments, form)
+            found = activate_backward(preact, preact_up, d, *arguments, arguments is order, *spec)
+            expected = reference.activate_backward(preact, preact_up, d, *arguments, spec)
             for x, y in zip(found, expected, strict=True):
                 if y is None:
                     assert x.numel() == 0
                 else:
                     torch.testing.assert_close(x, y, **tolerance)
-        unweighted = activate_backward(h, h_up, d, *order, False, *form)
+        unweighted = activate_backward(preact, preact_up, d, *order, False, *spec)
         assert unweighted[2].numel() == 0
         assert all(torch.equal(x, y) for i, (x, y) in enumerate(zip(unweighted, found, strict=True)) if i != 2)
 
 
+@pytest.mark.usefixtures("fresh_plans")
 def test_one_tensor_for_two_arguments_and_then_two(device: str) -> None:
-    activation._plans.clear()
-    swiglu_kernels._plans.clear()
-    form = Form("silu", True, False, 1.0, 1.0)
-    h, h_up, d = torch.randn(3, 6, 40, device=device)
-    for tensors in ((h, h, d), (h, h_up, h), (h, h_up, h_up), (h, h_up, d)):
-        expected = reference.activate_backward(*tensors, None, None, None, form)[:2]
-        torch.testing.assert_close(activate_backward(*tensors, None, None, None, False, *form)[:2], expected)
+    spec = GLUSpec("silu", True, False, 1.0, 1.0)
+    gate, up, d = torch.randn(3, 6, 40, device=device)
+    for tensors in ((gate, gate, d), (gate, up, gate), (gate, up, up), (gate, up, d)):
+        expected = reference.activate_backward(*tensors, None, None, None, spec)[:2]
+        torch.testing.assert_close(activate_backward(*tensors, None, None, None, False, *spec)[:2], expected)
     w_gate, w_up = torch.randn(2, 3, 24, 40, device=device) * 24**-0.5  # as the kernel takes them
     rows = torch.randn(30, 24, device=device)
     offsets = group_offsets_from_sizes(torch.tensor([10, 0, 20], device=device))
@@ -427,8 +440,7 @@ def test_graph_capture_of_forward_and_backward(T: int, device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_graph_capture_of_one_token(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_token, "_plans", Plans())
+def test_graph_capture_of_one_token(of_one_token: list[torch.dtype], device: str) -> None:
     tensors, ids, options = make({}, 1, 512, 256, 16, 4, device, torch.bfloat16)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -438,7 +450,7 @@ def test_graph_capture_of_one_token(device: str, monkeypatch: pytest.MonkeyPatch
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(moe_mlp, tensors, ids, options)
-    assert len(one_token._plans) == 1
+    assert of_one_token == [torch.bfloat16]
     for first in (0, 3, 14):  # then some ids are none of an expert
         ids.copy_(torch.arange(first, first + 4)[None])
         tensors["hidden"].normal_()

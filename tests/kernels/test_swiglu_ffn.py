@@ -2,57 +2,83 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from drawing import run
 
-from moe_kernels import reference, route
-from moe_kernels.form import Form
-from moe_kernels.kernels import swiglu_ffn as kernels
+from moe_kernels import reference, route, swiglu_ffn
+from moe_kernels.glu import GLUSpec
+from moe_kernels.kernels.swiglu_ffn import multiply_activated
+from moe_kernels.ops.layer import adjacent
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.plan import Builder
 from moe_kernels.testing import assert_within_budget
 
 NAN = float("nan")
-SILU, GPT_OSS = Form("silu", True, False, 0.0, 0.0), Form("clamped_swiglu", True, True, 1.702, 7.0)
+SILU, GPT_OSS = GLUSpec("silu", True, False, 0.0, 0.0), GLUSpec("clamped_swiglu", True, True, 1.702, 7.0)
+
+
+def multiply_into(
+    act: torch.Tensor,  # [M, I], written
+    preact: torch.Tensor | None,  # [M, 2I], written
+    A: torch.Tensor,  # [M, H], or [T, H] with row_to_slot
+    w: torch.Tensor,  # [E, H, 2I]
+    group_offsets: torch.Tensor,
+    spec: GLUSpec,
+    row_to_slot: torch.Tensor | None = None,
+    top_k: int = 0,
+    bias: torch.Tensor | None = None,  # [E, 2I]
+) -> None:
+    def steps(
+        builder: Builder, act: Any, preact: Any, A: Any, w: Any, offsets: Any, row_to_slot: Any, bias: Any
+    ) -> None:
+        gate, up = spec.halves(w, None)
+        biases, preacts = spec.parts(bias, None, apart=False), spec.parts(preact, None, apart=False)
+        multiply_activated(builder, A, gate, up, offsets, row_to_slot, biases, act, preacts, top_k, spec)
+
+    tensors = {"act": act, "preact": preact, "A": A, "w": w, "offsets": group_offsets}
+    tensors |= {"row_to_slot": row_to_slot, "bias": bias}
+    run(steps, tensors, rows=("act", "preact", "A", "row_to_slot"), groups=w.size(0))
 
 
 def assert_launch_close(
     rows: torch.Tensor,  # [M, H]: what A's rows are
     weight: torch.Tensor,  # [E, 2I, H]
     group_offsets: torch.Tensor,
-    form: Form,
+    spec: GLUSpec,
     *,
     A: torch.Tensor | None = None,  # [T, H]
     row_to_slot: torch.Tensor | None = None,
     top_k: int = 0,
     bias: torch.Tensor | None = None,
-    keep: bool = False,
+    save_preact: bool = False,
     columns: bool = False,
 ) -> None:
     M, I = len(rows), weight.size(1) // 2  # noqa: E741
     w = weight.mT.contiguous() if columns else weight.mT
-    gate, up = form.halves(w, None)
-    biases = (None, None) if bias is None else form.halves(bias, None)
     canvas = torch.full((M + 32, I + 16), 7.0, dtype=rows.dtype, device=rows.device)
     act = canvas[16 : 16 + M, 8 : 8 + I]
-    h = torch.full((M, 2 * I), NAN, dtype=rows.dtype, device=rows.device) if keep else None
-    kept = (None, None) if h is None else form.halves(h, None)
+    preact = torch.full((M, 2 * I), NAN, dtype=rows.dtype, device=rows.device) if save_preact else None
     source = rows if A is None else A
-    kernels.launch(source, gate, up, group_offsets, row_to_slot, *biases, act, *kept, top_k, form)
+    multiply_into(act, preact, source, w, group_offsets, spec, row_to_slot, top_k, bias)
 
     def half(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        h = reference.grouped_linear(rows.to(dtype), w.to(dtype), group_offsets, bias, None)
-        return h, reference.activate(h, None, form)
+        preact = reference.grouped_linear(rows.to(dtype), w.to(dtype), group_offsets, bias, None)
+        return preact, reference.activate(preact, None, spec)
 
-    plain_h, plain = half(rows.dtype)
-    exact_h, exact = half(torch.float64)
+    plain_preact, plain = half(rows.dtype)
+    exact_preact, exact = half(torch.float64)
     assert_within_budget(act, plain, exact, scale=16 * exact.abs().max().item())
     first, end = group_offsets[[0, -1]].tolist()
     assert not act[:first].any()
     assert not act[end:].any()
-    if h is not None:
+    if preact is not None:
         inside = slice(first, end)
-        scale = 16 * exact_h.abs().max().item()
-        assert_within_budget(h[inside], plain_h[inside], exact_h[inside], scale=scale)
+        scale = 16 * exact_preact.abs().max().item()
+        assert_within_budget(preact[inside], plain_preact[inside], exact_preact[inside], scale=scale)
     act.fill_(7.0)
     assert (canvas == 7.0).all()
 
@@ -63,11 +89,11 @@ def offsets(values: list[int], device: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("values", [[3, 10, 10, 30, 45], [0, 100, 390]], ids=["few rows", "many rows"])
 @pytest.mark.parametrize(
-    ("form", "columns", "all_tensors"),
+    ("spec", "columns", "all_tensors"),
     [(SILU, False, False), (SILU, False, True), (GPT_OSS, True, True)],
-    ids=["silu", "silu, bias, kept", "gpt-oss, columns, bias, kept"],
+    ids=["silu", "silu, bias, saved", "gpt-oss, columns, bias, saved"],
 )
-def test_rows(values: list[int], form: Form, columns: bool, all_tensors: bool, device: str) -> None:
+def test_rows(values: list[int], spec: GLUSpec, columns: bool, all_tensors: bool, device: str) -> None:
     torch.manual_seed(0)
     E, M = len(values) - 1, values[-1] + 5
     weight = (torch.randn(E, 80, 24, device=device) * 24**-0.5).half()
@@ -75,7 +101,7 @@ def test_rows(values: list[int], form: Form, columns: bool, all_tensors: bool, d
     rows[values[-1] :] = NAN
     bias = torch.randn(E, 80, device=device) if all_tensors else None
     group_offsets = offsets(values, device)
-    assert_launch_close(rows, weight, group_offsets, form, bias=bias, keep=all_tensors, columns=columns)
+    assert_launch_close(rows, weight, group_offsets, spec, bias=bias, save_preact=all_tensors, columns=columns)
 
 
 @pytest.mark.parametrize(("T", "top_k", "E"), [(1, 3, 16), (20, 3, 4), (100, 3, 2)], ids=["decode", "few", "many"])
@@ -94,16 +120,16 @@ def test_gathered(T: int, top_k: int, E: int, device: str) -> None:
         A=hidden,
         row_to_slot=routing.row_to_slot,
         top_k=top_k,
-        keep=T == 20,
+        save_preact=T == 20,
     )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("save_preact", [False, True])
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("rows", [2, 20, 50, 300])
-def test_shapes_of_models(rows: int, columns: bool, keep: bool, dtype: torch.dtype, device: str) -> None:
+def test_shapes_of_models(rows: int, columns: bool, save_preact: bool, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
     for E, H, I in ((16, 1024, 384), (8, 720, 1440), (4, 97, 131)):  # noqa: E741
         M = E * rows
@@ -111,24 +137,26 @@ def test_shapes_of_models(rows: int, columns: bool, keep: bool, dtype: torch.dty
         group_offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int().to(device)
         weight = (torch.randn(E, 2 * I, H, device=device) * H**-0.5).to(dtype)
         A = torch.randn(M, H, device=device).to(dtype)
-        bias = torch.randn(E, 2 * I, device=device) if keep else None
-        assert_launch_close(A, weight, group_offsets, SILU, bias=bias, keep=keep, columns=columns)
+        bias = torch.randn(E, 2 * I, device=device) if save_preact else None
+        assert_launch_close(A, weight, group_offsets, SILU, bias=bias, save_preact=save_preact, columns=columns)
 
 
 @pytest.mark.gpu
-def test_another_number_of_rows_compiles_nothing(device: str) -> None:
-    import triton
+@pytest.mark.parametrize("first", [1100, 130])
+def test_another_number_of_rows_makes_no_plan(first: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a plan was begun")
 
-    compiled: list[str] = []
     weight = (torch.randn(4, 256, 128, device=device) * 0.1).bfloat16()
-    for first in (1100, 130):
-        for M in range(first, first + 20):
-            rows = torch.randn(M, 128, device=device).bfloat16()
-            if first + 1 == M:
-                triton.knobs.runtime.jit_post_compile_hook = lambda *_, repr, **__: compiled.append(repr)
-            assert_launch_close(rows, weight, offsets([0, 30, M - 50, M - 50, M], device), SILU)
-        triton.knobs.runtime.jit_post_compile_hook = None
-    assert compiled == []
+    for M in range(first, first + 20):
+        rows = torch.randn(M, 128, device=device).bfloat16()
+        if first + 1 == M:
+            monkeypatch.setattr(cache, "_load", refuse)
+        group_offsets = offsets([0, 30, M - 50, M - 50, M], device)
+        exact = reference.swiglu_ffn(rows.double(), weight.double(), group_offsets)
+        plain = reference.swiglu_ffn(rows, weight, group_offsets)
+        out = swiglu_ffn(rows, weight, group_offsets)
+        assert_within_budget(out, plain, exact, scale=16 * exact.abs().max().item())
 
 
 @pytest.mark.gpu
@@ -139,8 +167,7 @@ def test_more_than_2_to_the_31_elements(device: str) -> None:
     rows = torch.randn(M, H, device=device).bfloat16()
     group_offsets = offsets([0] * (E - 1) + [300, 800], device)
     act = torch.empty(M, I, device=device, dtype=torch.bfloat16)
-    w = weight.mT
-    kernels.launch(rows, *SILU.halves(w, None), group_offsets, None, None, None, act, None, None, 0, SILU)
+    multiply_into(act, None, rows, weight.mT, group_offsets, SILU)
     exact = reference.activate(rows[300:].double() @ weight[-1].double().T, None, SILU)
     torch.testing.assert_close(act[300:].double(), exact, rtol=2e-2, atol=2e-2)
 
@@ -151,14 +178,13 @@ def test_pytorchs_tf32_setting_decides_for_float32_weights(dtype: torch.dtype, d
     rows = torch.randn(20, 32, device=device).to(dtype)
     w = torch.randn(2, 32, 32, device=device) * 32**-0.5
     before = torch.backends.cuda.matmul.fp32_precision
-    kernels._plans.clear()
+    group_offsets = offsets([0, 7, 20], device)
     try:
-        for plans, precision in enumerate(("tf32", "ieee"), 1):
-            torch.backends.cuda.matmul.fp32_precision = precision
-            act = torch.empty(20, 16, dtype=torch.float32, device=device)
-            group_offsets = offsets([0, 7, 20], device)
-            kernels.launch(rows, *SILU.halves(w.mT, None), group_offsets, None, None, None, act, None, None, 0, SILU)
-            assert len(kernels._plans) == plans
+        with cache.set_aside():
+            for plans, precision in enumerate(("tf32", "ieee"), 1):
+                torch.backends.cuda.matmul.fp32_precision = precision
+                swiglu_ffn(rows, w, group_offsets)
+                assert len(cache.plans.entries) == plans
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
@@ -170,9 +196,11 @@ def test_weights_that_are_neighbours_by_chance(M: int, device: str) -> None:
     memory = np.random.default_rng(0).standard_normal((2, I, H)).astype(np.float16)
     gate, up = (torch.from_numpy(half).as_strided((1, I, H), (2 * I * H, H, 1)) for half in memory)
     assert up.data_ptr() == gate.data_ptr() + gate.nbytes
+    assert not adjacent(gate.mT, up.mT)
+    both = torch.from_numpy(memory.copy()).view(1, 2 * I, H)
+    assert adjacent(both[:, :I].mT, both[:, I:].mT) and not adjacent(both[:, I:].mT, both[:, :I].mT)
     rows = torch.randn(M, H, device=device).half()
-    act = torch.empty(M, I, dtype=rows.dtype, device=device)
-    kernels.launch(rows, gate.mT, up.mT, offsets([0, M], device), None, None, None, act, None, None, 0, SILU)
+    act = swiglu_ffn(rows, gate, offsets([0, M], device), w_up=up)
 
     def half(dtype: torch.dtype) -> torch.Tensor:
         return reference.activate(rows.to(dtype) @ gate[0].to(dtype).T, rows.to(dtype) @ up[0].to(dtype).T, SILU)

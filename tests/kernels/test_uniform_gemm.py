@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import configs, reference, uniform, uniform_grouped_gemm
-from moe_kernels.configs import uniform as rules
+from moe_kernels import reference, rules, uniform_grouped_gemm
 from moe_kernels.kernels import uniform_gemm as kernels
+from moe_kernels.ops import batched
+from moe_kernels.rules import uniform as uniform_rules
 from moe_kernels.testing import assert_grouped_gemm_close
 
 NAN = float("nan")
@@ -44,10 +45,9 @@ def assert_close(out: Tensor, A: Tensor, B: Tensor) -> None:
 
 
 @pytest.fixture
-def no_bmm(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_bmm(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels here also where the rule prefers torch.bmm."""
-    monkeypatch.setattr(rules, "choose", rules.by_kernel)
-    monkeypatch.setattr(uniform, "_plans", {})
+    monkeypatch.setattr(uniform_rules, "choose", uniform_rules.by_kernel)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_expanded(device: str) -> None:
         assert_close(uniform_grouped_gemm(a, b, 3), a, b)
 
 
+@pytest.mark.usefixtures("fresh_plans")
 def test_the_same_tensor_twice_and_then_two(device: str) -> None:
     A, B = make(2, 32, 32, 32, device)
-    uniform._plans.clear()
     for a, b in ((A, A), (A, A.transpose(1, 2)), (A, B), (B, A.transpose(1, 2))):
         assert_close(uniform_grouped_gemm(a, b, 2), a, b)
 
@@ -204,8 +204,9 @@ def test_only_the_gradients_that_are_needed(monkeypatch: pytest.MonkeyPatch, dev
     A, B = make(2, 24, 16, 40, device, torch.float32)
     out = uniform_grouped_gemm(A.requires_grad_(), B, 2)
     computed: list[torch.Size] = []
-    product: Callable[..., Tensor] = uniform.multiply
-    monkeypatch.setattr(uniform, "multiply", lambda a, *rest: computed.append(a.shape) or product(a, *rest))
+    product: Callable[..., Tensor] = batched.uniform_grouped_gemm
+    noted = lambda a, *rest: computed.append(a.shape) or product(a, *rest)  # noqa: E731
+    monkeypatch.setattr(batched, "uniform_grouped_gemm", noted)
     out.backward(torch.ones_like(out).expand_as(out))
     assert computed == [out.shape]  # dA = d_out @ B^T alone
     assert B.grad is None
@@ -277,7 +278,7 @@ def test_large_ones(
         request.getfixturevalue("no_bmm")
     for out_dtype in (None, torch.float32):
         A, B = make(G, M, N, K, device, torch.bfloat16, columns)
-        for _ in range(2):  # the second time by the plan alone
+        for _ in range(2):  # the second time by a replay
             assert_close(uniform_grouped_gemm(A, B, G, out_dtype=out_dtype), A, B)
         flat = [x.reshape(-1, x.size(2)) for x in (A, B)]
         assert_close(uniform_grouped_gemm(*flat, G, out_dtype=out_dtype).view(G, M, N), A, B)
@@ -301,15 +302,16 @@ def test_nan_stays_where_descriptors_are_used(
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize(("N", "expected"), [(64, "folded"), (65, "bmm"), (128, "bmm")])
 def test_wide_outputs_are_cublas(N: int, expected: str, device: str) -> None:
     A, B = make(2, 256, N, 512, device, torch.bfloat16)
-    with configs.noted() as made:
-        kernels.plan(A, B, 2, torch.bfloat16)
+    with rules.record() as made:
+        assert_close(uniform_grouped_gemm(A, B, 2), A, B)
     assert [choice.kernel for _, choice in made] == [expected]
     overlapping = A.as_strided((2, 256, 512), (512, 1, 2))  # what torch.bmm would copy
-    with configs.noted() as made:
-        out = kernels.plan(overlapping, B, 2, torch.bfloat16)(overlapping, B)
+    with rules.record() as made:
+        out = uniform_grouped_gemm(overlapping, B, 2)
     assert [choice.kernel for _, choice in made] == ["batched"]
     assert_close(out, overlapping, B)
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_kernels import plan_varied_grouped_gemm, varied_grouped_gemm
-from moe_kernels.kernels import varied_gemm as kernels
+from moe_kernels.kernels import varied
+from moe_kernels.ops import batched
+from moe_kernels.runtime.cache import plans, set_aside
 from moe_kernels.testing import assert_grouped_gemm_close
 
 NAN = float("nan")
@@ -163,11 +165,11 @@ def test_a_plan_keeps_its_tensors(device: str) -> None:
 
 
 def test_problems_that_differ_share_a_compiled_kernel(device: str) -> None:
-    kernels._kernels.clear()
-    for shapes in ([(128, 32, 64), (64, 16, 32), (16, 16, 128)], [(120, 16, 32), (64, 32, 64), (8, 16, 136)]):
-        A, B = make(shapes, device)
-        assert_close(varied_grouped_gemm(A, B), A, B)
-    assert len(kernels._kernels) == 1
+    with set_aside():
+        for shapes in ([(128, 32, 64), (64, 16, 32), (16, 16, 128)], [(120, 16, 32), (64, 32, 64), (8, 16, 136)]):
+            A, B = make(shapes, device)
+            assert_close(varied_grouped_gemm(A, B), A, B)
+        assert len(plans.entries) == 1
 
 
 def test_gradients(device: str) -> None:
@@ -187,12 +189,12 @@ def test_only_the_gradients_that_are_needed(monkeypatch: pytest.MonkeyPatch, dev
     outs = varied_grouped_gemm(A, B)
     launched: list[list[torch.Size]] = []
 
-    class Noted(kernels.Launch):
-        def __init__(self, group_A: Any, group_B: Any, outs: Any):
+    class Noted(batched.VariedLaunch):
+        def __init__(self, group_A: Any, group_B: Any, outs: Any, wait: bool):
             launched.append([out.shape for out in outs])
-            super().__init__(group_A, group_B, outs)
+            super().__init__(group_A, group_B, outs, wait)
 
-    monkeypatch.setattr(kernels, "Launch", Noted)
+    monkeypatch.setattr(batched, "VariedLaunch", Noted)
     upstream = torch.randn_like(outs[0])
     outs[0].backward(upstream)
     assert launched == [[A[0].shape]]
@@ -230,8 +232,10 @@ def test_the_kernel_object_takes_the_rule(monkeypatch: pytest.MonkeyPatch, devic
         monkeypatch.setattr("helion.runtime.get_num_sm", lambda device, **_: 4)
     A, B = make([(70, 40, 48)], device)
     out = torch.empty(70, 40, dtype=A[0].dtype, device=device)
-    launch = kernels.Launch(A, B, [out])
-    kernels.varied(*launch.tensors, *launch.constants)
+    with set_aside():
+        launch = batched.VariedLaunch(A, B, [out])
+        ((_, (layout, block_m, block_n, _), *_),) = plans.entries
+    varied(*launch.tensors, 2 * len(A) + 1, *layout, block_m, block_n)
     assert_close([out], A, B)
 
 
@@ -275,10 +279,11 @@ def test_graph_capture_of_a_plan(given_out: bool, device: str) -> None:
 def test_the_host_never_waits(device: str) -> None:
     A, B = make([(200, 64, 512), (64, 264, 128)], device, torch.bfloat16)
     varied_grouped_gemm(A, B)
+    plan = plan_varied_grouped_gemm(A, B)  # it waits for its table, which launches from any stream may need
     torch.cuda.set_sync_debug_mode("error")
     try:
         outs = varied_grouped_gemm(A, B)
-        planned = plan_varied_grouped_gemm(A, B)()
+        planned = plan()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_close(outs, A, B)

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import compile_for_sm90, stand_ins
+from sm90 import empty, lowered, requests
 
-from moe_kernels import configs
-from moe_kernels.kernels import grouped_gemm as kernels
-from moe_kernels.kernels import grouped_gemm_tails, launch, tiles
+from moe_kernels import rules
+from moe_kernels.ops.products import GROUPED_GEMM
 
 SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
 
@@ -29,30 +28,18 @@ def compiled(
     transposed: bool = False,
     bias: bool = False,
     misaligned: bool = False,
+    unaligned: tuple[str, ...] = (),
     out_dtype: torch.dtype | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The report of every kernel that a call with these tensors compiles, by the kernel's name."""
-    asked_for = []
-
-    def note(kernel: Any, args: Any, config: Any, *, wide: bool = False, tf32: bool = False, **_: Any) -> None:
-        asked_for.append((launch._variant(kernel, wide, tf32), args, config))
-
-    for module in (kernels, grouped_gemm_tails, tiles):
-        monkeypatch.setattr(module, "compile_kernel", note)
-    monkeypatch.setattr(configs, "_tuned", lambda *_: None)  # the rule, also if something is bundled for this GPU
+    monkeypatch.setattr(rules, "candidates", lambda *_: ())  # the rule, also if something is bundled for this GPU
     G, M, N, K = shape
-    with stand_ins():
-        A = torch.empty(M, K + misaligned, dtype=dtype, device="cuda").narrow(1, 0, K)
-        B = torch.empty((G, N, K) if transposed else (G, K, N), dtype=dtype, device="cuda")
-        kernels._plan(
-            variant,
-            A,
-            B.transpose(1, 2) if transposed else B,
-            torch.empty(G + 1, dtype=torch.int32, device="cuda"),
-            torch.empty(G, N, dtype=dtype, device="cuda") if bias else None,
-            torch.empty(M, N, dtype=out_dtype or dtype, device="cuda"),
-        )
-    return {kernel.name: compile_for_sm90(kernel, args, config) for kernel, args, config in asked_for}
+    A = empty(M, K + misaligned, dtype=dtype).narrow(1, 0, K)
+    B = empty(G, N, K, dtype=dtype).mT if transposed else empty(G, K, N, dtype=dtype)
+    biases = empty(G, N, dtype=dtype) if bias else None
+    tensors = (A, B, empty(G + 1, dtype=torch.int32), biases)
+    asked_for = requests(GROUPED_GEMM, tensors, (out_dtype or dtype, variant), unaligned)
+    return {request.kernel.name: lowered(request) for request in asked_for}
 
 
 def assert_lean(report: dict[str, Any]) -> None:
@@ -131,6 +118,19 @@ def test_what_tma_cannot_read(monkeypatch: pytest.MonkeyPatch, variant: str, sha
         assert_lean(report)
         assert "A_packed_desc.load(" not in report["code"]
         assert "out_desc.store(" not in report["code"]
+
+
+@pytest.mark.parametrize("variant", ["basic", "persistent"])
+@pytest.mark.parametrize(("unaligned", "aligned"), [("A_packed", "B"), ("B", "A_packed")])
+def test_odd_addresses(monkeypatch: pytest.MonkeyPatch, variant: str, unaligned: str, aligned: str) -> None:
+    """One operand alone is read neither by TMA nor 16 bytes at a time."""
+    reports = compiled(monkeypatch, variant, (8, 4096, 1536, 2048), unaligned=(unaligned,))
+    reports.pop("tile_table", None)
+    (report,) = reports.values()
+    assert_lean(report)
+    assert f"{unaligned}_desc.load(" not in report["code"]
+    assert f"{aligned}_desc.load(" in report["code"]
+    assert report["cp_async"] == 0  # which takes no 2 bytes
 
 
 def test_weights_of_more_than_2_to_the_31_elements_keep_tma(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""What the compiler makes of the kernels around the grouped GEMM: TMA and WGMMA in wgrad, no spills anywhere."""
+"""What the compiler makes of a layer and of the kernels around the grouped GEMM: TMA, WGMMA, no spills anywhere."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,49 +11,61 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import compile_for_sm90, ptxas_says, stand_ins
+from sm90 import H200, empty, lowered, ptxas_says, requests
+from sm90 import report as report_of
 
-from moe_kernels.form import Form
-from moe_kernels.kernels import activation, grouped_gemm, grouped_wgrad, launch, one_token, permute, route, swiglu_ffn
+from moe_kernels import rules
+from moe_kernels.glu import GLUSpec
+from moe_kernels.kernels import layer
+from moe_kernels.ops.layer import (
+    ACTIVATE,
+    ACTIVATE_BACKWARD,
+    MOE_LAYER,
+    MOE_MLP,
+    MOE_MLP_OF_ONE_TOKEN,
+    SWIGLU_FFN,
+)
+from moe_kernels.ops.moves import COMBINE_ROWS, DOT_ROWS, ROUTE, SCATTER_ROWS
+from moe_kernels.ops.products import GROUPED_GEMM_WGRAD
+from moe_kernels.runtime.cache import draw
+from moe_kernels.runtime.plan import Request
+from moe_kernels.runtime.signature import RANK_UP_TO, rows_bounds, rows_class, symbolic
+from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, most
 
 SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
+SILU = GLUSpec("silu", True, False, 1.0, 1.0)
 
 
-@pytest.fixture
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the launchers would compile."""
-    asked_for: list[Any] = []
-
-    def note(kernel: Any, args: Any, config: Any, *, wide: bool = False, tf32: bool = False, **_: Any) -> Any:
-        asked_for.append((launch._variant(kernel, wide, tf32), args, config))
-        return lambda *_: None
-
-    monkeypatch.setattr(grouped_gemm, "compile_kernel", note)
-    for module in (activation, grouped_wgrad, one_token, permute, route, swiglu_ffn):
-        monkeypatch.setattr(module, "compile_kernel", note)
-        monkeypatch.setattr(module, "_plans", {})
-    return asked_for
+@pytest.fixture(autouse=True)
+def _by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if something is bundled for this GPU."""
+    monkeypatch.setattr(rules, "candidates", lambda *_: ())
 
 
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="cuda")
+def i32(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.int32)
 
 
-def lean_reports(asked_for: list[Any]) -> list[dict[str, Any]]:
-    reports = [compile_for_sm90(*asked) for asked in asked_for]
+def f32(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.float32)
+
+
+def lean(asked_for: Sequence[Request]) -> list[dict[str, Any]]:
+    reports = [lowered(request) for request in asked_for]
     for report in reports:
-        assert report["shared"] <= SHARED_MEMORY
-        assert report["stack"] == 0
+        assert_lean(report)
     return reports
 
 
-def wgrad_report(
-    asked_for: list[Any], M: int, P: int, Q: int, G: int, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Any]:
-    with stand_ins():
-        offsets = empty(G + 1, dtype=torch.int32)
-        grouped_wgrad._plan(empty(M, P, dtype=dtype), empty(M, Q, dtype=dtype), offsets, empty(G, P, Q, dtype=dtype))
-    return lean_reports(asked_for)[0]
+def assert_lean(report: dict[str, Any]) -> None:
+    assert report["shared"] <= SHARED_MEMORY
+    assert report["stack"] == 0
+
+
+def wgrad_report(M: int, P: int, Q: int, G: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    tensors = empty(M, P, dtype=dtype), empty(M, Q, dtype=dtype), i32(G + 1)
+    (report,) = lean(requests(GROUPED_GEMM_WGRAD, tensors, (dtype,)))
+    return report
 
 
 @pytest.mark.parametrize(
@@ -65,8 +78,8 @@ def wgrad_report(
         (600_000, 4096, 4096, 512),  # more than 2^31 elements everywhere
     ],
 )
-def test_wgrad(asked_for: list[Any], M: int, P: int, Q: int, G: int) -> None:
-    report = wgrad_report(asked_for, M, P, Q, G)
+def test_wgrad(M: int, P: int, Q: int, G: int) -> None:
+    report = wgrad_report(M, P, Q, G)
     assert report["code"].count("_desc.load(") == 2
     assert report["tma_load"] >= 2
     assert report["wgmma"] > 0
@@ -82,41 +95,48 @@ def test_wgrad(asked_for: list[Any], M: int, P: int, Q: int, G: int) -> None:
         (600_000, 4099, 4095, torch.bfloat16),
     ],
 )
-def test_wgrad_without_tma(asked_for: list[Any], M: int, P: int, Q: int, dtype: torch.dtype) -> None:
-    report = wgrad_report(asked_for, M, P, Q, 8, dtype)
+def test_wgrad_without_tma(M: int, P: int, Q: int, dtype: torch.dtype) -> None:
+    report = wgrad_report(M, P, Q, 8, dtype)
     assert "_desc.load(" not in report["code"]
 
 
 @pytest.mark.parametrize(("R", "E"), [(8, 128), (4096, 512), (5000, 8), (65536, 128), (327_680, 512), (10**7, 1024)])
-def test_route(asked_for: list[Any], R: int, E: int) -> None:
-    with stand_ins():
-        i32 = torch.int32
-        route.launch(empty(R, dtype=torch.int64), empty(E + 1, dtype=i32), empty(R, dtype=i32), empty(R, dtype=i32))
-    assert len(lean_reports(asked_for)) == (1 if R <= route.RANK_UP_TO else 2)
+def test_route(R: int, E: int) -> None:
+    asked_for = requests(ROUTE, (empty(R // 8, 8, dtype=torch.int64),), (E,))
+    assert len(lean(asked_for)) == (1 if R <= RANK_UP_TO else 2)
+
+
+@pytest.mark.parametrize("top_k", [1, 7, 8])
+@pytest.mark.parametrize("T", [8192, 32_768, 40_960, 100_000, 10**6, 10**8])
+def test_runs_of_slots_are_whole_chunks(T: int, top_k: int) -> None:
+    """Or the slots of a last chunk would be counted in two runs."""
+    for request in requests(ROUTE, (empty(T, top_k, dtype=torch.int64),), (128,)):
+        *_, runs, _, _, run, chunk = request.arguments
+        assert run % chunk == 0
+        assert most(runs) <= 512
 
 
 @pytest.mark.parametrize(("T", "top_k", "H"), [(1, 8, 2048), (8192, 8, 2048), (4096, 2, 4096), (8192, 10, 7168)])
-def test_moves(asked_for: list[Any], T: int, top_k: int, H: int) -> None:
-    with stand_ins():
-        rows, tokens, topk_weights = empty(T * top_k, H), empty(T, H), empty(T, top_k, dtype=torch.float32)
-        indices = (empty(T * top_k, dtype=torch.int32), empty(129, dtype=torch.int32), top_k)
-        permute.launch(permute.scatter_rows, (rows, tokens, None), *indices)
-        permute.launch(permute.combine_rows, (tokens, rows, topk_weights), *indices)
-        permute.launch(permute.dot_rows, (topk_weights, tokens, rows), *indices)
-    for report in lean_reports(asked_for):
+def test_moves(T: int, top_k: int, H: int) -> None:
+    rows, tokens, topk_weights = empty(T * top_k, H), empty(T, H), f32(T, top_k)
+    indices, bf16 = (i32(T * top_k), i32(129)), torch.bfloat16
+    asked_for = [
+        *requests(SCATTER_ROWS, (tokens, None, *indices), (top_k, bf16)),
+        *requests(COMBINE_ROWS, (rows, topk_weights, *indices), (top_k, bf16)),
+        *requests(DOT_ROWS, (tokens, rows, *indices), (top_k, torch.float32)),
+    ]
+    assert [request.kernel.name for request in asked_for] == ["scatter_rows", "combine_rows", "dot_rows"]
+    for report in lean(asked_for):
         assert report["shared"] < 1024
 
 
 @pytest.mark.parametrize(
     ("H", "I", "E", "top_k"), [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 256, 8), (97, 50, 4, 1)]
 )
-def test_one_token(asked_for: list[Any], H: int, I: int, E: int, top_k: int) -> None:  # noqa: E741
-    with stand_ins():
-        form = Form("silu", True, False, 1.0, 1.0)
-        slots = empty(top_k, dtype=torch.int64), empty(top_k, dtype=torch.float32)
-        weights = (*form.halves(empty(E, 2 * I, H).mT, None), empty(E, H, I).mT)
-        one_token.launch(empty(1, H), empty(top_k, I), empty(1, H), *slots, *weights, None, None, None, form)
-    first, second = lean_reports(asked_for)
+def test_one_token(H: int, I: int, E: int, top_k: int) -> None:  # noqa: E741
+    slots = empty(1, top_k, dtype=torch.int64), f32(1, top_k)
+    parameters = empty(E, 2 * I, H).mT, None, empty(E, H, I).mT, None, None, None
+    first, second = lean(requests(MOE_MLP_OF_ONE_TOKEN, (empty(1, H), *slots, *parameters), (SILU,)))
     if H % 16 == 0:
         assert "ld.global.v4" in first["ptx"]
         assert "ld.global.v4" in second["ptx"]
@@ -124,27 +144,26 @@ def test_one_token(asked_for: list[Any], H: int, I: int, E: int, top_k: int) -> 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "clamped_swiglu"])
 @pytest.mark.parametrize(("R", "width"), [(65536, 768), (8192, 14336)])
-def test_activation(asked_for: list[Any], R: int, width: int, name: str) -> None:
-    with stand_ins():
-        d_h, h, d_act, weighted = empty(R, 2 * width), empty(R, 2 * width), empty(R, width), empty(R, width)
-        dots, weights = empty(R, dtype=torch.float32), empty(R, dtype=torch.float32)
-        order = empty(R, dtype=torch.int32), empty(129, dtype=torch.int32)
-        halves = [x.narrow(1, start, width) for x in (h, d_h) for start in (0, width)]
-        gate, up, d_gate, d_up = halves
-        form = (name, 1.702, 7.0)
-        activation.launch(activation.activate, (d_act, gate, up), *form)
-        activation.launch(activation.activate_backward, (d_gate, d_up, gate, up, d_act), *form)
-        tensors = (d_gate, d_up, weighted, dots, gate, up, d_act, weights, *order)
-        activation.launch(activation.weighted_backward, tensors, *form)
-    for report in lean_reports(asked_for):
+def test_activation(R: int, width: int, name: str) -> None:
+    spec = GLUSpec(name, True, False, 1.702, 7.0)
+    preact, d_act = empty(R, 2 * width), empty(R, width)
+    weighted = f32(R // 8, 8), i32(R), i32(129)
+    asked_for = [
+        *requests(ACTIVATE, (preact, None), (spec,)),
+        *requests(ACTIVATE_BACKWARD, (preact, None, d_act, None, None, None), (False, spec)),
+        *requests(ACTIVATE_BACKWARD, (preact, None, d_act, *weighted), (True, spec)),
+    ]
+    names = [request.kernel.name for request in asked_for]
+    assert names == ["activate", "activate_backward", "weighted_backward"]
+    for report in lean(asked_for):
         assert report["regs"] <= 128
 
 
 @pytest.mark.parametrize(
     ("keep", "bias", "top_k"), [(False, False, 0), (True, False, 8), (False, True, 8), (True, True, 0)]
 )
-def test_swiglu_of_many_rows(asked_for: list[Any], keep: bool, bias: bool, top_k: int) -> None:
-    report = swiglu_report(asked_for, 65536, 2048, 768, 128, keep=keep, bias=bias, top_k=top_k)
+def test_swiglu_of_many_rows(keep: bool, bias: bool, top_k: int) -> None:
+    report = swiglu_report(65536, 2048, 768, 128, keep=keep, bias=bias, top_k=top_k)
     assert report["code"].count("_desc.load(") == (1 if top_k else 2)
     assert report["code"].count("_desc.store(") == (3 if keep else 1)
     assert report["wgmma"] > 0
@@ -154,27 +173,34 @@ def test_swiglu_of_many_rows(asked_for: list[Any], keep: bool, bias: bool, top_k
 
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("R", [8, 128, 512, 4096, 8192])
-def test_swiglu_of_few_tokens(asked_for: list[Any], R: int, columns: bool) -> None:
-    report = swiglu_report(asked_for, R, 2048, 768, 128, top_k=8, columns=columns)
+def test_swiglu_of_few_tokens(R: int, columns: bool) -> None:
+    report = swiglu_report(R, 2048, 768, 128, top_k=8, columns=columns)
     assert report["code"].count("_desc.load(") == 2
     assert report["cp_async"] > 0
 
 
-@pytest.mark.parametrize("E", [8192, 4096], ids=["basic", "persistent"])
-def test_swiglu_of_more_than_2_to_the_31_elements_of_tokens(asked_for: list[Any], E: int) -> None:
+@pytest.mark.parametrize("E", [8192, 4096], ids=["73 rows", "146 rows"])
+def test_swiglu_of_more_than_2_to_the_31_elements_of_tokens(monkeypatch: pytest.MonkeyPatch, E: int) -> None:
     """Of odd rows, which TMA cannot read."""
-    report = swiglu_report(asked_for, 600_000, 4099, 64, E, top_k=1)
+    monkeypatch.setattr(layer, "fuses", lambda *_: True)
+    report = swiglu_report(600_000, 4099, 64, E, top_k=1)
     assert "tl.int64" in report["code"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("M", "H", "I"), [(65536, 97, 259), (4096, 2048, 768), (100, 64, 64)])  # fmt: skip
-def test_swiglu_of_other_shapes(asked_for: list[Any], M: int, H: int, I: int, dtype: torch.dtype) -> None:  # noqa: E741
-    swiglu_report(asked_for, M, H, I, 16, keep=True, dtype=dtype)
+def test_swiglu_of_other_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+    M: int,
+    H: int,
+    I: int,  # noqa: E741
+    dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr(layer, "fuses", lambda *_: True)
+    swiglu_report(M, H, I, 16, keep=True, dtype=dtype)
 
 
 def swiglu_report(
-    asked_for: list[Any],
     M: int,
     H: int,
     I: int,  # noqa: E741
@@ -186,20 +212,81 @@ def swiglu_report(
     top_k: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
-    form = Form("silu", True, False, 1.0, 1.0)
-    with stand_ins():
-        weight = empty(E, H, 2 * I, dtype=dtype) if columns else empty(E, 2 * I, H, dtype=dtype).transpose(1, 2)
-        biases = form.halves(empty(E, 2 * I, dtype=dtype), None) if bias else (None, None)
-        kept = form.halves(empty(M, 2 * I, dtype=dtype), None) if keep else (None, None)
-        swiglu_ffn._plan(
-            empty(M // max(top_k, 1), H, dtype=dtype),
-            *form.halves(weight, None),
-            empty(E + 1, dtype=torch.int32),
-            empty(M, dtype=torch.int32) if top_k else None,
-            *biases,
-            empty(M, I, dtype=dtype),
-            *kept,
-            top_k=top_k,
-            form=form,
-        )
-    return lean_reports(asked_for)[-1]
+    """Of the fused first half; with a `top_k`, as a part of a layer."""
+    w_in = empty(E, H, 2 * I, dtype=dtype) if columns else empty(E, 2 * I, H, dtype=dtype).mT
+    b_in = empty(E, 2 * I, dtype=dtype) if bias else None
+    hidden, options = empty(M // max(top_k, 1), H, dtype=dtype), (keep, False, SILU)
+    if top_k:
+        routing = f32(M // top_k, top_k), i32(E + 1), i32(M), i32(M)
+        w_out = empty(E, H, I, dtype=dtype).mT
+        asked_for = requests(MOE_MLP, (hidden, *routing, w_in, None, w_out, b_in, None, None), options)
+    else:
+        asked_for = requests(SWIGLU_FFN, (hidden, i32(E + 1), w_in, None, b_in, None), options)
+    names = [request.kernel.name for request in asked_for]
+    fused = next(i for i, name in enumerate(names) if name.startswith("swiglu"))
+    return lean(asked_for[: fused + 1])[-1]
+
+
+LAYER_OPTIONS = (False, False, SILU)
+
+
+def layer_tensors(T: int) -> tuple[torch.Tensor | None, ...]:
+    """Of qwen3-30b-a3b."""
+    E, top_k, H, I = 128, 8, 2048, 768  # noqa: E741
+    routing = empty(T, top_k, dtype=torch.int64), f32(T, top_k)
+    return empty(T, H), *routing, empty(E, 2 * I, H), empty(E, H, I), None, None, None, None
+
+
+def specialization(request: Request) -> tuple[Any, ...]:
+    """What a request is compiled for: rows, and where tensors lie, are not among it."""
+    arguments = tuple(_kind(x) for x in request.arguments)
+    return request.kernel.name, request.config, request.int64_index, request.tf32, arguments
+
+
+def _kind(x: Any) -> Any:
+    if isinstance(x, SymbolicTensor):
+        return x.dtype, tuple(_kind(n) for n in x.shape), x.strides, x.aligned
+    return SymbolicInt if isinstance(x, SymbolicInt) else x
+
+
+def test_a_layer_of_any_number_of_tokens_compiles_few_kernels() -> None:
+    """Plans are drawn for all T up to 8192, one for each class, and nothing is compiled."""
+    bounds: dict[tuple[int, ...], tuple[int, int]] = {}
+    configs, specializations = set(), set()
+    for T in range(1, 8193):
+        tensors = layer_tensors(T)
+        counts = MOE_LAYER.counts(tensors, LAYER_OPTIONS)
+        low, high = rows_bounds(counts)
+        assert low <= T <= high
+        known = bounds.get(rows_class(counts))
+        assert known in (None, (low, high))  # the plan of another T of the class is this T's
+        if known is None:
+            bounds[rows_class(counts)] = low, high
+            asked_for = requests(MOE_LAYER, tensors, LAYER_OPTIONS)
+            configs |= {(request.kernel.name, request.config) for request in asked_for}
+            specializations |= {specialization(request) for request in asked_for}
+    assert len(bounds) <= 17
+    assert len(configs) <= 17
+    assert len(specializations) <= 23
+
+
+@pytest.mark.parametrize(
+    ("T", "products"),
+    [
+        (1, {}),  # of a matrix and a vector
+        (16, {"swiglu": "mma_sync", "jagged": "mma_sync"}),  # WGMMA multiplies at least 64 rows
+        (300, {"swiglu": "mma_sync", "jagged": "mma_sync"}),
+        (600, {"swiglu": "wgmma", "jagged": "wgmma"}),
+        (8192, {"swiglu_persistent": "wgmma", "jagged_tails": "wgmma"}),
+    ],
+)
+def test_binaries_of_a_layer(T: int, products: dict[str, str]) -> None:
+    plan, specialized = draw(MOE_LAYER, symbolic(MOE_LAYER, layer_tensors(T), LAYER_OPTIONS), LAYER_OPTIONS, H200)
+    assert set(plan.binaries) == set(specialized)
+    found = {}
+    for one in specialized.values():
+        report, name = report_of(one), one.function.__name__.removeprefix("_helion_")
+        assert_lean(report)
+        if report["wgmma"] or report["mma_sync"]:
+            found[name] = "wgmma" if report["wgmma"] else "mma_sync"
+    assert found == products

@@ -6,7 +6,9 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,20 +19,26 @@ import torch
 from helion.autotuner import benchmark_provider
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import stand_ins
+from sm90 import H200, empty
 from test_lowered_grouped_gemm import SHARED_MEMORY, compiled
 from test_lowered_uniform_gemm import compiled as compiled_uniform
 from test_lowered_varied_gemm import compiled as compiled_varied
 
-from moe_kernels import configs, tune
-from moe_kernels.configs import store, uniform, varied
-from moe_kernels.kernels import launch, tiles
+from moe_kernels import rules
+from moe_kernels.ops.products import GROUPED_GEMM
+from moe_kernels.rules import uniform, varied
+from moe_kernels.runtime import cache, launch, store
+from moe_kernels.runtime import compile as compiler
+from moe_kernels.runtime.plan import Plan
+from moe_kernels.runtime.signature import Operator, portable, signature, symbolic
+from moe_kernels.runtime.symbolic import SymbolicTensor, contiguous_strides, value
+from moe_kernels.tuning import entries, search
 
 KERNELS = {"basic": "jagged", "persistent": "jagged_persistent", "tails": "jagged_tails"}
 BUNDLED = [
     (file, entry)
-    for file in sorted(Path(configs.__file__).parent.glob("*.json"))
-    for entry in store.read(file, json.loads(file.read_text())["gpu"])
+    for file in sorted(Path(entries.__file__).parent.glob("*.json"))
+    for entry in entries.read(file, json.loads(file.read_text())["gpu"])
 ]
 
 
@@ -55,66 +63,87 @@ class Provider(benchmark_provider.LocalBenchmarkProvider):
         return results
 
 
-def fake_inputs(task: tune.Task) -> tune.Inputs:
-    dtype = tune.DTYPES[task.dtype]
-    shape = (task.G, task.N, task.K) if task.transposed else (task.G, task.K, task.N)
-    inputs = tune.Inputs.__new__(tune.Inputs)
-    inputs.A = torch.empty(task.M, task.K, dtype=dtype, device="cuda")
-    B = torch.empty(shape, dtype=dtype, device="cuda")
-    inputs.B = B.transpose(1, 2) if task.transposed else B
-    inputs.offsets = [torch.empty(task.G + 1, dtype=torch.int32, device="cuda") for _ in tune.ROUTINGS]
-    inputs.outs = [torch.empty(task.M, task.N, dtype=dtype, device="cuda") for _ in tune.ROUTINGS]
-    return inputs
+@contextmanager
+def fake_inputs(task: search.Task) -> Iterator[tuple[search.Inputs, Callable[..., torch.Tensor]]]:
+    """Inputs without memory, on a GPU that is not there, and what makes more such tensors."""
+    with compiler._example_tensors(H200) as make:
+
+        def tensor(*shape: int, dtype: torch.dtype = search.DTYPES[task.dtype]) -> torch.Tensor:
+            return make(compiler._Example(dtype, shape, contiguous_strides(shape), "cuda"))
+
+        B = tensor(task.G, task.N, task.K) if task.transposed else tensor(task.G, task.K, task.N)
+        inputs = search.Inputs.__new__(search.Inputs)
+        inputs.A, inputs.B = tensor(task.M, task.K), B.transpose(1, 2) if task.transposed else B
+        inputs.offsets = [tensor(task.G + 1, dtype=torch.int32) for _ in search.ROUTINGS]
+        inputs.options = (inputs.A.dtype, "persistent")
+        yield inputs, tensor
 
 
 @pytest.mark.parametrize(("variant", "transposed"), [("basic", False), ("persistent", True)])
 def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, variant: str, transposed: bool) -> None:
     monkeypatch.setattr(benchmark_provider, "LocalBenchmarkProvider", Provider)
-    for module in (launch, tiles):
-        monkeypatch.setattr(module, "compile_kernel", lambda *_, **__: lambda *_: None)
     monkeypatch.setattr(Provider, "seen", [])
     rows = 256 if variant == "persistent" else 4
-    task = tune.Task(16, 16 * rows, 1536, 2048, "bfloat16", transposed)
-    with stand_ins():
-        inputs = fake_inputs(task)
-        with configs.noted() as made:
-            tune._plan(None, inputs)
-        problem = made[0][0]
-        start = configs.rule(problem, variant)
-        seeds = [start, *tune.neighbours(start, problem)]
-        found = tune.search(problem, seeds, inputs, 6)
+    task = search.Task(16, 16 * rows, 1536, 2048, "bfloat16", transposed)
+    with fake_inputs(task) as (inputs, new):
+
+        def run_under(choice: Any, operator: Operator, tensors: Sequence[Any], options: Any) -> Callable[..., Any]:
+            """New memory where a plan would allocate it, and no launch."""
+            with rules.force(choice):
+                builder, results = cache.sketch(operator, symbolic(operator, tensors, options), options, H200)
+            allocated = {getattr(step, "variable", None): step for step in builder.steps}
+
+            def memory(x: SymbolicTensor, tensors: Sequence[Any]) -> torch.Tensor:
+                if x.variable < len(tensors):
+                    return tensors[x.variable]
+                extents = [() if x is None else tuple(x.shape) for x in tensors]
+                return new(*(value(n, extents) for n in allocated[x.variable].shape), dtype=x.dtype)
+
+            return lambda *tensors: tuple(memory(x, tensors) for x in results)
+
+        monkeypatch.setattr(search, "run_under", run_under)
+        problem = search.asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
+        start = rules.rule(problem, variant)
+        seeds = [start, *search.neighbours(start, problem)]
+        found = search.search(problem, seeds, inputs, 6)
         searched, its_problem = start, problem
         if variant == "persistent":
-            searched, its_problem = tune._storing(start, tma_out=False), replace(problem, tma_out=False)
-        kernel, arg_sets = tune.kernel_calls(searched, inputs)
-        spec = launch._variant(kernel, False, problem.tf32).bind(arg_sets[0]).config_spec
+            searched, its_problem = search.storing(start, tma_out=False), replace(problem, tma_out=False)
+        kernel, arg_sets = search.kernel_calls(searched, inputs)
+        spec = compiler._variant(kernel, False, problem.tf32).bind(arg_sets[0]).config_spec
+    assert problem.tma_A and problem.tma_B and problem.tma_out and problem.transposed == transposed
+    assert start.addressing.tma_out == (variant == "persistent")
     assert len(Provider.seen) > 60
     for config in Provider.seen:
-        assert configs.why_illegal(replace(searched, config=config), its_problem) is None
+        made = replace(searched, config=rules.Config(**config.config))
+        assert rules.why_illegal(made, its_problem) is None
     assert len({str(config) for config in Provider.seen}) > 20
     assert (found.variant, found.block_m) == (variant, start.block_m)
-    assert configs.why_illegal(found, problem) is None
+    assert rules.why_illegal(found, problem) is None
     assert abs(found.config.config["num_stages"] - 7) < 3  # the seeds have 3 to 5
+    addressing = rules.indexing_of(variant, False, searched.addressing)
     for config in Provider.seen[:30]:
         full = copy.deepcopy(config)
-        short = helion.Config(**tune.concise(config.config), **configs._indexing(variant, False, searched.access))
+        short = helion.Config(**search.concise(config.config), **addressing)
         spec.normalize(full)
         spec.normalize(short)
         assert full == short
 
 
+def problem_of(rows: int, M: int, N: int, K: int, G: int, dtype: torch.dtype, **changed: Any) -> rules.Problem:
+    flags = dict.fromkeys(("tf32", "int64_A", "int64_B", "int64_out", "has_bias"), False)
+    flags |= dict.fromkeys(("tma_A", "tma_B", "tma_out"), True)
+    return rules.Problem(rows, M, N, K, G, dtype, **flags | changed)
+
+
 @pytest.mark.parametrize("rows", [4, 64, 512])
 def test_every_alternative_compiles(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     shape = (16, 16 * rows, 1536, 2048)
-    problem = configs.Problem(
-        rows, 16 * rows, 1536, 2048, 16, torch.bfloat16, False, True, True, True, False, False, False, False
-    )
-    choices = tune.alternatives(problem)
+    choices = search.alternatives(problem_of(rows, 16 * rows, 1536, 2048, 16, torch.bfloat16))
     assert len(choices) >= 2
     for choice in choices:
-        with configs.pinned(choice):
+        with rules.force(choice):
             reports = compiled(monkeypatch, "auto", shape)
-        monkeypatch.undo()
         report = reports[KERNELS[choice.variant]]
         assert report["code"].count("_desc.load(") == (3 if choice.variant == "tails" else 2)
         assert report["stack"] == 0
@@ -125,55 +154,41 @@ def test_every_alternative_compiles(monkeypatch: pytest.MonkeyPatch, rows: int) 
     BUNDLED,
     ids=[f"{f.stem} {e.kernel} {e.bucket.rows} {e.bucket.N} {e.bucket.K}" for f, e in BUNDLED],
 )
-def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: store.Entry) -> None:
+def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: entries.Entry) -> None:
     """Each compiles within an H200's shared memory, with the TMA loads that it names."""
     bucket = entry.bucket
     if bucket.op != "grouped_gemm":
-        check_form(monkeypatch, file, entry)
+        check_product(monkeypatch, file, entry)
         return
     dtype = torch.float32 if bucket.dtype == "tf32" else getattr(torch, bucket.dtype)
-    problem = configs.Problem(
-        bucket.rows,
-        configs.floor_power_of_2(entry.M),
-        bucket.N,
-        bucket.K,
-        bucket.G,
-        dtype,
-        bucket.dtype == "tf32",
-        tma_A=True,
-        tma_B=True,
-        tma_out=True,
-        wide_A=False,
-        wide_B=False,
-        wide_out=False,
-        has_bias=False,
-        transposed=bucket.transposed,
-    )
-    choice = configs._adapted(store.Found(entry, file, 0.0), problem)
-    assert configs.why_illegal(choice, problem) is None
+    M = rules.floor_power_of_2(entry.M)
+    flags = {"tf32": bucket.dtype == "tf32", "transposed": bucket.transposed}
+    problem = problem_of(bucket.rows, M, bucket.N, bucket.K, bucket.G, dtype, **flags)
+    choice = rules._adapted(entries.Found(entry, file, 0.0), problem)
+    assert rules.why_illegal(choice, problem) is None
     shape = (bucket.G, entry.M, bucket.N, bucket.K)
-    with configs.pinned(choice):
+    with rules.force(choice):
         reports = compiled(monkeypatch, "auto", shape, dtype=dtype, transposed=bucket.transposed)
     report = reports[KERNELS[choice.variant]]
     assert report["shared"] <= SHARED_MEMORY
-    assert report["code"].count("_desc.load(") == choice.access.tma_A + choice.access.tma_B
+    assert report["code"].count("_desc.load(") == choice.addressing.tma_A + choice.addressing.tma_B
 
 
-def check_form(monkeypatch: pytest.MonkeyPatch, file: Path, entry: store.Entry) -> None:
+def check_product(monkeypatch: pytest.MonkeyPatch, file: Path, entry: entries.Entry) -> None:
     """A config for uniform or varied products is used for what it was tuned for, and compiles."""
     bucket = entry.bucket
     name, _, out_name = bucket.dtype.partition(" to ")
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
     if entry.kernel == "bmm":
         return
-    rules: Any = uniform if bucket.op == "uniform" else varied
+    operators: Any = uniform if bucket.op == "uniform" else varied
     used = []
 
     def choose(problem: Any) -> Any:
-        used.append(rules.adapted(entry, problem, str(file)))
+        used.append(operators.adapted(entry, problem, str(file)))
         return used[0]
 
-    monkeypatch.setattr(rules, "choose", choose)
+    monkeypatch.setattr(operators, "choose", choose)
     columns = (False, bucket.transposed)
     if bucket.op == "uniform":
         shape = (bucket.G, bucket.rows, bucket.N, bucket.K)
@@ -185,23 +200,71 @@ def check_form(monkeypatch: pytest.MonkeyPatch, file: Path, entry: store.Entry) 
     assert used[0].entry is entry
 
 
-def test_bundled_entries_of_the_other_forms_would_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundled_entries_of_the_other_products_would_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one of each, whether or not there are any in the files."""
-    values = dict(us=1.0, rule_us=1.0, versions=store.installed_versions(), date="", command="")
-    made = store.Entry(
+    values = dict(us=1.0, rule_us=1.0, versions=entries.installed_versions(), date="", command="")
+    made = entries.Entry(
         "folded",
-        store.Bucket("bfloat16 to float32", False, 512, 64, 512, 8, "uniform"),
+        entries.Bucket("bfloat16 to float32", False, 512, 64, 512, 8, "uniform"),
         64,
         ["A", "B", "out"],
         {"block_sizes": [64, 64, 128], "num_warps": 4, "num_stages": 4},
         M=4096,
         **values,
     )
-    check_form(monkeypatch, Path("file"), made)
+    check_product(monkeypatch, Path("file"), made)
     monkeypatch.undo()
     with pytest.raises(AssertionError):
-        check_form(monkeypatch, Path("file"), replace(made, config={**made.config, "num_stages": 8}))
+        check_product(monkeypatch, Path("file"), replace(made, config={**made.config, "num_stages": 8}))
     monkeypatch.undo()
     config = varied.stored(varied.make(4, 128, 64, 64, 4, 4, 1))
-    bucket = store.Bucket("float16", True, 256, 256, 256, 4, "varied")
-    check_form(monkeypatch, Path("file"), store.Entry("varied", bucket, 128, [], config, M=1024, **values))
+    bucket = entries.Bucket("float16", True, 256, 256, 256, 4, "varied")
+    check_product(monkeypatch, Path("file"), entries.Entry("varied", bucket, 128, [], config, M=1024, **values))
+
+
+def test_an_entry_of_more_shared_memory_than_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It compiles, so it is kept when it is made ahead; where it cannot be loaded, the rule's config takes over."""
+    monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path / "configs"))
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "plans"))
+    monkeypatch.setattr(cache, "plans", cache.PlanCache())
+    rules.reload()
+    tensors = (empty(64, 2048), empty(8, 512, 2048).mT, empty(9, dtype=torch.int32), None)
+    options = (torch.bfloat16, "auto")
+    inputs, text = symbolic(GROUPED_GEMM, tensors, options), portable(signature(GROUPED_GEMM, tensors, options))
+    with rules.record() as made, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cache.sketch(GROUPED_GEMM, inputs, options, H200)
+    [(problem, _)] = made
+    by_rule = rules.rule(problem)
+    config = {**search.concise(by_rule.config.config), "block_sizes": [16, 256, 16, 128], "num_stages": 8}
+    values = dict(us=1.0, rule_us=1.0, versions=entries.installed_versions(), date="", command="")
+    entry = entries.Entry(
+        **{**search.stored(by_rule), "config": config}, bucket=rules.bucket_of(problem), M=64, **values
+    )
+    entries.write(entries.file_in(tmp_path / "configs", H200.name), H200.name, [entry])
+    rules.reload()
+
+    loaded: list[int] = []
+
+    def launcher(binary: store.Binary) -> Any:
+        loaded.append(json.loads(binary.metadata)["shared"])
+        if loaded[-1] > H200.shared_memory:
+            raise RuntimeError(f"out of resource: shared memory, Required: {loaded[-1]}")
+
+    monkeypatch.setattr(launch, "compiled_kernel", lambda binary: binary)
+    monkeypatch.setattr(launch, "launcher", launcher)
+    ahead, _ = cache.plan_of(GROUPED_GEMM, inputs, options, text, H200)
+
+    def load() -> Plan:
+        return cache._load(GROUPED_GEMM, inputs, options, text, H200, torch.device("cuda", 0))[0]
+
+    with pytest.warns(RuntimeWarning, match="shared memory") as caught:
+        plan = rules.with_fallback(load)
+    assert len(caught) == 1 and loaded[0] > H200.shared_memory >= loaded[-1]
+    assert plan.binaries != ahead.binaries
+    loaded.clear()
+    monkeypatch.setattr(cache, "plans", cache.PlanCache())
+    monkeypatch.setattr(cache, "draw", lambda *_: pytest.fail("a plan is drawn again"))
+    assert rules.with_fallback(load).to_json() == plan.to_json() and len(loaded) == 1  # the rule's is what is kept now
+    monkeypatch.undo()
+    rules.reload()

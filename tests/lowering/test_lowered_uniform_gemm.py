@@ -10,11 +10,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import compile_for_sm90, stand_ins
+from sm90 import empty, lowered, requests
 
-from moe_kernels.configs import uniform as rules
-from moe_kernels.kernels import launch
-from moe_kernels.kernels import uniform_gemm as kernels
+from moe_kernels.ops.batched import UNIFORM_GROUPED_GEMM
+from moe_kernels.rules import uniform as rules
 
 SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
 
@@ -30,28 +29,21 @@ def compiled(
     rule: bool = True,
 ) -> dict[str, Any]:
     """What is compiled; with `rule` by the rule for the kernels, also where torch.bmm is preferred."""
-    asked_for = []
-
-    def note(kernel: Any, args: Any, config: Any, *, wide: bool, tf32: bool, **_: Any) -> None:
-        asked_for.append((launch._variant(kernel, wide, tf32), args, config))
-
-    monkeypatch.setattr(kernels, "compile_kernel", note)
     if rule:
         monkeypatch.setattr(rules, "choose", rules.by_kernel)
     G, M, N, K = shape
-    with stand_ins():
 
-        def operand(rows: int, cols: int, transposed: bool) -> torch.Tensor:
-            if transposed:
-                return torch.empty(G, cols, rows + misaligned, dtype=dtype, device="cuda").narrow(2, 0, rows).mT
-            return torch.empty(G, rows, cols + misaligned, dtype=dtype, device="cuda").narrow(2, 0, cols)
+    def operand(rows: int, cols: int, transposed: bool) -> torch.Tensor:
+        if transposed:
+            return empty(G, cols, rows + misaligned, dtype=dtype).narrow(2, 0, rows).mT
+        return empty(G, rows, cols + misaligned, dtype=dtype).narrow(2, 0, cols)
 
-        kernels.plan(operand(M, K, columns[0]), operand(K, N, columns[1]), G, out_dtype or dtype)
-    ((kernel, args, config),) = asked_for
-    report = compile_for_sm90(kernel, args, config)
+    tensors = operand(M, K, columns[0]), operand(K, N, columns[1])
+    (request,) = requests(UNIFORM_GROUPED_GEMM, tensors, (G, out_dtype or dtype))
+    report = lowered(request)
     assert report["shared"] <= SHARED_MEMORY
     assert report["stack"] == 0
-    return {**report, "kernel": kernel.name}
+    return report
 
 
 @pytest.mark.parametrize(
@@ -75,7 +67,7 @@ def test_everything_by_tma(
     assert report["wgmma"] > 0
     assert "gdc_launch_dependents" in report["code"]
     assert report["code"].index("gdc_wait") < report["code"].index("_desc.load(")
-    assert report["kernel"] == "uniform_folded"
+    assert report["name"] == "uniform_folded"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +85,7 @@ def test_blocks_that_are_larger_than_a_tensor(
     report = compiled(monkeypatch, shape)
     assert report["code"].count("_desc.load(") == 2
     assert report["wgmma"] > 0
-    assert report["kernel"] == kernel
+    assert report["name"] == kernel
 
 
 @pytest.mark.parametrize("M", [2048, 2000])
@@ -101,7 +93,7 @@ def test_wide_outputs_of_four_bytes(monkeypatch: pytest.MonkeyPatch, M: int) -> 
     report = compiled(monkeypatch, (2, M, 2048, 1024), out_dtype=torch.float32)
     assert report["wgmma"] > 0
     assert report["tma_store"] > 0
-    assert report["kernel"] == ("uniform_folded" if M == 2048 else "uniform")
+    assert report["name"] == ("uniform_folded" if M == 2048 else "uniform")
 
 
 def test_two_programs_share_an_sm_where_there_are_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import compile_for_sm90, stand_ins
+from sm90 import H200, empty, lowered, requests
 
-from moe_kernels.configs import varied
-from moe_kernels.kernels import launch
-from moe_kernels.kernels import varied_gemm as kernels
+from moe_kernels.ops import batched
+from moe_kernels.rules import varied
+from moe_kernels.runtime import cache, targets
 
 SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
 Shapes = list[tuple[int, int, int]]
@@ -28,27 +28,21 @@ def compiled(
     columns: tuple[bool, bool] = (False, False),
     choice: varied.Choice | None = None,
 ) -> dict[str, Any]:
-    asked_for = []
+    asked_for: list[Any] = []
+    monkeypatch.setattr(cache, "find", lambda *call: asked_for.extend(requests(*call)))
+    monkeypatch.setattr(batched, "_on_device", lambda values, *_: empty(len(values), dtype=torch.int64))
+    monkeypatch.setattr(targets, "of_tensor", lambda _: H200)
+    if choice is not None:
+        monkeypatch.setattr(varied, "choose", lambda _: choice)
 
-    def note(kernel: Any, args: Any, config: Any, *, wide: bool, tf32: bool) -> None:
-        asked_for.append((launch._variant(kernel, wide, tf32), args, config))
+    def operand(rows: int, cols: int, transposed: bool) -> torch.Tensor:
+        return empty(cols, rows, dtype=dtype).t() if transposed else empty(rows, cols, dtype=dtype)
 
-    monkeypatch.setattr(kernels, "compile_kernel", note)
-    monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(
-        kernels, "_on_device", lambda values, device: torch.empty(len(values), dtype=torch.int64, device=device)
-    )
-    with stand_ins():
-
-        def operand(rows: int, cols: int, transposed: bool) -> torch.Tensor:
-            x = torch.empty((cols, rows) if transposed else (rows, cols), dtype=dtype, device="cuda")
-            return x.t() if transposed else x
-
-        A = [operand(M, K, columns[0]) for M, _, K in shapes]
-        B = [operand(K, N, columns[1]) for _, N, K in shapes]
-        kernels.Launch(A, B, [operand(M, N, False) for M, N, _ in shapes], choice)
-    ((kernel, args, config),) = asked_for
-    report = compile_for_sm90(kernel, args, config)
+    A = [operand(M, K, columns[0]) for M, _, K in shapes]
+    B = [operand(K, N, columns[1]) for _, N, K in shapes]
+    batched.VariedLaunch(A, B, [operand(M, N, False) for M, N, _ in shapes])
+    (request,) = asked_for
+    report = lowered(request)
     assert report["shared"] <= SHARED_MEMORY
     assert report["stack"] == 0
     assert report["grid"][0] % 132 == 0

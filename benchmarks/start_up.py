@@ -1,0 +1,216 @@
+"""What a process pays before its kernels run: first calls, with and without caches; and the host's time of later ones.
+
+    python -m benchmarks.start_up [--compiled FOLDER] [--json FILE]
+
+Each line is measured in a process of its own. The clock starts after `import torch`, the making of the operands and a
+`torch.cuda.synchronize()`; it includes `import moe_kernels` and `import triton`. "Nothing cached" means empty folders
+for this package's store, Triton's cache and Inductor's. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+H, WIDTH, E, TOP_K = 2048, 768, 128, 8  # qwen3-30b-a3b; moe_kernels is not imported before the clock starts
+TOKENS = [8192, 1, 2, 3, 4, 8, 16, 17, 32, 48, 64, 100, 128, 200, 256, 300, 512, 700, 1024, 1500, 2048]
+TOKENS += [3000, 4096, 6000, 8192]
+_GEMM = (128, 65536, 1536, 2048)  # G, M, N, K
+
+
+def _random(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(torch.bfloat16)
+
+
+def _tokens(T: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.randn(T, E, device="cuda")
+    weights, ids = torch.topk(logits.softmax(-1), TOP_K)
+    return _random(T, H), ids, weights
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def _operands() -> tuple[Tensor, Tensor, Tensor]:
+    G, M, N, K = _GEMM
+    offsets = torch.arange(G + 1, device="cuda", dtype=torch.int32) * (M // G)
+    return _random(M, K), _random(G, N, K, scale=K**-0.5).mT, offsets
+
+
+def _weights() -> list[Tensor]:
+    return [_random(E, 2 * WIDTH, H, scale=H**-0.5), _random(E, H, WIDTH, scale=WIDTH**-0.5)]
+
+
+def _gemm(*operands: Tensor) -> None:
+    from moe_kernels import grouped_gemm  # the clock is on
+
+    grouped_gemm(*operands)
+
+
+def _layer(*operands: Tensor) -> None:
+    from moe_kernels import moe_mlp  # the clock is on
+
+    moe_mlp(*operands)
+
+
+def layer() -> dict[str, Any]:
+    """The first `grouped_gemm` of a process, and then the layer's first calls over token counts from 1 to 8192."""
+    operands, weights, inputs = _operands(), _weights(), [_tokens(T) for T in TOKENS]
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        first = _timed(partial(_gemm, *operands))
+        times = [_timed(partial(_layer, *one, *weights)) for one in inputs]
+    found = {"first grouped_gemm": first, "25 calls": sum(times), "worst of them": max(times)}
+    return {**found, **_imported(), "times": times}
+
+
+def training() -> dict[str, Any]:
+    """The first training step of a process, and the first one of another token count."""
+    weights = [weight.requires_grad_() for weight in _weights()]
+    inputs = [_tokens(T) for T in (4096, 1000)]
+    torch.cuda.synchronize()
+
+    def step(hidden: Tensor, ids: Tensor, topk_weights: Tensor) -> None:
+        from moe_kernels import moe_mlp  # the clock is on
+
+        out = moe_mlp(hidden.requires_grad_(), ids, topk_weights.requires_grad_(), *weights)
+        torch.autograd.backward(out.float().square().mean())
+
+    first, second = (_timed(partial(step, *one)) for one in inputs)
+    return {"first step": first, "first step of another T": second, **_imported()}
+
+
+def host() -> dict[str, Any]:
+    """Host microseconds of calls whose binaries are there: of a token count seen before, and of one never seen."""
+    from moe_kernels import grouped_gemm, moe_mlp
+
+    weights = _weights()
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for T in (1, 16, 300, 4096, 8192):
+            one = _tokens(T)
+            for _ in range(2):
+                moe_mlp(*one, *weights)
+            found[f"layer T={T}, seen"] = _host_us([partial(moe_mlp, *one, *weights)] * 100)
+        fresh = [_tokens(T) for T in (*range(513, 553), *range(2100, 2140))]
+        for T in (600, 2050):
+            moe_mlp(*_tokens(T), *weights)
+        found["layer, T never seen"] = _host_us([partial(moe_mlp, *one, *weights) for one in fresh])
+        # Of a class of token counts that this process has not had: its plan is read from disk.
+        others = [_tokens(T) for T in (3, 5, 9, 40, 70, 130, 260, 1030, 5000)]
+        found["layer, class of T never seen"] = _host_us([partial(moe_mlp, *one, *weights) for one in others])
+        A, B, _ = _operands()
+        for name, M in (("basic", 512), ("persistent", len(A))):
+            ends = torch.arange(E + 1, device="cuda", dtype=torch.int32) * (M // E)
+            for _ in range(3):
+                grouped_gemm(A[:M], B, ends)
+            found[f"grouped_gemm {name}, seen"] = _host_us([partial(grouped_gemm, A[:M], B, ends)] * 100)
+            grouped_gemm(A[: M - 61], B, ends)
+            rows = [partial(grouped_gemm, A[: M - i], B, ends) for i in range(1, 60)]
+            found[f"grouped_gemm {name}, M never seen"] = _host_us(rows)
+    parameters = [weight.requires_grad_() for weight in weights]
+    hidden, ids, topk_weights = _tokens(4096)
+    grad = torch.ones_like(hidden)
+
+    def step() -> None:
+        out = moe_mlp(hidden.requires_grad_(), ids, topk_weights.requires_grad_(), *parameters)
+        torch.autograd.grad(out, (hidden, topk_weights, *parameters), grad)
+
+    for _ in range(3):
+        step()
+    found["training step T=4096, seen"] = _host_us([step] * 30, at_once=1)
+    return found
+
+
+def _host_us(calls: Sequence[Callable[[], Any]], at_once: int = 5) -> float:
+    """Median microseconds until a call returns; the device is waited for after every `at_once`."""
+    times = []
+    for i, call in enumerate(calls):
+        if i % at_once == 0:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - begin))
+    torch.cuda.synchronize()
+    return round(statistics.median(times), 1)
+
+
+def _imported() -> dict[str, bool]:
+    return {f"imports {name}": name in sys.modules for name in ("helion", "torch._inductor")}
+
+
+PARTS = {part.__name__: part for part in (layer, training, host)}
+
+
+def child(part: str, folders: dict[str, str]) -> dict[str, Any]:
+    """`part` in a process of its own, with these folders."""
+    command = [sys.executable, "-m", "benchmarks.start_up", "--part", part]
+    done = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _folders(root: str) -> dict[str, str]:
+    names = ("MOE_KERNELS_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    return {name: f"{root}/{name.lower()}" for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.start_up", description=__doc__)
+    parser.add_argument("--part", choices=PARTS, help="run this part in this process, and print what it took")
+    parser.add_argument("--compiled", help="a folder that `python -m moe_kernels compile` made")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(PARTS[options.part]()))
+        return
+    versions = {name: metadata.version(name) for name in ("torch", "triton", "helion")}
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), **versions, "date": str(datetime.date.today())}
+    results["command"] = "python -m benchmarks.start_up --json FILE"
+    with tempfile.TemporaryDirectory() as root:
+        child("layer", _folders(f"{root}/warm-up"))  # so that installed packages' files are in the page cache
+        for part in ("layer", "training"):
+            for state in ("nothing cached", "caches filled"):
+                _note(results, f"{part}, {state}", part, _folders(f"{root}/{part}"))
+        _note(results, "host", "host", _folders(f"{root}/layer"))
+        if options.compiled:
+            folders = _folders(f"{root}/elsewhere") | {"MOE_KERNELS_CACHE_READONLY": options.compiled}
+            for part in ("layer", "training"):
+                _note(results, f"{part}, compiled on a machine without a GPU", part, folders)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _note(results: dict[str, Any], name: str, part: str, folders: dict[str, str]) -> None:
+    try:
+        results[name] = child(part, folders)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        results[name] = {"error": str(error)[-2000:]}
+    shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in results[name].items() if k != "times"}
+    print(f"{name}: {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

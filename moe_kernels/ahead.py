@@ -1,0 +1,318 @@
+"""Plans and binaries made ahead of the calls that need them, for the GPU at hand or for a named one.
+
+A layer is run on meta tensors, once for each class of token counts. Nothing is computed: what it asks of the plan cache
+is collected, and made.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from moe_kernels import rules
+from moe_kernels.experts import moe_mlp
+from moe_kernels.grouped_gemm import grouped_gemm
+from moe_kernels.models import MODELS
+from moe_kernels.nn import MoE
+from moe_kernels.ops import batched, layer, moves, products
+from moe_kernels.runtime import cache, store, targets
+from moe_kernels.runtime.plan import Request
+from moe_kernels.runtime.signature import Counts, Operator, portable, rows_class, signature, symbolic
+from moe_kernels.runtime.symbolic import SymbolicTensor, value
+from moe_kernels.runtime.targets import Gpu
+
+_OPERATORS = {
+    operator.name: operator
+    for module in (batched, layer, moves, products)
+    for operator in vars(module).values()
+    if isinstance(operator, Operator)
+}
+Progress = Callable[[int, int], None]
+
+
+class LayerShape(NamedTuple):
+    """A layer of experts."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+class Wanted(NamedTuple):
+    """A kind of call to make a plan for."""
+
+    operator: str
+    inputs: tuple[SymbolicTensor | None, ...]
+    options: Any
+    signature: str
+
+
+class Made(NamedTuple):
+    """What `compile_ahead` has seen to: numbers of plans, binaries and launcher libraries."""
+
+    plans: int
+    binaries: int
+    libraries: int
+
+
+def compile_ahead(
+    what: nn.Module | LayerShape | str | Iterable[LayerShape | str],
+    *,
+    tokens: Iterable[int],
+    training: bool = False,
+    gpu: str | None = None,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> Made:
+    """Make the plans and binaries of layers for all of `tokens`, and keep them on disk.
+
+    Args:
+        what: an `MoE`; a module that has some, or a transformers model with `experts_implementation="moe_kernels"`
+            after `register()`; a `LayerShape`, the name of a model of `compile --list`, or several of these.
+        tokens: the numbers of tokens in a call, such as `range(1, 8193)`. Those of one class share a plan.
+        training: forward with gradients, and backward, too.
+        gpu: the name of a GPU of `compile --list`, which need not be there; by default the current one.
+        jobs: processes that compile side by side.
+        progress: called with the plans made so far and their number in all.
+
+    Raises:
+        ValueError: an unknown GPU or model, or no layer in the module.
+        RuntimeError: there is no GPU, and none is named.
+        OSError: what was made could not be kept.
+    """
+    target = _target(gpu)
+    counts = sorted(set(tokens))
+    calls = [call for one in _each(what) for call in _calls(one, counts, training)]
+    wanted = collect(calls)
+    _make_all([one for one in wanted if _kept(one, target) is None], target, jobs, progress)
+    binaries: dict[str, store.Binary] = {}
+    for one in wanted:
+        if (kept := _kept(one, target)) is None:
+            raise OSError(f"{store.folder()}: plans cannot be kept there, or are more than its limit")
+        binaries |= kept
+    libraries = 0
+    if target.backend == "cuda":
+        from moe_kernels.runtime.launch import build_libraries  # imports Triton
+
+        libraries = build_libraries([binaries[key] for key in sorted(binaries)])
+    return Made(len(wanted), len(binaries), libraries)
+
+
+def _kept(wanted: Wanted, gpu: Gpu) -> dict[str, store.Binary] | None:
+    """The binaries of a plan that is on disk; None if it is not."""
+    found = store.read_plan(store.plan_key(wanted.signature, gpu, rules.tuned_digest(gpu)), {})
+    return None if found is None else found[1]
+
+
+def _target(gpu: str | None) -> Gpu:
+    if gpu is None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"there is no GPU to compile for: name one of {', '.join(targets.KNOWN)}")
+        return targets.of_device("cuda", torch.cuda.current_device())
+    if gpu not in targets.KNOWN:
+        raise ValueError(f"gpu: expected one of {', '.join(targets.KNOWN)}, got {gpu!r}")
+    return targets.KNOWN[gpu]
+
+
+def _each(what: Any) -> list[Any]:
+    if isinstance(what, (nn.Module, LayerShape, str)):
+        return [what]
+    return list(what)
+
+
+def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: bool) -> list[Callable[[], None]]:
+    """What runs each layer of `what` on meta tensors, once for each class of token counts."""
+    if isinstance(what, str):
+        if what not in MODELS:
+            raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {what!r}")
+        what = LayerShape(*MODELS[what])
+    if isinstance(what, LayerShape):
+        return [_call_of_shape(what, T, training) for T in classes(tokens, what.num_experts, what.top_k)]
+    found = [
+        _call_of_module(module, T, training)
+        for module in layers_of(what)
+        for T in classes(tokens, _num_experts(module), _top_k(module))
+    ]
+    if not found:
+        raise ValueError(f"module: expected an MoE, or a model that runs its experts by moe_kernels, got {type(what)}")
+    return found
+
+
+def classes(tokens: Iterable[int], E: int, top_k: int) -> list[int]:
+    """A token count of each class among `tokens`."""
+    return list({rows_class(Counts(T, (T * top_k,), E)): T for T in sorted(set(tokens), reverse=True)}.values())[::-1]
+
+
+def layers_of(module: nn.Module) -> list[Any]:
+    """The layers of a module that run on these kernels, one of each kind."""
+    found: dict[Any, Any] = {}
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        ours = getattr(config, "_experts_implementation", None) == "moe_kernels" and hasattr(part, "num_experts")
+        if isinstance(part, MoE) or (ours and hasattr(part, "down_proj")):
+            kind = tuple((name, tuple(p.shape), p.stride(), p.dtype) for name, p in part.named_parameters())
+            found.setdefault((type(part), part.extra_repr(), _top_k(part), kind), part)
+    return list(found.values())
+
+
+def _num_experts(module: Any) -> int:
+    return int(module.w_down.size(0) if isinstance(module, MoE) else module.num_experts)
+
+
+def _top_k(module: Any) -> int:
+    if isinstance(module, MoE):
+        return module.top_k
+    config = module.config
+    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k")
+    return int(next(getattr(config, name) for name in names if hasattr(config, name)))
+
+
+def _meta(x: Tensor, gradient: bool) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta", requires_grad=gradient)
+
+
+def _call_of_module(module: Any, T: int, training: bool) -> Callable[[], None]:
+    def call() -> None:
+        parameters = {name: _meta(p, training and p.requires_grad) for name, p in module.named_parameters()}
+        if isinstance(module, MoE):
+            H, dtype = module.router.size(1), module.router.dtype
+            hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=training)
+            out = functional_call(module, parameters, (hidden,))
+        else:
+            down = module.down_proj
+            H, dtype, top_k = down.size(2 if module.is_transposed else 1), down.dtype, _top_k(module)
+            hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=training)
+            ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
+            weights = torch.empty(T, top_k, dtype=dtype, device="meta", requires_grad=training)
+            out = functional_call(module, parameters, (hidden, ids, weights))
+        if training:
+            out.backward(torch.empty_like(out))
+
+    return call
+
+
+def _call_of_shape(shape: LayerShape, T: int, training: bool) -> Callable[[], None]:
+    """As `MoE` calls the layer and its products; in inference also with weights of the layer's dtype."""
+    H, I, E, top_k, dtype = shape  # noqa: E741
+
+    def call() -> None:
+        module = MoE(H, I, E, top_k, renormalize=True, device="meta", dtype=dtype)
+        _call_of_module(module, T, False)()
+        if training:
+            _call_of_module(module, T, True)()
+        with torch.no_grad():
+            hidden = torch.empty(T, H, dtype=dtype, device="meta")
+            ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
+            moe_mlp(hidden, ids, hidden.new_empty(T, top_k), module.w_gate_up, module.w_down)
+            offsets = torch.empty(E + 1, dtype=torch.int32, device="meta")
+            for weight in (module.w_gate_up.mT, module.w_down.mT):
+                grouped_gemm(hidden.new_empty(T * top_k, weight.size(1)), weight, offsets)
+
+    return call
+
+
+def collect(calls: Iterable[Callable[[], None]]) -> list[Wanted]:
+    """What `calls`, on meta tensors, ask of the plan cache, each once."""
+    wanted: dict[str, Wanted] = {}
+
+    def note(operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Any:
+        inputs = symbolic(operator, tensors, options)
+        text = portable(signature(operator, tensors, options))
+        wanted.setdefault(text, Wanted(operator.name, inputs, options, text))
+        # Any GPU does: the results' shapes and dtypes do not depend on it.
+        _, results = cache.sketch(operator, inputs, options, targets.KNOWN["h200"])
+        extents = [() if x is None else tuple(x.shape) for x in tensors]
+        made = [torch.empty(tuple(value(n, extents) for n in x.shape), dtype=x.dtype, device="meta") for x in results]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    with cache.collecting(note):
+        for call in calls:
+            call()
+    return list(wanted.values())
+
+
+def _make_all(wanted: Sequence[Wanted], gpu: Gpu, jobs: int, progress: Progress | None) -> None:
+    here = torch.cuda.is_available() and targets.of_device("cuda", torch.cuda.current_device()) == gpu
+    if not wanted or (here and jobs <= 1):
+        for i, one in enumerate(wanted):
+            _make(one, gpu)
+            if progress is not None:
+                progress(i + 1, len(wanted))
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, jobs), context, _begin, (None if here else gpu,)) as pool:
+        futures = [pool.submit(_make, one, gpu) for one in wanted]
+        for i, future in enumerate(as_completed(futures)):
+            future.result()
+            if progress is not None:
+                progress(i + 1, len(wanted))
+
+
+def _begin(absent: Gpu | None) -> None:
+    """In a process that compiles: believe in a GPU that is not there."""
+    if absent is None:
+        return
+    from moe_kernels.runtime import compile as compiler  # imports Helion
+
+    compiler.pretend(absent)
+
+
+def _make(wanted: Wanted, gpu: Gpu) -> None:
+    operator = _OPERATORS[wanted.operator]
+    rules.with_fallback(lambda: cache.plan_of(operator, wanted.inputs, wanted.options, wanted.signature, gpu))
+
+
+@contextmanager
+def output(folder: str | None) -> Iterator[None]:
+    """In here, and in processes begun in here, what is made is kept in `folder`, whatever other folders have."""
+    made = {} if folder is None else {"MOE_KERNELS_CACHE_DIR": folder, "MOE_KERNELS_CACHE_READONLY": ""}
+    before = {name: os.environ[name] for name in made if name in os.environ}
+    os.environ |= made
+    try:
+        yield
+    finally:
+        for name in made:
+            del os.environ[name]
+        os.environ |= before
+
+
+def requests(tokens: Iterable[int], shape: LayerShape, gpu: Gpu) -> dict[tuple[int, int], list[Any]]:
+    """By a range of token counts: what the layer's plan for these has to compile; nothing is compiled."""
+    counts = sorted(set(tokens))
+    found: dict[tuple[int, int], list[Any]] = {}
+    by_class: dict[Any, list[int]] = {}
+    for T in counts:
+        by_class.setdefault(rows_class(Counts(T, (T * shape.top_k,), shape.num_experts)), []).append(T)
+    for members in by_class.values():
+        launches = found[members[0], members[-1]] = []
+        for one in collect([_layer_call(shape, members[0])]):
+            builder, _ = cache.sketch(_OPERATORS[one.operator], one.inputs, one.options, gpu)
+            launches += [step for step in builder.steps if isinstance(step, Request)]
+    return found
+
+
+def _layer_call(shape: LayerShape, T: int) -> Callable[[], None]:
+    H, I, E, top_k, dtype = shape  # noqa: E741
+
+    def call() -> None:
+        def meta(*extents: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(extents, dtype=dtype, device="meta")
+
+        with torch.no_grad():
+            ids, weights = meta(T, top_k, dtype=torch.int64), meta(T, top_k, dtype=torch.float32)
+            moe_mlp(meta(T, H), ids, weights, meta(E, 2 * I, H), meta(E, H, I))
+
+    return call
+
+
+__all__ = ["LayerShape", "Made", "compile_ahead"]

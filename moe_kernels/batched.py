@@ -1,0 +1,164 @@
+"""Products of groups that are not packed: all of one size, or each of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_kernels import checks, ops, reference
+from moe_kernels.ops.batched import UNIFORM_GROUPED_GEMM, varied_launch
+from moe_kernels.ops.library import use_kernels
+from moe_kernels.runtime import cache, torch_internals
+from moe_kernels.runtime.torch_internals import autocast
+
+
+def uniform_grouped_gemm(
+    A: Tensor,  # [G * M, K] or [G, M, K]
+    B: Tensor,  # [G * K, N] or [G, K, N]
+    num_groups: int,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply groups that are all of one size: `out[g] = A[g] @ B[g]`, in one launch.
+
+    Products are accumulated in fp32. Nothing of one group reaches another's result. A call can be captured into a CUDA
+    graph. Gradients, also of gradients, are products of the same kind. Where cuBLAS is faster the call is `torch.bmm`:
+    for more than 64 columns, for many rows of fewer than 16, in float32, and where TMA cannot read the operands; unless
+    it would have to copy an operand or does not know the dtypes.
+
+    Args:
+        A: `[G, M, K]`, or `[G * M, K]` with the groups one below the other; bfloat16, float16 or float32, any
+            strides. On a CPU float64 too.
+        B: `[G, K, N]` or `[G * K, N]`; dtypes and strides as for `A`.
+        num_groups: `G`.
+        out_dtype: dtype of the result; by default `torch.promote_types(A.dtype, B.dtype)`.
+
+    Returns:
+        `[G, M, N]` for a 3-D `A`, `[G * M, N]` for a 2-D one; contiguous.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+        ImportError: the kernels are needed and a package they need is missing or too old.
+    """
+    given, asked = (A, B), (num_groups, out_dtype)
+    if (known := cache.replay(UNIFORM_GROUPED_GEMM, given, asked)) is not None:
+        again: Tensor = known
+        return again
+    A, B = autocast(A, B)
+    dtype = checks.check_uniform(A, B, num_groups, out_dtype)
+    if use_kernels(A, B) and torch_internals.can_bypass_dispatcher(A, B):
+        out: Tensor = cache.call(UNIFORM_GROUPED_GEMM, (A, B), (num_groups, dtype))
+        cache.remember(UNIFORM_GROUPED_GEMM, given, asked, (num_groups, dtype))
+        return out
+    G = num_groups
+    a = A if A.dim() == 3 else A.view(G, A.size(0) // max(G, 1), A.size(1))
+    b = B if B.dim() == 3 else B.view(G, A.size(-1), B.size(1))
+    recorded: Tensor = ops.uniform_grouped_gemm(a, b, dtype)
+    return recorded if A.dim() == 3 else recorded.flatten(0, 1)
+
+
+def varied_grouped_gemm(
+    group_A: Sequence[Tensor],  # P of [M_p, K_p]
+    group_B: Sequence[Tensor],  # P of [K_p, N_p]
+    *,
+    out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
+) -> list[Tensor]:
+    """Multiply matrices pair by pair, `group_A[p] @ group_B[p]`, each pair of its own sizes, in one launch.
+
+    Products are accumulated in fp32. Nothing of one pair reaches another's result. Where the matrices lie is copied to
+    the device at every call; `plan_varied_grouped_gemm` does that once, and its plan can be captured into a CUDA graph.
+
+    Args:
+        group_A: list of `[M_p, K_p]`; all tensors of one dtype, bfloat16, float16 or float32, and on one device; any
+            sizes, 0 among them, and any strides. On a CPU float64 too.
+        group_B: list of `[K_p, N_p]`.
+        out: list of `[M_p, N_p]` to write to, any strides; by default new tensors. Without gradients.
+
+    Returns:
+        list of `[M_p, N_p]`: `out`, or new contiguous tensors.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+        ImportError: the kernels are needed and a package they need is missing or too old.
+        RuntimeError: the call is being captured into a CUDA graph.
+    """
+    if out is None and isinstance(group_A, (list, tuple)) and isinstance(group_B, (list, tuple)):
+        cast = autocast(*group_A, *group_B)
+        group_A, group_B = cast[: len(group_A)], cast[len(group_A) :]
+    checks.check_varied(group_A, group_B, out)
+    if not group_A:
+        return []
+    if out is not None:
+        with torch.no_grad():
+            if use_kernels(group_A[0]):
+                varied_launch(group_A, group_B, out)()
+                _changed(out)
+            else:
+                reference.varied_grouped_gemm(group_A, group_B, out=out)
+        return list(out)
+    outs: list[Tensor] = ops.varied_grouped_gemm(list(group_A), list(group_B))
+    return outs
+
+
+def plan_varied_grouped_gemm(
+    group_A: Sequence[Tensor],  # P of [M_p, K_p]
+    group_B: Sequence[Tensor],  # P of [K_p, N_p]
+    *,
+    out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
+) -> Callable[[], list[Tensor]]:
+    """Prepare `varied_grouped_gemm(group_A, group_B, out=out)` for these tensors, to be called any number of times.
+
+    A call of the plan reads what the tensors then hold, and costs a launch, and without `out` the allocation of one
+    buffer that the new results are parts of. It can be captured into a CUDA graph, gives no gradients, and keeps the
+    tensors alive. Arguments and errors are those of `varied_grouped_gemm`.
+    """
+    checks.check_varied(group_A, group_B, out)
+    if not group_A:
+        return list
+    if any(cast is not given for given in (*group_A, *group_B) for cast in autocast(given)):
+        raise ValueError(
+            "plan_varied_grouped_gemm: autocast would convert the operands, and a plan reads the tensors that it was "
+            f"given: convert them with .to({torch.get_autocast_dtype(group_A[0].device.type)}), or leave autocast"
+        )
+    group_A, group_B = [a.detach() for a in group_A], [b.detach() for b in group_B]
+    out = None if out is None else list(out)
+    if group_A[0].is_cpu and not use_kernels(group_A[0]):
+        return partial(reference.varied_grouped_gemm, group_A, group_B, out=out)
+    return _Plan(group_A, group_B, out)
+
+
+class _Plan:
+    """The launch for these tensors, and where in one buffer the results go."""
+
+    def __init__(self, group_A: Sequence[Tensor], group_B: Sequence[Tensor], out: list[Tensor] | None):
+        self.tensors = group_A, group_B
+        self.out = out
+        self.shapes = [(a.size(0), b.size(1)) for a, b in zip(group_A, group_B, strict=True)]
+        unit = 16 // group_A[0].element_size()
+        # Each result begins at a multiple of 16 bytes.
+        self.sizes = [size for M, N in self.shapes for size in (M * N, -M * N % unit)]
+        self.new_buffer = partial(torch.empty, sum(self.sizes), dtype=group_A[0].dtype, device=group_A[0].device)
+        outs = self._parts(self.new_buffer()) if out is None else out
+        self.launch = varied_launch(group_A, group_B, outs, wait=True)
+
+    def _parts(self, buffer: Tensor) -> list[Tensor]:
+        # Unsafe in that autograd does not know that the parts are of one tensor: writing to one leaves the others be.
+        parts = torch.unsafe_split_with_sizes(buffer, self.sizes)[::2]
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def __call__(self) -> list[Tensor]:
+        if self.out is not None:
+            self.launch()
+            _changed(self.out)
+            return list(self.out)
+        buffer = self.new_buffer()
+        self.launch(buffer)
+        return self._parts(buffer)
+
+
+def _changed(tensors: Sequence[Tensor]) -> None:
+    """Let autograd know that these were written to, in case it has saved one."""
+    torch.autograd.graph.increment_version(tensors)

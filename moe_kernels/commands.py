@@ -1,0 +1,184 @@
+"""`python -m moe_kernels compile | cache`, and `info --model`: what is made ahead, kept, and made of a layer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_kernels.ahead import LayerShape, Made, compile_ahead, output, requests
+from moe_kernels.models import MODELS
+from moe_kernels.runtime import store, targets
+
+COMPILE = """\
+Makes the plans and binaries that layers of experts need, for all numbers of tokens in a range, and keeps them in a
+folder. A process that finds them compiles nothing, and imports neither Helion nor its compiler. With --gpu no GPU is
+needed: an image can be built with everything in it.
+
+The folder is --output, or else MOE_KERNELS_CACHE_DIR, or else moe_kernels/compiled in the user's cache folder. At run
+time it is found as MOE_KERNELS_CACHE_DIR, or, if nothing may be written to it, in MOE_KERNELS_CACHE_READONLY. It is
+for the versions of Triton and Helion that are installed here, in their public part, and for any version of PyTorch.
+Launchers, which Triton builds with a C compiler, are for this version of Python; elsewhere they are built at the first
+launch, in 0.2 s each.
+
+Exits with 0 when all is made, 1 when it could not be kept, 2 on wrong arguments."""
+CACHE = """\
+Shows the folder in which plans and binaries are kept, what is in it, and its limit (MOE_KERNELS_CACHE_LIMIT_MB, by
+default 2048; the oldest files go first). `cache clear` empties it."""
+
+
+def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `compile`."""
+    parser.add_argument("--list", action="store_true", help="name the models and GPUs that are known, and exit")
+    parser.add_argument("--model", nargs="+", default=[], choices=MODELS, metavar="NAME", help="layers of these models")
+    parser.add_argument(
+        "--layer", nargs="+", default=[], type=layer, metavar="H,I,E,TOP_K", help="layers of these sizes"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--tokens", type=token_range, default=range(1, 8193), metavar="A:B", help="default: 1:8192")
+    parser.add_argument("--training", action="store_true", help="also forward with gradients, and backward")
+    parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the one of this machine")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that compile side by side")
+    parser.add_argument("--output", metavar="DIR", help="the folder to keep everything in")
+    parser.add_argument(
+        "--torch", metavar="VERSION", help="that of the target: plans do not depend on it, 2.11 to 2.15"
+    )
+    parser.add_argument("--triton", metavar="VERSION", help="that of the target: has to be the one installed here")
+
+
+def layer(text: str) -> LayerShape:
+    """The sizes in "H,I,E,TOP_K", for argparse."""
+    try:
+        H, width, E, top_k = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected H,I,E,TOP_K, got {text!r}") from None
+    if min(H, width, E, top_k) < 1 or top_k > E:
+        raise argparse.ArgumentTypeError(f"expected positive numbers, top_k at most E, got {text!r}")
+    return LayerShape(H, width, E, top_k)
+
+
+def token_range(text: str) -> range:
+    """The numbers of "A:B", both included, or of "A", for argparse."""
+    first, _, last = text.partition(":")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected A:B, got {text!r}") from None
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(f"expected 1 <= A <= B, got {text!r}")
+    return range(low, high + 1)
+
+
+def compile_main(options: argparse.Namespace) -> int:
+    """Run `compile`; the exit code."""
+    if options.list:
+        print("models (H, I, E, top_k):")
+        for name, sizes in MODELS.items():
+            print(f"  {name}: {', '.join(map(str, sizes))}")
+        print("GPUs:")
+        for name, gpu in targets.KNOWN.items():
+            print(f"  {name}: {gpu.name}, sm{gpu.arch}, {gpu.multiprocessors} multiprocessors")
+        return 0
+    if problem := _refused(options):
+        print(problem, file=sys.stderr)
+        return 2
+    dtype = getattr(torch, options.dtype)
+    shapes = [LayerShape(*MODELS[name]) for name in options.model] + options.layer
+    begun = time.monotonic()
+    with output(options.output):
+        print(f"Into {store.folder()}, for {options.gpu or 'the GPU of this machine'}:", flush=True)
+        try:
+            made = compile_ahead(
+                [shape._replace(dtype=dtype) for shape in shapes],
+                tokens=options.tokens,
+                training=options.training,
+                gpu=options.gpu,
+                jobs=options.jobs,
+                progress=_progress,
+            )
+        except OSError as error:
+            print(f"compile: {error}", file=sys.stderr)
+            return 1
+    print(_summary(made, time.monotonic() - begun))
+    return 0
+
+
+def _refused(options: argparse.Namespace) -> str | None:
+    """What keeps `compile` from doing what it is asked."""
+    if not options.model and not options.layer:
+        return "compile: give --model or --layer (--list names the models)"
+    if options.gpu is None and not torch.cuda.is_available():
+        return f"compile: there is no GPU here; name one with --gpu: {', '.join(targets.KNOWN)}"
+    here = store.public_version("triton") or "none"
+    if options.triton is not None and not f"{here}.".startswith(f"{options.triton.partition('+')[0]}."):
+        return f"compile: --triton {options.triton}: {here} is installed here, and binaries are for its version alone"
+    if options.torch is not None and options.torch.split(".")[:2] not in [["2", str(n)] for n in range(11, 16)]:
+        return f"compile: --torch {options.torch}: expected 2.11 to 2.15"
+    return None
+
+
+def _progress(done: int, total: int) -> None:
+    width = 40 * done // total
+    end = "\n" if done == total else ""
+    print(f"\r  [{'#' * width}{' ' * (40 - width)}] {done} of {total} plans", end=end, file=sys.stderr, flush=True)
+
+
+def _summary(made: Made, seconds: float) -> str:
+    return (
+        f"{made.plans} plans, {made.binaries} binaries, {made.libraries} launcher libraries in {seconds:.0f} s. "
+        f"Give the folder to MOE_KERNELS_CACHE_READONLY, or write it with MOE_KERNELS_CACHE_DIR."
+    )
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `cache`."""
+    parser.add_argument("action", nargs="?", choices=("show", "clear"), default="show")
+
+
+def cache_main(options: argparse.Namespace) -> int:
+    """Run `cache`; the exit code."""
+    if options.action == "clear":
+        print(f"{store.clear()} files removed from {store.folder()}")
+        return 0
+    for root, note in [(store.folder(), ""), *((root, ", read only") for root in store.read_only_folders())]:
+        if not note or root.is_dir():
+            _show(root, note)
+    print(f"limit: {store.limit_mb()} MiB (MOE_KERNELS_CACHE_LIMIT_MB)")
+    return 0
+
+
+def _show(root: Path, note: str) -> None:
+    print(f"{root}{note}:" if root.is_dir() else f"{root}: not there yet")
+    for kind, (count, size) in sorted(store.contents(root).items()):
+        print(f"  {kind}: {count}, {size / 2**20:.1f} MiB")
+
+
+def add_info_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `info`."""
+    parser.add_argument("--model", choices=MODELS, metavar="NAME", help="show what this model's layer launches")
+    parser.add_argument("--tokens", type=token_range, default=range(1, 8193), metavar="A:B", help="default: 1:8192")
+    parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the one of this machine, or else h200")
+
+
+def print_layer(options: argparse.Namespace) -> None:
+    """What a model's layer launches for each class of token counts, and how much of that is distinct."""
+    gpu = targets.KNOWN[options.gpu or "h200"]
+    if options.gpu is None and torch.cuda.is_available():
+        gpu = targets.of_device("cuda", torch.cuda.current_device())
+    shape = LayerShape(*MODELS[options.model])
+    print(f"{options.model} {tuple(MODELS[options.model])} on {gpu.name}: launches by token counts")
+    configs: Counter[Any] = Counter()
+    for (low, high), launches in requests(options.tokens, shape, gpu).items():
+        names = []
+        for launch in launches:
+            configs[launch.kernel.name, repr(launch.config)] += 1
+            names.append(f"{launch.kernel.name} {launch.config.config.get('block_sizes')}")
+        print(f"  {low if low == high else f'{low} to {high}'}: {', '.join(names)}")
+    print(f"{len(configs)} distinct kernels with configs:")
+    for (name, config), count in sorted(configs.items()):
+        print(f"  {name}: {config.removeprefix('Config')}, in {count} launches")

@@ -1,0 +1,149 @@
+"""Experts: the fused first half of them, and the layer that routes to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import checks, ops
+from moe_kernels.glu import GLUSpec
+from moe_kernels.ops.layer import MOE_LAYER, adjacent
+from moe_kernels.ops.library import check_rows, use_kernels
+from moe_kernels.rules.layer import one_token_is_faster, sorts
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.torch_internals import autocast, can_bypass_dispatcher, differentiated, eager
+
+
+def swiglu_ffn(
+    rows: Tensor,  # [M, H]
+    w_gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] if transposed; [.., I, ..] with w_up, or unless gated
+    group_offsets: Tensor,  # [E + 1]
+    *,
+    w_up: Tensor | None = None,  # [E, I, H], or [E, H, I] if transposed
+    gate_up_bias: Tensor | None = None,  # [E, 2I]; [E, I] with w_up, or unless gated
+    up_bias: Tensor | None = None,  # [E, I]
+    activation: str = "silu",
+    gated: bool = True,
+    transposed: bool = False,
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:
+    """The first half of each expert: `act = f(rows @ gate) * (rows @ up)`, by default SwiGLU.
+
+    Rows are grouped as by `grouped_gemm`; rows in no group give zeros, and one group's NaN never reaches another.
+    The activation is computed in float32.
+
+    Args:
+        rows: `[M, H]`, sorted by expert; dtypes as for `grouped_gemm`.
+        w_gate_up: both weights, gate first: `[E, 2I, H]`. The gate's alone, `[E, I, H]`, if there is `w_up`; the only
+            one, `[E, I, H]`, unless `gated`.
+        group_offsets: `[E + 1]` int32 or int64.
+        w_up: `[E, I, H]`, for weights that are kept apart.
+        gate_up_bias, up_bias: `[E, 2I]` or `[E, I]`, added in float32.
+        activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu_squared"; or "clamped_swiglu", gpt-oss's
+            `gate * sigmoid(alpha * gate) * (up + 1)`, with gate at most `limit` and up within `-limit..limit`.
+        gated: False for `act = f(rows @ w)`.
+        transposed: weights are `[E, H, 2I]` or `[E, H, I]`.
+        interleaved: gate and up take turns in the columns of `w_gate_up`, as in gpt-oss, gate first.
+        alpha, limit: of clamped_swiglu.
+
+    Returns:
+        act `[M, I]`, of the promoted dtype of rows and weights.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device; options that exclude
+            each other. Offsets are checked on the host if the environment has MOE_KERNELS_VALIDATE=1.
+    """
+    spec = GLUSpec(activation, gated, interleaved, alpha, limit)
+    rows, w_gate_up, w_up = autocast(rows, w_gate_up, w_up)
+    checks.check_swiglu_ffn(rows, w_gate_up, group_offsets, w_up, gate_up_bias, up_bias, spec, transposed)
+    if checks.validation_enabled(None):
+        checks.validate_offsets(group_offsets, rows.size(0))
+    w_in, w_up = _columns(w_gate_up, transposed), _columns(w_up, transposed)
+    save_preact = differentiated(rows, w_in, w_up, gate_up_bias, up_bias)
+    act: Tensor = ops.swiglu_ffn(rows, group_offsets, w_in, w_up, gate_up_bias, up_bias, save_preact, *spec)[0]
+    return act
+
+
+def moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
+    w_gate_up: Tensor,  # [E, 2I, H]; other layouts as for swiglu_ffn
+    w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
+    *,
+    w_up: Tensor | None = None,  # [E, I, H], or [E, H, I] if transposed
+    gate_up_bias: Tensor | None = None,  # [E, 2I]; [E, I] with w_up, or unless gated
+    up_bias: Tensor | None = None,  # [E, I]
+    down_bias: Tensor | None = None,  # [E, H]
+    activation: str = "silu",
+    gated: bool = True,
+    transposed: bool = False,
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    validate: bool | None = None,
+) -> Tensor:
+    """A layer of experts: `out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])`.
+
+    `expert(x) = act @ w_down^T + down_bias` with the act of `swiglu_ffn`. The same as `route`, `permute`, `swiglu_ffn`,
+    `grouped_gemm` and `unpermute`, one after another, but that its backward keeps only the first product's result.
+
+    Args:
+        hidden: `[T, H]`; dtypes as for `grouped_gemm`.
+        topk_ids: `[T, top_k]` int32 or int64; an id outside `0..E - 1` drops its slot.
+        topk_weights: `[T, top_k]`, any of these dtypes; weights are applied in float32.
+        w_gate_up, w_up, gate_up_bias, up_bias: as for `swiglu_ffn`, by default gate and up in one `[E, 2I, H]`.
+        w_down: `[E, H, I]`.
+        down_bias: `[E, H]`, added in float32.
+        activation, gated, interleaved, alpha, limit: as for `swiglu_ffn`.
+        transposed: all weights are stored the other way, `[E, H, 2I]` and `[E, I, H]`.
+        validate: as for `route`.
+
+    Returns:
+        `[T, H]`, of the promoted dtype of hidden states and weights. Differentiable in everything but the ids.
+
+    Raises:
+        TypeError, ValueError: as for `route` and `swiglu_ffn`.
+    """
+    spec = GLUSpec(activation, gated, interleaved, alpha, limit)
+    biases = (gate_up_bias, up_bias, down_bias)
+    given, asked = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases), (transposed, spec)
+    validates = checks.validation_enabled(validate)
+    if not validates and w_up is None and (known := cache.replay(MOE_LAYER, given, asked)) is not None:
+        again: Tensor = known
+        return again
+    hidden, w_gate_up, w_up, w_down = autocast(hidden, w_gate_up, w_up, w_down)
+    checks.check_moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases, spec, transposed)
+    num_experts = w_gate_up.size(0)
+    if validates:
+        checks.validate_ids(topk_ids, num_experts)
+    tensors = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases)
+    unobserved = can_bypass_dispatcher(*tensors) and use_kernels(hidden, w_gate_up, w_up, w_down)
+    if unobserved and sorts(topk_ids.numel(), num_experts):
+        check_rows("topk_ids", topk_ids.numel())
+        options = (transposed, adjacent(w_gate_up, w_up), spec)
+        layer: Tensor = cache.call(MOE_LAYER, tensors, options)
+        if w_up is None:
+            cache.remember(MOE_LAYER, given, asked, options)
+        return layer
+    save_preact = differentiated(*tensors)
+    w_in, w_up, w_out = (_columns(w, transposed) for w in (w_gate_up, w_up, w_down))
+    plain = torch.compiler.is_dynamo_compiling() or eager(*tensors)
+    if plain and not save_preact and use_kernels(hidden, w_in, w_out):
+        T, top_k = topk_ids.shape
+        if one_token_is_faster(T, top_k, w_in, w_out):
+            one: Tensor = ops.moe_mlp_of_one_token(hidden, topk_ids, topk_weights, w_in, w_up, w_out, *biases, *spec)
+            return one
+    routing = ops.route(topk_ids, num_experts)
+    weights = (w_in, w_up, w_out)
+    out: Tensor = ops.moe_mlp(hidden, topk_weights, *routing, *weights, *biases, save_preact, *spec)[0]
+    return out
+
+
+def _columns(weight: Any, transposed: bool) -> Any:
+    """The weight as `[E, inputs, outputs]`."""
+    return weight if weight is None or transposed else weight.mT

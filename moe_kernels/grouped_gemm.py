@@ -1,0 +1,153 @@
+"""The grouped products of packed rows: check, cast, call the operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_kernels import checks, ops, packing
+from moe_kernels.batched import uniform_grouped_gemm
+from moe_kernels.ops.products import GROUPED_GEMM
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.torch_internals import autocast
+
+
+def grouped_gemm(
+    A_packed: Tensor,  # [M, K]
+    B: Tensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    *,
+    out_dtype: torch.dtype | None = None,
+    variant: str = "auto",
+    validate: bool | None = None,
+) -> Tensor:
+    """Multiply each group's rows by the group's matrix: `out[rows of g] = A_packed[rows of g] @ B[g]`.
+
+    Group g owns the rows `group_offsets[g]:group_offsets[g + 1]`. Rows that belong to no group come back as zeros.
+    Products are accumulated in fp32. The offsets stay on the device and are never read by the host, so a call can be
+    captured into a CUDA graph and replayed with other offsets; malformed ones are taken as
+    clamp(cummax(group_offsets), 0, M) and never lead out of bounds.
+
+    Args:
+        A_packed: `[M, K]`, the rows of all groups one after another; bfloat16, float16 or float32, any strides. On a
+            CPU float64 too.
+        B: `[K, N]`, shared by all groups, or `[G, K, N]`; dtypes as for `A_packed`, any strides: the transposed view
+            of a `[G, N, K]` parameter costs nothing extra.
+        group_offsets: `[G + 1]` int32 or int64, exclusive prefix sums of the group sizes, `group_offsets[0] == 0`.
+        out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, B.dtype)`.
+        variant: "basic" (a grid over the tiles of all groups), "persistent" (one worker per SM walks a list of tiles)
+            or "auto", which picks the faster of the two by rows per group.
+        validate: True checks the offsets on the host, which waits for the device; None does so if the environment
+            had MOE_KERNELS_VALIDATE=1 at import.
+
+    Returns:
+        `[M, N]`, contiguous.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+        ImportError: the kernels are needed and a package they need is missing or too old.
+    """
+    validate = checks.validation_enabled(validate)
+    given, asked = (A_packed, B, group_offsets, None), (out_dtype, variant)
+    if not validate and (known := cache.replay(GROUPED_GEMM, given, asked)) is not None:
+        again: Tensor = known
+        return again
+    if variant not in ("auto", "basic", "persistent"):
+        raise ValueError(f'variant: expected "auto", "basic" or "persistent", got {variant!r}')
+    A_packed, B = autocast(A_packed, B)
+    dtype = checks.check_grouped_gemm(A_packed, B, group_offsets, out_dtype)
+    if validate:
+        checks.validate_offsets(group_offsets, A_packed.size(0))
+    result: Tensor = ops.grouped_gemm(A_packed, B, group_offsets, None, dtype, variant)
+    cache.remember(GROUPED_GEMM, given, asked, (dtype, variant))
+    return result
+
+
+def grouped_gemm_jagged(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
+    """`grouped_gemm` by the basic kernel: a grid over the output tiles of all groups."""
+    return grouped_gemm(A_packed, B, group_offsets, variant="basic")
+
+
+def grouped_gemm_jagged_persistent(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
+    """`grouped_gemm` by the persistent kernel: a fixed number of workers walks the output tiles of all groups."""
+    return grouped_gemm(A_packed, B, group_offsets, variant="persistent")
+
+
+def grouped_gemm_wgrad(
+    A_packed: Tensor,  # [M, K]
+    d_out: Tensor,  # [M, N]
+    group_offsets: Tensor,  # [G + 1]
+    *,
+    out_dtype: torch.dtype | None = None,
+    validate: bool | None = None,
+) -> Tensor:
+    """Multiply each group's two blocks of rows: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
+
+    The gradient of `grouped_gemm` in a `B [G, K, N]`. Products are accumulated in fp32. Groups without rows give
+    exact zeros, and rows in no group count for nothing, whatever they hold. Offsets are read as by `grouped_gemm`.
+
+    Args:
+        A_packed: `[M, K]`; dtypes and strides as for `grouped_gemm`.
+        d_out: `[M, N]`, likewise.
+        group_offsets: `[G + 1]` int32 or int64.
+        out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, d_out.dtype)`.
+        validate: as for `grouped_gemm`.
+
+    Returns:
+        `[G, K, N]`, contiguous.
+
+    Raises:
+        TypeError, ValueError, ImportError: as for `grouped_gemm`.
+    """
+    A_packed, d_out = autocast(A_packed, d_out)
+    dtype = checks.check_grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype)
+    if checks.validation_enabled(validate):
+        checks.validate_offsets(group_offsets, A_packed.size(0))
+    out: Tensor = ops.grouped_gemm_wgrad(A_packed, d_out, group_offsets, False, False, dtype)
+    return out
+
+
+def grouped_mm(
+    mat_a: Tensor,  # [M, K] or [G, M, K]
+    mat_b: Tensor,  # [G, K, N] or [K, N]
+    *,
+    offs: Tensor | None = None,  # [G]
+    bias: Tensor | None = None,  # [G, N]
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`torch.nn.functional.grouped_mm`, with bias, out_dtype, and any dtype, size and strides.
+
+        [M, K]    x [G, K, N]  ->  [M, N]        the rows of mat_a are grouped
+        [M, K]    x [K, N]     ->  [G, M, N]     the contraction is grouped
+        [G, M, K] x [K, N]     ->  [M, N]        the columns of mat_b are grouped
+        [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
+
+    Group g has the rows (columns) `offs[g - 1]:offs[g]`, with `offs[-1]` read as 0 for the first group. Rows and
+    columns at or past the last of `offs`, which PyTorch leaves uninitialised, are zeros.
+
+    Args:
+        mat_a, mat_b: as above; dtypes and strides as for `grouped_gemm`.
+        offs: `[G]` int32 or int64, where each group ends.
+        bias: `[G, N]`, for the first form only, added in fp32 before the result is rounded.
+        out_dtype: as for `grouped_gemm`.
+
+    Returns:
+        As above; contiguous, but for the third form, which is a transposed view.
+
+    Raises:
+        TypeError, ValueError, ImportError: as for `grouped_gemm`; offsets are checked on the host if the environment
+            has MOE_KERNELS_VALIDATE=1.
+    """
+    mat_a, mat_b = autocast(mat_a, mat_b)
+    dtype = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
+    if offs is None:
+        return uniform_grouped_gemm(mat_a, mat_b, mat_a.size(0), out_dtype=dtype)
+    group_offsets = packing.group_offsets_from_offs(offs)
+    if mat_b.dim() == 2:
+        if mat_a.dim() == 2:
+            return grouped_gemm_wgrad(mat_a.T, mat_b, group_offsets, out_dtype=dtype)
+        return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype).T
+    if checks.validation_enabled(None):
+        checks.validate_offsets(group_offsets, mat_a.size(0))
+    out: Tensor = ops.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
+    return out

@@ -1,0 +1,63 @@
+"""How kernels are declared, and what planners ask of their operands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import helion
+import torch
+from helion.runtime.settings import default_autotuner_fn
+
+from moe_kernels.rules.config import Config
+from moe_kernels.runtime.symbolic import SymbolicTensor
+from moe_kernels.runtime.targets import Gpu
+
+
+class _Preset:
+    """Stands where Helion expects a search: answers with the rule's config, and searches only when forced to."""
+
+    def __init__(self, rule: Callable[..., Config], bound: Any, args: Sequence[Any], options: dict[str, Any]):
+        self.rule, self.bound, self.args, self.options = rule, bound, args, options
+
+    def autotune(self, *, skip_cache: bool = False) -> helion.Config:
+        if skip_cache:
+            return default_autotuner_fn(self.bound, self.args, **self.options).autotune(skip_cache=True)
+        chosen = self.rule(*(getattr(arg, "value", arg) for arg in self.args))  # a constexpr has a value
+        return helion.Config(**chosen.config)
+
+
+def kernel(
+    rule: Callable[..., Config], *, static_shapes: bool = False
+) -> Callable[[Callable[..., Any]], helion.Kernel[Any]]:
+    """`@helion.kernel` for shapes that change at every call, with `rule(*args)` in place of an automatic search.
+
+    With `static_shapes` a kernel may be compiled for other first extents than it is called with, if it uses none.
+    """
+    return helion.kernel(
+        static_shapes=static_shapes,
+        autotuner_fn=lambda bound, args, **options: _Preset(rule, bound, args, options),
+        # HELION_AUTOTUNE_EFFORT=none would mean blocks of 16 x 16 x 16 instead of the rule.
+        autotune_effort="quick" if os.environ.get("HELION_AUTOTUNE_EFFORT") == "quick" else "full",
+    )
+
+
+def tf32_allowed(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's settings let products of `dtype` be computed in tf32."""
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def tma_readable(gpu: Gpu, tensor: SymbolicTensor) -> bool:
+    """Whether the tensor memory accelerator (Hopper and later) can read `tensor`, 2-D or 3-D.
+
+    It needs a base of 16-byte alignment, a last stride of 1 and others that are multiples of 16 bytes.
+    """
+    unit = 16 // tensor.element_size()
+    *others, last = tensor.strides
+    return gpu.has_tma and last == 1 and tensor.aligned and all(s > 0 and s % unit == 0 for s in others)
+
+
+def lies_transposed(matrices: SymbolicTensor) -> bool:
+    """Whether `[_, a, b]` lies in memory as `[_, b, a]`."""
+    return matrices.stride(1) == 1 != matrices.stride(2)

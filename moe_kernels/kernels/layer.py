@@ -1,0 +1,150 @@
+"""Whole layers of experts: the steps of their parts in a row.
+
+hidden --route--> order of the experts --first half--> act --grouped_gemm--> rows --combine--> out
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_kernels.glu import GLUSpec
+from moe_kernels.kernels.activation import write_activation
+from moe_kernels.kernels.grouped_gemm import multiply
+from moe_kernels.kernels.one_token import multiply_one_token
+from moe_kernels.kernels.permute import combine, scatter
+from moe_kernels.kernels.route import sort_slots
+from moe_kernels.kernels.swiglu_ffn import fuses, multiply_activated
+from moe_kernels.rules.layer import one_token_is_faster
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor, most
+
+_Optional = SymbolicTensor | None
+
+
+def plan_swiglu_ffn(
+    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
+) -> tuple[SymbolicTensor, ...]:
+    """Of rows `[M, H]`, group_offsets, w_in, w_up, b_in and b_up: act, and preactivations if they are to be saved."""
+    rows, group_offsets, *parameters = tensors
+    save_preact, adjacent, spec = options
+    assert rows is not None and group_offsets is not None
+    return _first_half(builder, rows, group_offsets, None, None, 0, parameters, save_preact, adjacent, spec)
+
+
+def plan_moe_mlp(
+    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
+) -> tuple[SymbolicTensor, ...]:
+    """Of hidden states, weights and a routing, and the parameters: the result `[T, H]`, and preactivations."""
+    hidden, topk_weights, *routing, w_in, w_up, w_out, b_in, b_up, b_out = tensors
+    save_preact, adjacent, spec = options
+    parameters = (w_in, w_up, b_in, b_up)
+    return _layer(builder, hidden, topk_weights, routing, parameters, w_out, b_out, save_preact, adjacent, spec)
+
+
+def plan_moe_layer(
+    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
+) -> SymbolicTensor:
+    """Of hidden states, ids, weights and the parameters as `moe_mlp` is given them: the result `[T, H]`."""
+    hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, b_in, b_up, b_out = tensors
+    transposed, adjacent, spec = options
+    assert hidden is not None and topk_ids is not None and w_gate_up is not None and w_down is not None
+    w_in, w_out, w_up = (w if w is None or transposed else w.mT for w in (w_gate_up, w_down, w_up))
+    assert w_in is not None and w_out is not None
+    if one_token_is_faster(most(hidden.size(0)), topk_ids.size(1), w_in, w_out):
+        return _one_token(builder, hidden, topk_ids, topk_weights, (w_in, w_up, w_out, b_in, b_up, b_out), spec)
+    routing = sort_slots(builder, topk_ids, w_out.size(0))
+    parameters = (w_in, w_up, b_in, b_up)
+    return _layer(builder, hidden, topk_weights, routing, parameters, w_out, b_out, False, adjacent, spec)[0]
+
+
+def plan_moe_mlp_of_one_token(
+    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[GLUSpec]
+) -> SymbolicTensor:
+    """Of a token's hidden state, ids, weights, and the parameters: the result `[1, H]`."""
+    hidden, topk_ids, topk_weights, *parameters = tensors
+    return _one_token(builder, hidden, topk_ids, topk_weights, parameters, options[0])
+
+
+def _one_token(
+    builder: Builder,
+    hidden: Any,  # [1, H]
+    topk_ids: Any,  # [1, top_k]
+    topk_weights: Any,  # [1, top_k]
+    parameters: Any,  # w_in [E, H, 2I] or [E, H, I], w_up, w_out [E, I, H], b_in, b_up, b_out
+    spec: GLUSpec,
+) -> SymbolicTensor:
+    w_in, w_up, w_out, b_in, b_up, b_out = parameters
+    dtype = torch.promote_types(hidden.dtype, w_in.dtype)
+    out = builder.alloc((1, w_out.size(2)), torch.promote_types(dtype, w_out.dtype))
+    gate, up = spec.halves(w_in, w_up)
+    biases = (*spec.parts(b_in, b_up, apart=w_up is not None), b_out)
+    multiply_one_token(builder, hidden, topk_ids, topk_weights, (gate, up, w_out), biases, out, dtype, spec)
+    return out
+
+
+def _layer(
+    builder: Builder,
+    hidden: SymbolicTensor,  # [T, H]
+    topk_weights: SymbolicTensor,  # [T, top_k]
+    routing: Any,  # group_offsets [E + 1], row_to_slot [R], slot_to_row [R]
+    parameters: Any,  # as for `_first_half`
+    w_out: SymbolicTensor,  # [E, I, H]
+    b_out: _Optional,  # [E, H]
+    save_preact: bool,
+    adjacent: bool,
+    spec: GLUSpec,
+) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
+    """The result `[T, H]`, and what `_first_half` saves."""
+    group_offsets, row_to_slot, slot_to_row = routing
+    top_k = topk_weights.size(1)
+    act, preact, preact_up = _first_half(
+        builder, hidden, group_offsets, row_to_slot, slot_to_row, top_k, parameters, save_preact, adjacent, spec
+    )
+    dtype = torch.promote_types(act.dtype, w_out.dtype)
+    rows = builder.alloc((act.size(0), w_out.size(2)), dtype)
+    multiply(builder, act, w_out, group_offsets, b_out, rows)
+    out = combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
+    return out, preact, preact_up
+
+
+def _first_half(
+    builder: Builder,
+    A: SymbolicTensor,  # [M, H], or [T, H] with a routing
+    group_offsets: SymbolicTensor,  # [E + 1]
+    row_to_slot: _Optional,  # [M]
+    slot_to_row: _Optional,  # [M]
+    top_k: int,
+    parameters: Any,  # w_in [E, H, 2I] or [E, H, I], w_up [E, H, I], b_in [E, 2I] or [E, I], b_up [E, I]
+    save_preact: bool,
+    adjacent: bool,  # w_up lies in the middle between two experts of w_in
+    spec: GLUSpec,
+) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
+    """act `[M, I]`, and if `save_preact` what it is made of; empty otherwise."""
+    w_in, w_up, b_in, b_up = parameters
+    if adjacent:
+        w_up = w_in.as_strided(w_up.shape, w_up.strides, w_in.stride(0) // 2)
+    M = A.size(0) if row_to_slot is None else row_to_slot.size(0)
+    width = w_in.size(2) // 2 if spec.gated and w_up is None else w_in.size(2)
+    dtype = torch.promote_types(A.dtype, w_in.dtype)
+    if fuses(A, w_in, w_up, spec, M, builder):
+        act = builder.alloc((M, width), dtype)
+        preact = builder.alloc((M, w_in.size(2)), dtype) if save_preact else None
+        preact_up = builder.alloc((M, width), dtype) if save_preact and w_up is not None else None
+        gate, up = spec.halves(w_in, w_up)
+        biases, preacts = (spec.parts(*x, apart=w_up is not None) for x in ((b_in, b_up), (preact, preact_up)))
+        multiply_activated(builder, A, gate, up, group_offsets, row_to_slot, biases, act, preacts, top_k, spec)
+    else:
+        if slot_to_row is not None:
+            A = scatter(builder, A, None, slot_to_row, group_offsets, top_k, A.dtype)
+        preact, preact_up = builder.alloc((M, w_in.size(2)), dtype), None
+        multiply(builder, A, w_in, group_offsets, b_in, preact)
+        if w_up is not None:
+            preact_up = builder.alloc((M, width), dtype)
+            multiply(builder, A, w_up, group_offsets, b_up, preact_up)
+        act = write_activation(builder, preact, preact_up, spec)
+        if not save_preact:
+            preact = preact_up = None
+    saved = [builder.alloc((0,), dtype) if x is None else x for x in (preact, preact_up)]
+    return act, saved[0], saved[1]

@@ -1,0 +1,125 @@
+"""The layer as a module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels import checks, expert_modules
+from moe_kernels.experts import moe_mlp
+from moe_kernels.routing import topk_softmax
+
+
+class MoE(nn.Module):
+    """A router and its experts: `moe_mlp` of the hidden states with the topk_weights of `topk_softmax`.
+
+    Parameters:
+        router: `[E, H]`; the logits are `hidden @ router^T`.
+        w_gate_up: `[E, 2I, H]`, gate first; `[E, I, H]` unless `gated`.
+        w_down: `[E, H, I]`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        renormalize: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """`renormalize` is that of `topk_softmax`, `activation` and `gated` are those of `swiglu_ffn`."""
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k: expected 1 to num_experts = {num_experts}, got {top_k}")
+        self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.router = parameter(num_experts, hidden_size)
+        self.w_gate_up = parameter(num_experts, (2 if gated else 1) * intermediate_size, hidden_size)
+        self.w_down = parameter(num_experts, hidden_size, intermediate_size)
+        self.reset_parameters()
+
+    @classmethod
+    def from_experts(
+        cls,
+        experts: Iterable[nn.Module],
+        router: nn.Linear | Tensor | None = None,  # [E, H]
+        *,
+        top_k: int,
+        activation: str | None = None,
+        renormalize: bool = True,
+    ) -> MoE:
+        """The layer of experts that are modules, with trainable copies of their weights.
+
+        Args:
+            experts: E modules that consist of the same `nn.Linear`s, without biases: `w1`, `w3` and `w2`, or
+                `gate_proj`, `up_proj` and `down_proj`, gate, up and down in this order; `gate_up_proj`, gate first,
+                and `down_proj`; or without a gate `up_proj` and `down_proj`, `fc1` and `fc2`, or
+                `nn.Sequential(Linear, activation, Linear)`.
+            router: `[E, H]`, or the module without a bias that has it as its weight; None for a random one.
+            top_k, renormalize: as for the class.
+            activation: as for `swiglu_ffn`. By default the first expert is called with random hidden states, in
+                float64, to find out which one it has, and that it computes nothing else.
+
+        Raises:
+            TypeError: experts are no modules; weights of several dtypes.
+            ValueError: there are no experts, their layout is not one of these, there are biases, what they compute
+                could not be found out; weights of several shapes or devices.
+        """
+        modules = expert_modules.listed(experts)
+        stacked = expert_modules.stack(modules)
+        if activation is None:
+            activation = expert_modules.activation_of(modules[0], stacked)
+        E, H, I = stacked.w_down.shape  # noqa: E741
+        gated = stacked.gated
+        layer = cls(H, I, E, top_k, activation=activation, gated=gated, renormalize=renormalize, device="meta")
+        layer.w_gate_up, layer.w_down = nn.Parameter(stacked.w_gate_up), nn.Parameter(stacked.w_down)
+        if router is None:
+            layer.router = nn.Parameter(stacked.w_down.new_empty(E, H))
+            _draw(layer.router)
+        else:
+            layer.router = nn.Parameter(expert_modules.router_weight(router, stacked.w_down))
+        return layer
+
+    def reset_parameters(self) -> None:
+        """Draw each weight uniformly from within 1 / sqrt(its inputs), as `nn.Linear` does."""
+        for weight in self.parameters():
+            _draw(weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., H]
+        """Route each hidden state to its top_k experts, and add up what they give.
+
+        Raises:
+            TypeError, ValueError: as for `moe_mlp`; hidden states and router of two dtypes outside of autocast,
+                or on two devices.
+        """
+        checks.check_layer(hidden, self.router)
+        tokens = hidden.reshape(-1, hidden.size(-1))
+        topk_ids, topk_weights = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
+        out = moe_mlp(
+            tokens, topk_ids, topk_weights, self.w_gate_up, self.w_down, activation=self.activation, gated=self.gated
+        )
+        return out.view(hidden.shape)
+
+    def extra_repr(self) -> str:
+        """The sizes, for print."""
+        num_experts, hidden_size, intermediate_size = self.w_down.shape
+        return (
+            f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, num_experts={num_experts}, "
+            f"top_k={self.top_k}, activation={self.activation}, gated={self.gated}"
+        )
+
+
+def _draw(weight: Tensor) -> None:
+    bound = 1 / math.sqrt(weight.size(-1))
+    nn.init.uniform_(weight, -bound, bound)

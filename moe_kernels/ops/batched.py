@@ -1,0 +1,245 @@
+"""uniform_grouped_gemm and varied_grouped_gemm."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import reference, rules
+from moe_kernels.ops.library import define, needs, use_kernels
+from moe_kernels.rules import varied as varied_rules
+from moe_kernels.runtime import cache, targets
+from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.schedule import tile_counts
+
+UNIFORM_GROUPED_GEMM = Operator(
+    "uniform_grouped_gemm", "moe_kernels.kernels.uniform_gemm", ("A", "B"), (), lambda *_: Counts(0)
+)
+VARIED = Operator(
+    "varied",
+    planner="moe_kernels.kernels.varied_gemm",
+    inputs=("ends", "num_tiles", "table", "A", "B", "out"),
+    rows=("ends", "table"),
+    counts=lambda tensors, _: Counts(tensors[0].size(0)),
+)
+
+
+def _uniform(
+    A: Tensor,  # [G, M, K]
+    B: Tensor,  # [G, K, N]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [G, M, N]
+    if not use_kernels(A, B):
+        return reference.uniform_grouped_gemm(A, B, A.size(0), out_dtype=out_dtype)
+    out: Tensor = cache.call(UNIFORM_GROUPED_GEMM, (A, B), (A.size(0), out_dtype))
+    return out
+
+
+def _uniform_fake(A: Tensor, B: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return A.new_empty((A.size(0), A.size(1), B.size(2)), dtype=out_dtype)
+
+
+def _uniform_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    A, B, _ = inputs
+    ctx.save_for_backward(needs(ctx, 1, A), needs(ctx, 0, B))
+    ctx.dtypes = A.dtype, B.dtype
+
+
+def _uniform_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    A, B = ctx.saved_tensors
+    a_dtype, b_dtype = ctx.dtypes
+    dA = uniform_grouped_gemm(d_out, B.transpose(1, 2), a_dtype) if ctx.needs_input_grad[0] else None
+    dB = uniform_grouped_gemm(A.transpose(1, 2), d_out, b_dtype) if ctx.needs_input_grad[1] else None
+    return dA, dB, None
+
+
+def _varied(
+    group_A: Sequence[Tensor],  # P of [M_p, K_p]
+    group_B: Sequence[Tensor],  # P of [K_p, N_p]
+) -> list[Tensor]:  # P of [M_p, N_p]
+    if not use_kernels(group_A[0]):
+        return reference.varied_grouped_gemm(group_A, group_B)
+    outs = [a.new_empty((a.size(0), b.size(1))) for a, b in zip(group_A, group_B, strict=True)]
+    varied_launch(group_A, group_B, outs)()
+    return outs
+
+
+def _varied_fake(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> list[Tensor]:
+    return [a.new_empty((a.size(0), b.size(1))) for a, b in zip(group_A, group_B, strict=True)]
+
+
+def _varied_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    group_A, group_B = inputs
+    ctx.save_for_backward(*group_A, *group_B)
+    ctx.set_materialize_grads(False)
+
+
+def _varied_backward(ctx: Any, d_outs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], ...]:
+    P = len(d_outs)
+    saved = ctx.saved_tensors  # a checkpoint gives them once
+    A, B = saved[:P], saved[P:]
+    grads: tuple[list[Tensor | None], ...] = ([None] * P, [None] * P)
+    reached = [(p, d_out) for p, d_out in enumerate(d_outs) if d_out is not None]
+    dA = [(p, d_out, B[p].t()) for p, d_out in reached if ctx.needs_input_grad[0][p]]
+    dB = [(p, A[p].t(), d_out) for p, d_out in reached if ctx.needs_input_grad[1][p]]
+    for found, products in zip(grads, (dA, dB), strict=True):
+        if products:
+            places, left, right = zip(*products, strict=True)
+            for p, grad in zip(places, varied_grouped_gemm(list(left), list(right)), strict=True):
+                found[p] = grad
+    return grads
+
+
+uniform_grouped_gemm = define(
+    "uniform_grouped_gemm(Tensor A, Tensor B, ScalarType out_dtype) -> Tensor",
+    _uniform,
+    _uniform_fake,
+    _uniform_setup,
+    _uniform_backward,
+)
+varied_grouped_gemm = define(
+    "varied_grouped_gemm(Tensor[] group_A, Tensor[] group_B) -> Tensor[]",
+    _varied,
+    _varied_fake,
+    _varied_setup,
+    _varied_backward,
+)
+
+
+def varied_launch(
+    group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor], wait: bool = False
+) -> Callable[..., None]:
+    """What writes the products to `outs`, or to those parts of the buffer that it is given."""
+    for name, tensors in {"group_A": group_A, "group_B": group_B, "out": outs}.items():
+        for p, tensor in enumerate(tensors):
+            if tensor.is_neg():
+                raise ValueError(
+                    f"{name}[{p}]: expected a tensor as it is in memory, got a negated view: resolve_neg()"
+                )
+    first = group_A[0]
+    problems = [(a, b, o) for a, b, o in zip(group_A, group_B, outs, strict=True) if o.numel()]
+    if not problems:
+        return lambda *_: None
+    group_A, group_B, outs = zip(*problems, strict=True)
+
+    def made() -> VariedLaunch:
+        # It chooses a config itself, of which the plan cache does not hear.
+        return rules.with_fallback(lambda: VariedLaunch(group_A, group_B, outs, wait))
+
+    if first.is_cpu:
+        return made()
+    module = torch.cuda if first.is_cuda else torch.xpu
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "varied_grouped_gemm: what it copies to the device cannot be captured into a CUDA graph; "
+            "make a plan_varied_grouped_gemm beforehand and capture a call of it"
+        )
+    if first.device.index == module.current_device():
+        return made()
+    with module.device(first.device):
+        launch = made()
+
+    def elsewhere(*buffer: Tensor) -> None:
+        with module.device(first.device):
+            launch(*buffer)
+
+    return elsewhere
+
+
+class VariedLaunch:
+    """A table on the device, and the kernel that walks it; calling this launches it.
+
+    `group_A`, `group_B`, `outs`: `[M_p, K_p]`, `[K_p, N_p]`, `[M_p, N_p]`, of one dtype and device, nothing checked;
+    M_p and N_p may not be 0. All of them are read and written where they lie.
+    """
+
+    def __init__(
+        self,
+        group_A: Sequence[Tensor],
+        group_B: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        wait: bool = False,  # until the table is on the device, so that launches from any stream find it
+    ):
+        shapes = tuple((a.size(0), b.size(1), a.size(1)) for a, b in zip(group_A, group_B, strict=True))
+        self.kept = group_A, group_B, outs  # the table has their addresses
+        first = outs[0]
+        bases = [next((tensor for tensor in tensors if tensor.numel()), first) for tensors in (group_A, group_B, outs)]
+        operands = [_Operand(tensors, base) for tensors, base in zip((group_A, group_B, outs), bases, strict=True)]
+        most = 16 // first.element_size()
+        layout = varied_rules.Layout(
+            *(operand.contiguous for operand in operands),
+            *(operand.unit(most) for operand in operands),
+            *(math.gcd(most, *extents) for extents in zip(*shapes, strict=True)),  # M, N, K
+        )
+        aligned = layout.contiguous_a < 2 and layout.contiguous_b < 2 and set(layout[3:5]) == {most}
+        gpu = targets.of_tensor(first)
+        problem = varied_rules.Problem(
+            shapes,
+            first.dtype,
+            aligned,
+            b_columns=layout.contiguous_b == 0,
+            num_sms=gpu.multiprocessors,
+            tf32=first.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
+            gpu=gpu,
+        )
+        choice = varied_rules.choose(problem)
+        blocks = choice.block_m, choice.block_n
+        counts = tile_counts(shapes, *blocks)
+        ends = list(itertools.accumulate(m * n for m, n in counts))
+        records = [ends[-1], 0]
+        for p, (shape, (m, n)) in enumerate(zip(shapes, counts, strict=True)):
+            records += (extent // unit for extent, unit in zip(shape, layout[6:], strict=True))
+            records += (ends[p] - m * n, n)
+            for operand, unit in zip(operands, layout[3:6], strict=True):
+                records += (value // unit for value in operand.places[p])
+            records += (0, 0)
+        P = len(shapes)
+        # Each part begins at a multiple of 16 bytes, whatever P.
+        total, table, ends_ = _on_device(records + ends, first.device, wait).split_with_sizes([2, 16 * P, P])
+        self.tensors = (ends_, total.select(0, 0), table.view(P, 16), *(base.as_strided((1,), (1,)) for base in bases))
+        self.run = cache.find(VARIED, self.tensors, (layout, *blocks, choice.config))
+
+    def __call__(self, buffer: Tensor | None = None) -> None:
+        """Write to `buffer [_]`, if given, in place of the one that all of `outs` were parts of."""
+        if buffer is None:
+            self.run(*self.tensors)
+        else:
+            self.run(*self.tensors[:5], buffer)
+
+
+class _Operand:
+    """Where the matrices of one list lie: `places[p]` are the start, from `base` on, and the strides, in elements."""
+
+    def __init__(self, tensors: Sequence[Tensor], base: Tensor):
+        size, origin = base.element_size(), base.data_ptr()
+        self.places: list[tuple[int, ...]] = []
+        contiguous = {0, 1}
+        for tensor in tensors:
+            if tensor.numel() == 0:
+                self.places.append((0, 0, 0))
+                continue
+            # The stride of an extent of 1 is of no importance.
+            strides = [
+                stride if extent > 1 else 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            ]
+            self.places.append(((tensor.data_ptr() - origin) // size, *strides))
+            contiguous -= {dim for dim in (0, 1) if tensor.size(dim) > 1 and strides[dim] != 1}
+        self.contiguous = max(contiguous, default=2)
+
+    def unit(self, most: int) -> int:
+        """What the starts, and the strides that the kernel looks at, are multiples of; at most `most`."""
+        if self.contiguous == 2:
+            return 1
+        return math.gcd(most, *(place[i] for place in self.places for i in (0, 2 - self.contiguous)))
+
+
+def _on_device(values: list[int], device: torch.device, wait: bool) -> Tensor:
+    """int64 on `device`, by one copy, which the host waits for if told to."""
+    if device.type == "cpu" or wait:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,403 @@
+"""Which kernel and which `Config` a problem gets: a tuned one for this GPU (see `tuning.entries`), or else by rule.
+
+The rule was written down from measurements on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from moe_kernels.rules.config import Config
+from moe_kernels.tuning import entries
+
+if TYPE_CHECKING:
+    from moe_kernels.runtime.targets import Gpu
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice may depend on. Everything but `rows` is fixed for a layer; `rows` comes in powers of two."""
+
+    rows: int  # mean rows per group, rounded down to a power of two; 0 if less than 1
+    M: int  # rounded down to a power of two
+    N: int
+    K: int
+    G: int
+    dtype: torch.dtype  # of the product: the operands' common type
+    tf32: bool  # fp32 products may use tf32
+    tma_A: bool  # A_packed can be read by TMA
+    tma_B: bool
+    tma_out: bool  # out can be written by TMA
+    int64_A: bool  # addresses in A_packed, the offsets or the bias do not fit into 32 bits
+    int64_B: bool
+    int64_out: bool
+    has_bias: bool
+    transposed: bool = False  # B lies in memory as [G, N, K]
+    out_dtype: torch.dtype | None = None  # of the result, where it is not `dtype`
+    gpu: Gpu | None = None  # None leaves the choice to the rule
+
+
+class Addressing(NamedTuple):
+    """Which operands are read or written by TMA, and whether offsets by pointers need an int64 index."""
+
+    tma_A: bool
+    tma_B: bool
+    tma_out: bool
+    int64_index: bool
+
+    @property
+    def tma(self) -> list[str]:
+        """As a tuned entry has it."""
+        return [name for name, by_tma in zip(("A", "B", "out"), self[:3], strict=True) if by_tma]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a problem is computed."""
+
+    variant: str  # "basic", "persistent", or "tails", a persistent kernel too
+    block_m: int  # the kernels' argument of this name
+    addressing: Addressing
+    config: Config
+    source: str = "rule"  # or the file that the entry is from
+    distance: float = 0.0  # of the problem from the one that the entry was tuned for: `entries.Bucket.distance`
+    entry: entries.Entry | None = field(default=None, compare=False, repr=False)
+
+
+_Presets = dict[int, tuple[int, int, int, int, int]]
+# block_m: (block_n, block_k, num_warps, num_stages, l2_grouping); the first two with TMA and for 16-bit types
+_BASIC: _Presets = {16: (128, 128, 4, 4, 4), 32: (128, 64, 4, 4, 4), 64: (128, 64, 4, 4, 4), 128: (256, 64, 8, 4, 4)}
+_PERSISTENT: _Presets = {64: (256, 64, 4, 5, 16), 128: (256, 64, 8, 4, 16)}
+_POINTERS: _Presets = {16: (64, 64, 4, 3, 4), 32: (64, 64, 4, 3, 4), 64: (128, 32, 4, 3, 4), 128: (128, 32, 8, 3, 4)}
+_TF32: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4, 3, 4), 128: (128, 32, 8, 3, 4)}
+_IEEE: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4, 3, 4), 128: (64, 32, 8, 3, 4)}
+
+PERSISTENT_FROM_ROWS = 128
+# The kernels that are what is asked for.
+_KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
+TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of the whole tiles of `jagged_tails`, whose text has them as numbers
+SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM can have together, from sm90 on
+MAX_BLOCK_G = 1024  # offsets that a program looks at together
+
+
+def choose(problem: Problem, variant: str = "auto") -> Choice:
+    """The kernel and config for `problem`; a `variant` that is given leaves only the config to choose."""
+    choice: Choice = forced() or _tuned(problem, variant) or rule(problem, variant)
+    note(problem, choice)
+    return choice
+
+
+def note(problem: Any, choice: Any) -> None:
+    """Let `record` know of a choice, of this operator or of another that has choices of its own."""
+    if (made := _made.get()) is not None:
+        made.append((problem, choice))
+
+
+def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) -> Choice:
+    """The choice where nothing has been tuned: it compiles everywhere. With a `block_m`, the one for that, which
+    "tails" has none for.
+    """
+    if variant == "auto":
+        variant = "persistent" if problem.rows >= PERSISTENT_FROM_ROWS else "basic"
+    if variant == "tails" or (variant == "persistent" and block_m is None and _apart(problem)):
+        addressing = _addressing(problem, "tails", TAILS_HEIGHT)
+        return Choice("tails", TAILS_HEIGHT, addressing, tails(problem.K, problem.has_bias, addressing))
+    presets = _PERSISTENT if variant == "persistent" else _BASIC
+    block_m = block_m or (_persistent_height(problem) if variant == "persistent" else basic_height(problem.rows))
+    addressing = _addressing(problem, variant, block_m)
+    if problem.dtype == torch.float32:
+        presets = _TF32 if problem.tf32 else _IEEE
+    elif not addressing.tma_B:
+        presets = _POINTERS
+    block_n, block_k, num_warps, num_stages, l2_grouping = presets[block_m]
+    if variant == "persistent" and problem.out_dtype == torch.float32:
+        block_n = min(block_n, 128)  # the tile of the result shares the memory with the next one's loads
+    block_n, block_k = block_for(problem.N, block_n), block_for(problem.K, block_k)
+
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [l2_grouping]}
+    if variant == "persistent":
+        options["pid_type"] = "persistent_interleaved"
+        if addressing.tma_A and addressing.tma_B:
+            options["range_flattens"] = [True, None]  # overlaps one tile's stores with the next one's loads
+        if addressing.tma_out:
+            options["epilogue_subtile"] = 2  # or there would be no shared memory for that many stages
+        blocks = [block_n, block_k]
+    else:
+        blocks = [block_m, block_n, offsets_block(problem.G), block_k]
+    options |= indexing_of(variant, problem.has_bias, addressing)
+    return Choice(variant, block_m, addressing, Config(block_sizes=blocks, **options))
+
+
+def tails_from_rows(problem: Problem) -> int:
+    """Per group. Of few rows too much is tails, and waits for the weights."""
+    return 1024 if problem.gpu is not None and problem.gpu.slow_memory else 512
+
+
+def _apart(problem: Problem) -> bool:
+    """Whether to compute tails apart."""
+    enough = problem.rows >= tails_from_rows(problem) and _persistent_height(problem) == TAILS_HEIGHT
+    return enough and _addressing(problem, "tails", TAILS_HEIGHT).tma_out
+
+
+def tails(K: int, has_bias: bool, addressing: Addressing) -> Config:
+    """The config of `jagged_tails`."""
+    options: dict[str, Any] = {"num_warps": 8, "num_stages": 4, "pid_type": "flat"}
+    if addressing.tma_out:
+        options["range_flattens"] = [None, True, True, None]  # both loops over tiles
+    return Config(block_sizes=[block_for(K, 64)], **options, **indexing_of("tails", has_bias, addressing))
+
+
+def tail_cost(K: int) -> int:
+    """The time that `jagged_tails` takes for a tail, that for a whole tile being 64; see benchmarks/notes.md."""
+    return min(50, 40 + 16384 // K)
+
+
+def basic_height(rows: int) -> int:
+    """The rows of a tile of the basic kernels, for so many per group."""
+    # Half of a tile that is twice the mean is wasted; two tiles instead of one read the weight twice.
+    return next(block for least, block in ((128, 128), (32, 64), (16, 32), (0, 16)) if rows >= least)
+
+
+def _persistent_height(problem: Problem) -> int:
+    # 64 waste less at the ends of groups, 128 read weights less often: see benchmarks/notes.md.
+    whole = problem.N % 256 == 0 and problem.out_dtype is None and _addressing(problem, "persistent", 128).tma_out
+    few = problem.rows == 512 or (problem.rows == 256 and problem.G <= 16)
+    if problem.gpu is not None and problem.gpu.slow_memory:
+        few &= problem.G <= 8
+    return 64 if whole and few and problem.K > 2048 else 128
+
+
+def _addressing(problem: Problem, variant: str, block_m: int) -> Addressing:
+    # A descriptor's block may not have more rows than its tensor.
+    tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
+    # Products of float32 leave no shared memory for tiles of the output.
+    tma_out = variant != "basic" and tma_A and tma_B and problem.tma_out and problem.dtype != torch.float32
+    if variant == "tails":  # all or nothing
+        tma_A = tma_B = tma_out = tma_out and problem.N % TAILS_WIDTH == 0 and problem.K >= 64 and not problem.out_dtype
+    return addressing(problem, tma_A, tma_B, tma_out)
+
+
+def addressing(problem: Any, tma_A: bool, tma_B: bool, tma_out: bool) -> Addressing:
+    """By TMA what is said to be, unless something else in a `problem`, of any operator, needs 64 bits."""
+    if (problem.int64_A and not tma_A) or (problem.int64_B and not tma_B) or (problem.int64_out and not tma_out):
+        # Helion makes no descriptors where it computes in 64 bits.
+        return Addressing(False, False, False, int64_index=True)
+    return Addressing(tma_A, tma_B, tma_out, int64_index=False)
+
+
+def indexing_of(variant: str, has_bias: bool, addressing: Addressing) -> dict[str, Any]:
+    """The options for `addressing`, in the kernel's order: tables, A_packed, B, bias, out."""
+    a, b, out, _ = addressing
+    if variant == "tails":
+        tile = [*[False] * 3, a, b, *[False] * has_bias, out]
+        return indexing(*[False] * 2, *tile, *tile, out)
+    tables = 3 if variant == "persistent" else 1
+    return indexing(*[False] * tables, a, b, *[False] * has_bias, out)
+
+
+def indexing(*tma: bool) -> dict[str, Any]:
+    """The options by which a kernel's accesses to memory, in its order, go through TMA or pointers."""
+    ways = ["tensor_descriptor" if by_tma else "pointer" for by_tma in tma]
+    return {"indexing": ways} | ({"host_tensor_descriptors": True} if any(tma) else {})
+
+
+def floor_power_of_2(n: int) -> int:
+    """The largest power of two up to `n`; 0 for 0."""
+    return 1 << (n.bit_length() - 1) if n else 0
+
+
+def block_for(n: int, most: int) -> int:
+    """The block that a descriptor of `n` elements, or a mask, can have: a power of two from 16 to `most`."""
+    return min(max(16, floor_power_of_2(n)), most)
+
+
+def fitting(block: int, extent: int) -> int:
+    """`block`, or less where a smaller power of two, from 16 on, covers `extent` at once."""
+    return min(block, max(16, 1 << (extent - 1).bit_length()))
+
+
+def offsets_block(G: int) -> int:
+    return min(1 << G.bit_length(), MAX_BLOCK_G)  # at least G + 1
+
+
+def tile_table(G: int, N: int) -> Config:
+    """The config of the kernel that lists the persistent kernel's tiles."""
+    return Config(block_sizes=[offsets_block(G), block_for(N, 64)], num_warps=1)
+
+
+def by_rows(width: int, most: int = 1024) -> Config:
+    """The config of kernels that move rows of `width`, or compute them element by element, `most` at a time."""
+    block = fitting(most, width)
+    return Config(block_sizes=[block], num_warps=max(1, block // 256))
+
+
+def bucket_of(problem: Problem) -> entries.Bucket:
+    """What `problem` is looked up by."""
+    dtype = entries.dtype_label(problem.dtype, problem.tf32, problem.out_dtype)
+    return entries.Bucket(dtype, problem.transposed, problem.rows, problem.N, problem.K, problem.G)
+
+
+def candidates(gpu: Gpu | None, bucket: entries.Bucket) -> Sequence[entries.Found]:
+    """The tuned entries for this GPU, the nearest to `bucket` first; none for the interpreter, or without a GPU."""
+    return () if gpu is None or gpu.backend != "cuda" else entries.near(gpu, bucket)
+
+
+def tuned_digest(gpu: Gpu) -> str:
+    """A digest of the tuned entries for `gpu`, on which plans depend."""
+    return "" if gpu.backend != "cuda" else entries.digest(gpu)
+
+
+def _tuned(problem: Problem, variant: str) -> Choice | None:
+    """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
+    for found in candidates(problem.gpu, bucket_of(problem)):
+        choice = _adapted(found, problem)
+        # What was fastest with more rows per group may lose with fewer: see `_apart`.
+        fits = choice.variant in _KERNELS[variant] and not (
+            choice.variant == "tails" and problem.rows < found.entry.bucket.rows
+        )
+        if fits and not discarded(choice) and why_illegal(choice, problem) is None:
+            return choice
+    return None
+
+
+def _adapted(found: entries.Found, problem: Problem) -> Choice:
+    """The choice of an entry, which was tuned without a bias and perhaps for another number of groups."""
+    entry = found.entry
+    config = dict(entry.config)
+    addressing = _addressing(problem, entry.kernel, entry.block_m)
+    config |= indexing_of(entry.kernel, problem.has_bias, addressing)
+    if problem.has_bias:
+        for per_load in ("load_eviction_policies", "load_cache_modifiers"):
+            if isinstance(config.get(per_load), list):
+                config[per_load] = [*config[per_load], ""]
+    blocks = config.get("block_sizes")
+    if entry.kernel == "basic" and isinstance(blocks, list) and len(blocks) == 4 and problem.G != entry.bucket.G:
+        config["block_sizes"] = [blocks[0], blocks[1], offsets_block(problem.G), blocks[3]]
+    return Choice(
+        entry.kernel,
+        entry.block_m,
+        addressing,
+        Config(**config),
+        source=str(found.file),
+        distance=found.distance,
+        entry=entry,
+    )
+
+
+def why_illegal(choice: Choice, problem: Problem) -> str | None:
+    """What keeps `choice` from being used for `problem`; None if nothing does."""
+    values: dict[str, Any] = choice.config.config
+    if choice.variant not in _KERNELS["auto"]:
+        return f"no kernel {choice.variant!r}"
+    addressing = _addressing(problem, choice.variant, choice.block_m)
+    if choice.addressing != addressing or (choice.entry is not None and choice.entry.tma != addressing.tma):
+        return "memory is reached in another way"
+    if any(
+        values.get(name) != value
+        for name, value in indexing_of(choice.variant, problem.has_bias, choice.addressing).items()
+    ):
+        return f"indexing is {values.get('indexing')}"
+    blocks = values.get("block_sizes")
+    if not isinstance(blocks, list) or len(blocks) != {"basic": 4, "persistent": 2, "tails": 1}[choice.variant]:
+        return f"block_sizes are {blocks}"
+    if any(type(block) is not int or block < 1 or block & (block - 1) for block in (choice.block_m, *blocks)):
+        return "a block is no power of two"
+    block_n, block_k = blocks[1] if choice.variant == "basic" else blocks[0], blocks[-1]
+    persistent = str(values.get("pid_type")).startswith("persistent")
+    if choice.variant != "basic" and persistent != (choice.variant == "persistent"):
+        return f"pid_type is {values.get('pid_type')}"
+    if choice.variant == "tails" and (choice.block_m != TAILS_HEIGHT or problem.N % TAILS_WIDTH):
+        return f"its tiles are {TAILS_HEIGHT} x {TAILS_WIDTH}"
+    if choice.variant == "basic" and blocks[0] != choice.block_m:
+        return f"block_m is {choice.block_m} and {blocks[0]}"
+    if not 16 <= choice.block_m <= 128 or min(block_n, block_k) < 16:
+        return "a block is too small or too large"
+    if (choice.addressing.tma_A and block_k > min(problem.K, 256)) or (
+        choice.addressing.tma_B and (block_k > min(problem.K, 256) or block_n > min(problem.N, 256))
+    ):
+        return "a block is larger than what TMA can read of the tensor"
+    return None
+
+
+_discarded: set[tuple[str, tuple[Any, ...]]] = set()
+_forced: ContextVar[Any] = ContextVar("forced", default=None)
+_made: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("made", default=None)
+
+
+@contextmanager
+def force(choice: Any) -> Iterator[None]:
+    """In here, `choice` is that of every problem, of the operator that it is for.
+
+    Plans from before are found all the same, unless `runtime.cache.set_aside` keeps them away.
+    """
+    token = _forced.set(choice)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced() -> Any:
+    """The choice of `force`, or None."""
+    return _forced.get()
+
+
+@contextmanager
+def record() -> Iterator[list[tuple[Any, Any]]]:
+    """The choices made in here, and for which problems; an outer `record` hears of them at the end."""
+    made: list[tuple[Any, Any]] = []
+    outer = _made.get()
+    token = _made.set(made)
+    try:
+        yield made
+    finally:
+        _made.reset(token)
+        if outer is not None:
+            outer += made
+
+
+def discarded(choice: Any) -> bool:
+    """Whether `discard` has been called for the entry that `choice` is from."""
+    return choice.entry is not None and (choice.source, choice.entry.key) in _discarded
+
+
+def discard(choice: Any, reason: str) -> bool:
+    """Never choose this tuned entry again in this process, and warn once of its file; False if it is the rule's."""
+    if choice.entry is None:
+        return False
+    _discarded.add((choice.source, choice.entry.key))
+    bucket = choice.entry.bucket
+    shape = f"{bucket.op}, {bucket.dtype}, {bucket.rows} rows per group, N {bucket.N}, K {bucket.K}, G {bucket.G}"
+    entries.warn_once(f"{choice.source} ({shape})", f"does not work here, another config is used: {reason}")
+    return True
+
+
+def with_fallback(attempt: Callable[[], _T]) -> _T:
+    """`attempt()`, which chooses configs, compiles and loads; again without the tuned entries it used if that fails.
+
+    A forced choice is the only one.
+    """
+    while True:
+        with record() as made:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".split("\n")[0]
+                if forced() is not None or not sum(discard(choice, reason) for _, choice in made):
+                    raise
+
+
+def reload() -> None:
+    """Read the files of tuned entries again when they are next needed."""
+    entries.reload()
+    _discarded.clear()

@@ -1,0 +1,25 @@
+"""A config of a kernel: the values of a `helion.Config`, without importing Helion."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class Config:
+    """`Config(block_sizes=[...], num_warps=4, ...)`, hashable; `config` has the values."""
+
+    def __init__(self, **config: Any):
+        self.config = config
+
+    def _key(self) -> str:
+        return json.dumps(self.config, sort_keys=True)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return f"Config({self._key()})"

@@ -1,0 +1,105 @@
+"""Which kernel and which `Config` the first half of an expert gets, by rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_kernels.rules import (
+    PERSISTENT_FROM_ROWS,
+    Addressing,
+    addressing,
+    basic_height,
+    block_for,
+    indexing,
+    offsets_block,
+)
+from moe_kernels.rules.config import Config
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice may depend on."""
+
+    rows: int  # mean rows per expert, rounded down to a power of two; 0 if less than 1
+    M: int  # rounded down to a power of two
+    I: int  # noqa: E741
+    H: int
+    E: int
+    dtype: torch.dtype  # of the products: the operands' common type
+    tf32: bool  # fp32 products may use tf32
+    gathered: bool  # rows are read through an index
+    keeps: bool  # what act is made of is written too
+    biases: int
+    paired: bool  # the persistent kernel takes the weights
+    tma_A: bool  # rows can be read by TMA
+    tma_B: bool  # so can both weights
+    tma_out: bool  # everything that is written can be, and TMA clips it
+    int64_A: bool  # addresses in A, the indices of its rows, the offsets or biases do not fit into 32 bits
+    int64_B: bool
+    int64_out: bool  # nor those in what is written
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`persistent` or basic; the kernels' arguments `block_m` and `block_i`."""
+
+    persistent: bool
+    block_m: int
+    block_i: int
+    addressing: Addressing
+    config: Config
+
+
+# block_m: (block_i, block_k, num_warps, num_stages); with TMA and for 16-bit types
+_TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4)}
+_POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (32, 32, 4, 3)}
+_FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 16, 8, 3)}
+
+
+def rule(problem: Problem) -> Choice:
+    """Total: it compiles everywhere."""
+    return persistent(problem) if problem.paired and problem.rows >= PERSISTENT_FROM_ROWS else basic(problem)
+
+
+def basic(problem: Problem) -> Choice:
+    """The rule's config of `swiglu`."""
+    block_m = min(basic_height(problem.rows), 64)
+    by_tma = addressing(problem, problem.tma_A and block_m <= problem.M, problem.tma_B, False)
+    tma_A, tma_B, *_ = by_tma
+    presets = _FP32 if problem.dtype == torch.float32 else _TMA if tma_B else _POINTERS
+    block_i, block_k, num_warps, num_stages = presets[block_m]
+    block_i, block_k = block_for(problem.I, block_i), block_for(problem.H, block_k)
+    blocks = [block_m, block_i, offsets_block(problem.E), block_k]
+    before, after = [False] * (1 + problem.gathered), [False] * (problem.biases + _results(problem))
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [4]}
+    options |= indexing(*before, tma_A, tma_B, tma_B, *after)
+    config = Config(block_sizes=blocks, **options)
+    return Choice(False, block_m, block_i, by_tma, config)
+
+
+def persistent(problem: Problem) -> Choice:
+    """The rule's config of `swiglu_persistent`."""
+    block_m, block_i, block_k = 128, block_for(problem.I, 128), block_for(problem.H, 64)
+    tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
+    by_tma = addressing(problem, tma_A, tma_B, problem.tma_out and tma_B)
+    tma_A, tma_B, tma_out, _ = by_tma
+    tables, biases, stores = [False] * (3 + problem.gathered), [False] * problem.biases, [tma_out] * _results(problem)
+    options = indexing(*tables, tma_A, tma_B, *biases, *stores)
+    if tma_B:
+        options["range_flattens"] = [True, None]
+    config = Config(
+        block_sizes=[block_k],
+        pid_type="persistent_interleaved",
+        l2_groupings=[8],
+        num_warps=8,
+        num_stages=4,
+        **options,
+    )
+    return Choice(True, block_m, block_i, by_tma, config)
+
+
+def _results(problem: Problem) -> int:
+    return 3 if problem.keeps else 1

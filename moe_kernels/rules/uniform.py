@@ -1,0 +1,160 @@
+"""How a uniform grouped GEMM is computed: a tuned entry's way for this GPU (see `tuning.entries`), or else by rule.
+
+The rule was written down from measurements on an H200, where cuBLAS is ahead as soon as the output is wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_kernels import rules
+from moe_kernels.rules.config import Config
+from moe_kernels.tuning import entries
+
+if TYPE_CHECKING:
+    from moe_kernels.runtime.targets import Gpu
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice may depend on."""
+
+    G: int
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype  # of the product: the operands' common type
+    out_dtype: torch.dtype
+    tf32: bool  # fp32 products may use tf32
+    bmm: bool  # torch.bmm gives this result, and copies no operand
+    flat: bool  # the groups of each tensor lie one below the other, as one matrix
+    tma_A: bool  # A can be read by TMA
+    tma_B: bool
+    tma_out: bool  # out can be written by TMA
+    int64_A: bool  # A's addresses do not fit into 32 bits
+    int64_B: bool
+    int64_out: bool
+    a_columns: bool  # A lies in memory as [G, K, M]
+    b_columns: bool  # B lies in memory as [G, N, K]
+    gpu: Gpu | None = None  # None leaves the choice to the rule
+
+
+_BY_POINTERS = rules.Addressing(False, False, False, int64_index=False)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a problem is computed."""
+
+    kernel: str  # "folded" or "batched"; or "bmm" for torch.bmm, to which the rest does not matter
+    addressing: rules.Addressing = _BY_POINTERS
+    config: Config = field(default_factory=Config)
+    source: str = "rule"  # or the file that the entry is from
+    entry: entries.Entry | None = field(default=None, compare=False, repr=False)
+
+
+BMM = Choice("bmm")
+THIN = 64  # columns up to which the kernels here are faster than cuBLAS
+_SMS = 132
+
+
+def choose(problem: Problem) -> Choice:
+    """How `problem` is computed."""
+    choice: Choice = rules.forced() or _tuned(problem) or rule(problem)
+    rules.note(problem, choice)
+    return choice
+
+
+def rule(problem: Problem) -> Choice:
+    """The choice where nothing has been tuned: it works everywhere."""
+    thin = problem.N <= THIN and problem.tma_A and problem.tma_B and problem.dtype != torch.float32
+    # Of a tile with fewer than 16 columns the rest is wasted, which counts once there is more than a tile for each SM.
+    wasteful = problem.N < 16 and problem.G * -(-problem.M // 64) > _SMS
+    return BMM if problem.bmm and (wasteful or not thin) else by_kernel(problem)
+
+
+def by_kernel(problem: Problem) -> Choice:
+    """The rule's choice between the kernels here alone."""
+    block_m, block_n, block_k, num_warps, num_stages = _blocks(problem)
+    order: dict[str, Any] = {"loop_orders": [[2, 1, 0]]} if problem.N <= THIN else {}
+    return make(problem, [block_m, block_n, block_k], num_warps=num_warps, num_stages=num_stages, **order)
+
+
+def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None, **options: Any) -> Choice:
+    """The choice with these blocks and options, folded if that is possible, unless `kernel` says otherwise.
+
+    Memory is accessed as the tensors allow.
+    """
+    addressing = rules.addressing(problem, problem.tma_A, problem.tma_B, problem.tma_out)
+    extents = (problem.M, problem.N, problem.K)
+    block_m, block_n, block_k = (rules.fitting(block, size) for block, size in zip(block_sizes, extents, strict=True))
+    return Choice(
+        kernel=kernel or ("folded" if foldable(problem, block_m, block_k) else "batched"),
+        addressing=addressing,
+        config=Config(
+            block_sizes=[block_m, block_n, block_k],
+            **(options | rules.indexing(*addressing[:3])),
+        ),
+    )
+
+
+def foldable(problem: Problem, block_m: int, block_k: int) -> bool:
+    """Whether tiles of these extents never reach from one group into the next, if the groups are one matrix."""
+    whole = problem.M % block_m == 0 and problem.K % block_k == 0
+    return problem.flat and problem.tma_A and problem.tma_B and whole
+
+
+def _blocks(problem: Problem) -> tuple[int, int, int, int, int]:
+    """(block_m, block_n, block_k, num_warps, num_stages)"""
+    if problem.dtype == torch.float32:
+        return (64, 64, 32, 8, 3)
+    if not (problem.tma_A and problem.tma_B):
+        return (64, 64, 64, 4, 3)
+    if problem.M > 64 and problem.N > THIN:
+        return (128, 512 // problem.out_dtype.itemsize, 64, 8, 3)
+    # One program on each SM has all its loads under way at once; where there is work for more, two share an SM.
+    block_m, block_n, block_k = 64, rules.fitting(64, problem.N), rules.fitting(128, problem.K)
+    tiles = problem.G * -(-problem.M // block_m) * -(-problem.N // block_n)
+    shared = rules.SHARED_MEMORY // (1 if tiles <= _SMS else 2) - block_m * block_n * problem.out_dtype.itemsize
+    stage = (block_m + block_n) * block_k * problem.dtype.itemsize
+    return (block_m, block_n, block_k, 4, min(5, shared // stage))
+
+
+def bucket_of(problem: Problem) -> entries.Bucket:
+    """What `problem` is looked up by."""
+    dtype = entries.dtype_label(problem.dtype, problem.tf32, problem.out_dtype)
+    return entries.Bucket(dtype, problem.b_columns, problem.M, problem.N, problem.K, problem.G, op="uniform")
+
+
+def _tuned(problem: Problem) -> Choice | None:
+    """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
+    if problem.a_columns:
+        return None
+    for found in rules.candidates(problem.gpu, bucket_of(problem)):
+        choice = adapted(found.entry, problem, str(found.file))
+        if choice is not None and not rules.discarded(choice):
+            return choice
+    return None
+
+
+def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | None:
+    """The choice of an entry, if it can be used for `problem`."""
+    if entry.kernel == "bmm":
+        return Choice("bmm", source=source, entry=entry) if problem.bmm else None
+    options = dict(entry.config)
+    blocks = options.pop("block_sizes", None)
+    if not isinstance(blocks, list) or len(blocks) != 3 or entry.kernel not in ("folded", "batched"):
+        return None
+    if any(type(block) is not int or not 16 <= block <= 256 or block & (block - 1) for block in blocks):
+        return None
+    made = make(problem, blocks, entry.kernel, **options)
+    sizes: Any = made.config.config["block_sizes"]
+    if entry.kernel == "folded" and not foldable(problem, sizes[0], sizes[2]):
+        return None
+    if entry.tma != made.addressing.tma:
+        return None
+    return Choice(**{**vars(made), "source": source, "entry": entry})

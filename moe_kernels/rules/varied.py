@@ -1,0 +1,187 @@
+"""The blocks and config that a varied grouped GEMM gets: tuned for this GPU (see `tuning.entries`), or else by rule.
+
+The rule was written down from measurements on an H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from moe_kernels import rules
+from moe_kernels.rules.config import Config
+from moe_kernels.schedule import tile_counts
+from moe_kernels.tuning import entries
+
+if TYPE_CHECKING:
+    from moe_kernels.runtime.targets import Gpu
+
+BLOCK_K = {2: 64, 4: 32}  # by the bytes of an element: 128 of them are what shared memory is read in
+_Options = tuple[int, int, int, int]  # block_k, num_warps, num_stages, workers per SM
+
+
+class _Blocks(NamedTuple):
+    """Blocks for 16-bit types, and how long a step along K of a tile takes an SM, in units of that of 128 x 256."""
+
+    few: _Options  # for at most `tiles` on an SM: short steps, which begin sooner, or one worker
+    tiles: int
+    many: _Options
+    average: float
+    alone: float  # if there is only one tile
+
+
+_BLOCKS = {
+    (128, 256): _Blocks((32, 8, 6, 1), 2, (64, 8, 3, 1), average=1.0, alone=1.0),
+    (128, 128): _Blocks((32, 8, 6, 1), 2, (64, 8, 4, 1), average=0.7, alone=0.7),
+    (64, 128): _Blocks((64, 8, 5, 1), 1, (64, 8, 4, 2), average=0.45, alone=0.48),
+    (64, 64): _Blocks((64, 4, 5, 1), 1, (64, 4, 5, 2), average=0.27, alone=0.39),
+    (64, 32): _Blocks((64, 4, 5, 1), 1, (64, 4, 5, 2), average=0.2, alone=0.3),
+    (32, 32): _Blocks((128, 4, 4, 1), 1, (128, 4, 4, 1), average=0.24, alone=0.24),
+}
+_FIXED = 512  # steps along K that the beginning and the end of a tile take as long as
+Shapes = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`block_m` and `block_n` are the kernel's arguments of these names."""
+
+    block_m: int
+    block_n: int
+    config: Config
+    source: str = "rule"  # or the file that the entry is from
+    entry: entries.Entry | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice may depend on."""
+
+    shapes: Shapes  # (M, N, K) of each product
+    dtype: torch.dtype
+    aligned: bool  # 16 bytes of A and of B can be loaded together
+    b_columns: bool  # each B lies in memory as [N, K]
+    num_sms: int
+    tf32: bool  # fp32 products may use tf32
+    gpu: Gpu | None = None  # None leaves the choice to the rule
+
+
+class Layout(NamedTuple):
+    """What the kernel is compiled for, besides dtypes and blocks: what holds for all problems.
+
+    contiguous_a, _b, _c: the dimension of A, B and out that is contiguous: 0, 1, or 2 for neither. A unit is what all
+    extents (m, n, k), or all addresses and strides (a, b, c) are multiples of, in elements: 1, 2, 4 or 8. The table
+    holds multiples of it, so that the compiler sees how wide a load may be.
+    """
+
+    contiguous_a: int
+    contiguous_b: int
+    contiguous_c: int
+    unit_a: int
+    unit_b: int
+    unit_c: int
+    unit_m: int
+    unit_n: int
+    unit_k: int
+
+
+def choose(problem: Problem) -> Choice:
+    """The blocks and config for `problem`."""
+    choice: Choice = rules.forced() or _tuned(problem) or rule(problem)
+    rules.note(problem, choice)
+    return choice
+
+
+def rule(problem: Problem) -> Choice:
+    """The choice where nothing has been tuned: it compiles everywhere."""
+    P, block_k = len(problem.shapes), BLOCK_K[problem.dtype.itemsize]
+    if not problem.aligned:
+        return make(P, 64, 64, block_k // 2, 8, 3, 1)
+    if problem.dtype == torch.float32:
+        return make(P, 64, 64, block_k, 8, 3, 1)
+    return make(P, *_fastest(problem.shapes, problem.num_sms))
+
+
+def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, per_sm: int) -> Choice:
+    """The choice with these blocks and options for P problems."""
+    config = Config(
+        block_sizes=[min(1024, max(2, 1 << (P - 1).bit_length())), block_k],
+        num_warps=num_warps,
+        num_stages=num_stages,
+        pid_type="persistent_interleaved",
+        num_sm_multiplier=per_sm,
+    )
+    return Choice(block_m, block_n, config)
+
+
+@lru_cache(1024)
+def _fastest(shapes: Shapes, num_sms: int) -> tuple[int, int, int, int, int, int]:
+    """The blocks by which the SM with the most work is done first, and their options, as `make` takes them."""
+
+    def time(blocks: tuple[int, int]) -> float:
+        longest = max(K for *_, K in shapes) + _FIXED
+        of = _BLOCKS[blocks]
+        return max(of.average * _most_steps(shapes, blocks, num_sms), of.alone * longest)
+
+    blocks = min(_BLOCKS, key=time)
+    of = _BLOCKS[blocks]
+    tiles = sum(m * n for m, n in tile_counts(shapes, *blocks))
+    return *blocks, *(of.few if tiles <= of.tiles * num_sms else of.many)
+
+
+def _most_steps(shapes: Shapes, blocks: tuple[int, int], num_sms: int) -> int:
+    """The steps along K of the SM that has most of them; tile t is SM t % num_sms's."""
+    every, changes, begin = 0, [0] * (2 * num_sms + 1), 0
+    for (m, n), (*_, K) in zip(tile_counts(shapes, *blocks), shapes, strict=True):
+        rounds, more = divmod(m * n, num_sms)
+        every += rounds * (K + _FIXED)
+        changes[begin] += K + _FIXED
+        changes[begin + more] -= K + _FIXED
+        begin = (begin + more) % num_sms
+    steps = list(accumulate(changes))
+    return every + max(steps[i] + steps[i + num_sms] for i in range(num_sms))
+
+
+def bucket_of(problem: Problem) -> entries.Bucket | None:
+    """What `problem` is looked up by; None for products that are not all of one size."""
+    if len(set(problem.shapes)) > 1:
+        return None
+    M, N, K = problem.shapes[0]
+    dtype = entries.dtype_label(problem.dtype, problem.tf32)
+    return entries.Bucket(dtype, problem.b_columns, M, N, K, len(problem.shapes), op="varied")
+
+
+def _tuned(problem: Problem) -> Choice | None:
+    """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
+    bucket = bucket_of(problem)
+    if bucket is None or not problem.aligned:
+        return None
+    for found in rules.candidates(problem.gpu, bucket):
+        choice = adapted(found.entry, problem, str(found.file))
+        if choice is not None and not rules.discarded(choice):
+            return choice
+    return None
+
+
+def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | None:
+    """The choice of an entry, if it is one; see `stored` for what its config is."""
+    values: Any = [entry.config.get(name) for name in ("num_warps", "num_stages", "num_sm_multiplier")]
+    blocks = entry.config.get("block_sizes")
+    if not isinstance(blocks, list) or len(blocks) != 3:
+        return None
+    if any(type(value) is not int or value < 1 for value in (*blocks, *values)):
+        return None
+    if any(block < 16 or block > 256 or block & (block - 1) for block in blocks):
+        return None
+    return replace(make(len(problem.shapes), *blocks, *values), source=source, entry=entry)
+
+
+def stored(choice: Choice) -> dict[str, Any]:
+    """What an entry has for `choice`: the arguments of `make`, without P, under the names of `Config`."""
+    values: Any = choice.config.config
+    kept = {name: values[name] for name in ("num_warps", "num_stages", "num_sm_multiplier")}
+    return {"block_sizes": [choice.block_m, choice.block_n, values["block_sizes"][1]], **kept}

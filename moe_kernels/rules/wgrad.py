@@ -1,0 +1,74 @@
+"""Which `Config` a product gets that is ragged along the contraction, by rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_kernels.rules import block_for, indexing
+from moe_kernels.rules.config import Config
+
+MOST_OFFSETS = 1024  # that a program looks at together; more are clamped beforehand
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice may depend on."""
+
+    M: int  # rounded down to a power of two
+    P: int  # columns of X, rows of a result
+    Q: int  # columns of Y and of a result
+    G: int
+    dtype: torch.dtype  # of the product: the operands' common type
+    tf32: bool  # fp32 products may use tf32
+    tma: bool  # X and Y can be read by TMA
+    tma_out: bool  # a result of 16 bits an element can be written by it
+    int64_rows: bool  # addresses in X, Y or the offsets do not fit into 32 bits
+    int64_out: bool  # nor those in one group's result
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`block_m` and `tma` are the kernel's arguments of these names."""
+
+    block_m: int
+    tma: bool
+    int64_index: bool  # addresses are computed in 64 bits
+    config: Config
+
+
+PERSISTENT_LARGE_FROM_ROWS = 1024
+
+
+def rule(problem: Problem) -> Choice:
+    """Total: it compiles everywhere."""
+    tma = problem.tma and not problem.int64_out and problem.M >= 64 and problem.dtype != torch.float32
+    # A persistent program stores a tile by TMA while it loads for the next one.
+    tma_out = tma and problem.tma_out
+    offsets = [False] * (1 if problem.G < MOST_OFFSETS else 2)
+    options = indexing(*offsets, tma, tma, tma_out)
+    if problem.dtype == torch.float32:
+        block_m, block_p, block_q, num_warps, num_stages = 32, 64, 64, 4, 3
+    elif not tma:
+        block_m, block_p, block_q, num_warps, num_stages = 32, 64, 128, 4, 3
+    elif not tma_out:
+        block_m, block_p, block_q, num_warps, num_stages = 64, 128, 256, 8, 4
+        if problem.Q < 256 <= problem.P:
+            block_p, block_q = 256, 128
+    elif problem.M // problem.G >= PERSISTENT_LARGE_FROM_ROWS and problem.Q >= 256:
+        block_m, block_p, block_q, num_warps, num_stages = 64, 128, 256, 8, 3
+    else:  # two programs on each SM: the sums are short, and one of them stores while the other multiplies
+        block_m, block_p, block_q, num_warps, num_stages = 32, 128, 128, 4, 5
+        options["num_sm_multiplier"] = 2
+    if tma_out:
+        options["pid_type"] = "persistent_interleaved"
+    blocks = [block_for(problem.Q, block_q), block_for(problem.P, block_p)]
+    config = Config(
+        block_sizes=blocks,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        l2_groupings=[16],
+        **options,
+    )
+    return Choice(block_m, tma, problem.int64_out or (problem.int64_rows and not tma), config)

@@ -1,0 +1,307 @@
+"""The plan cache: from the tensors of a call to what runs it.
+
+replay    a recent call was like this one: one function, guarded in C++
+memory    its signature has a plan
+disk      another process made the plan
+planner   it is made, which imports Helion
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import rules
+from moe_kernels.runtime import launch, store, targets, torch_internals
+from moe_kernels.runtime.emit import emit, emit_replay
+from moe_kernels.runtime.plan import Builder, Plan
+from moe_kernels.runtime.signature import Operator, Tensors, portable, rows_bounds, signature, symbolic
+from moe_kernels.runtime.symbolic import SymbolicTensor
+from moe_kernels.runtime.targets import Gpu
+
+_MOST_PLANS = 4096
+_MOST_REPLAYS = 16  # of an operator, tried one after another
+_MOST_KINDS = 8  # of calls that share a plan and have replays of their own
+
+
+@dataclass
+class _Entry:
+    """A plan in memory."""
+
+    run: Callable[..., Any]
+    plan: Plan
+    launchers: Mapping[str, launch.Launcher]
+    replays: dict[Any, Callable[..., Any] | None] = field(default_factory=dict)  # by what a signature leaves out
+
+
+@dataclass
+class PlanCache:
+    """Plans by signature; the least recently used is evicted."""
+
+    limit: int = _MOST_PLANS
+    entries: OrderedDict[tuple[Any, ...], _Entry] = field(default_factory=OrderedDict)
+    recent: dict[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)
+    launchers: dict[tuple[str, torch.device], launch.Launcher] = field(default_factory=dict)
+    binaries: dict[str, store.Binary] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+    reads_store: bool = True
+
+    def get(self, key: tuple[Any, ...]) -> _Entry | None:
+        entry = self.entries.get(key)
+        if entry is not None:
+            with suppress(KeyError):  # another thread may just have evicted it
+                self.entries.move_to_end(key)
+        return entry
+
+    def put(self, key: tuple[Any, ...], entry: _Entry) -> None:
+        with self.lock:
+            self.entries[key] = entry
+            while len(self.entries) > self.limit:
+                self.entries.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all plans, but not the binaries that are loaded."""
+        with self.lock:
+            self.entries.clear()
+            self.recent.clear()
+
+
+plans = PlanCache()
+
+
+def replay(operator: Operator, tensors: Tensors, asked: Any) -> Any:
+    """The result of a call if a recent one was like it, and nothing observes this one; else None."""
+    if torch.compiler.is_dynamo_compiling() or torch_internals.profiled():
+        return None
+    recent = plans.recent.get(operator.name, ())
+    for i, call in enumerate(recent):
+        out = call(asked, *tensors)
+        if out is not None:
+            if i > 3:
+                plans.recent[operator.name] = call, *recent[:i], *recent[i + 1 :]
+            return out
+    return None
+
+
+def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> None:
+    """Let the next calls like this one, which has been run with `options` as it was `asked`, be a replay."""
+    if torch.compiler.is_dynamo_compiling() or not torch_internals.can_bypass_dispatcher(*tensors):
+        return
+    first = next(x for x in tensors if x is not None)
+    if torch_internals.autocast_enabled() or not torch_internals.on_current_device(first):
+        return
+    entry = plans.get(signature(operator, tensors, options))
+    if entry is None:
+        return
+    kinds = [None if x is None else (type(x), x.requires_grad, x.is_inference()) for x in tensors]
+    kind = (asked, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *kinds)
+    if kind not in entry.replays:
+        if len(entry.replays) >= _MOST_KINDS:
+            return
+        entry.replays[kind] = emit_replay(
+            entry.plan,
+            entry.launchers,
+            first.device,
+            tensors,
+            operator.has_rows,
+            asked,
+            rows_bounds(operator.counts(tensors, options)),
+        )
+    made = entry.replays[kind]
+    if made is not None:
+        others = [call for call in plans.recent.get(operator.name, ()) if call is not made]
+        plans.recent[operator.name] = made, *others[: _MOST_REPLAYS - 1]
+
+
+_collector: Callable[[Operator, Tensors, Any], Any] | None = None
+
+
+@contextmanager
+def collecting(collector: Callable[[Operator, Tensors, Any], Any]) -> Iterator[None]:
+    """In here calls on meta tensors go to `collector(operator, tensors, options)` in place of a plan."""
+    global _collector
+    _collector = collector
+    try:
+        yield
+    finally:
+        _collector = None
+
+
+def collects() -> bool:
+    """Whether calls on meta tensors are collected."""
+    return _collector is not None
+
+
+def call(operator: Operator, tensors: Tensors, options: Any) -> Any:
+    """Run the plan of a call: a tensor, or a tuple of them. Nothing is checked, and nothing is recorded by autograd."""
+    if _collector is not None:
+        return _collector(operator, tensors, options)
+    first = next(x for x in tensors if x is not None)
+    if first.is_cpu or torch_internals.on_current_device(first):
+        return find(operator, tensors, options)(*tensors)
+    with torch.get_device_module(first.device).device(first.device):
+        return find(operator, tensors, options)(*tensors)
+
+
+def find(operator: Operator, tensors: Tensors, options: Any) -> Callable[..., Any]:
+    """What runs calls like this one, from the current device, which has to be that of the tensors."""
+    key = signature(operator, tensors, options)
+    entry = plans.get(key)
+    if entry is None:
+        with plans.lock:
+            entry = plans.get(key) or _make(operator, tensors, options, key)
+    return entry.run
+
+
+def _make(operator: Operator, tensors: Tensors, options: Any, key: tuple[Any, ...]) -> _Entry:
+    device = next(x for x in tensors if x is not None).device
+    gpu = targets.of_device(device.type, device.index or 0)
+
+    def attempt() -> _Entry:
+        plan, launchers = _load(operator, symbolic(operator, tensors, options), options, portable(key), gpu, device)
+        return _Entry(_checked(plan, launchers, device), plan, launchers)
+
+    entry = rules.with_fallback(attempt)
+    plans.put(key, entry)
+    return entry
+
+
+def _load(
+    operator: Operator,
+    inputs: Sequence[SymbolicTensor | None],
+    options: Any,
+    text: str,
+    gpu: Gpu,
+    device: torch.device,
+) -> tuple[Plan, dict[str, launch.Launcher]]:
+    """A plan from the store, or else made, and the launchers of its binaries."""
+    if gpu.backend == "interpreter":
+        from moe_kernels.runtime.interpreter import InterpretedWay
+
+        plan, specialized = draw(operator, inputs, options, gpu)
+        return plan, {name: InterpretedWay(one.function) for name, one in specialized.items()}
+
+    def load(made: Mapping[str, store.Binary]) -> None:
+        plans.binaries.update(made)
+        for name, binary in made.items():
+            if (name, device) not in plans.launchers:
+                plans.launchers[name, device] = launch.launcher(launch.compiled_kernel(binary))
+
+    plan, _ = plan_of(operator, inputs, options, text, gpu, load)
+    return plan, {name: plans.launchers[name, device] for name in plan.binaries}
+
+
+def plan_of(
+    operator: Operator,
+    inputs: Sequence[SymbolicTensor | None],
+    options: Any,
+    text: str,
+    gpu: Gpu,
+    load: Callable[[Mapping[str, store.Binary]], None] = lambda binaries: None,
+) -> tuple[Plan, dict[str, store.Binary]]:
+    """A plan with its binaries for a GPU model, which need not be there: from the store, or made and kept there.
+
+    `load` is called with the binaries. A plan of the store that it does not take is drawn again, so that
+    `rules.with_fallback` hears of the choices in it, and one that has been drawn is not kept. Nor is one under a forced
+    choice, for which the store is not asked either.
+    """
+    kept = rules.forced() is None
+
+    def made() -> tuple[Plan, dict[str, store.Binary]]:
+        from moe_kernels.runtime import compile as compiler  # imports Helion
+
+        plan, specialized = draw(operator, inputs, options, gpu)
+        binaries = compiler.binaries(specialized, gpu)
+        load(binaries)
+        if kept:
+            store.write_plan(key, plan, binaries)
+        return plan, binaries
+
+    key = store.plan_key(text, gpu, rules.tuned_digest(gpu))
+    found = store.read_plan(key, plans.binaries) if kept and plans.reads_store else None
+    if found is None:
+        return made()
+    try:
+        load(found[1])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return made()
+    return found
+
+
+def draw(
+    operator: Operator, inputs: Sequence[SymbolicTensor | None], options: Any, gpu: Gpu
+) -> tuple[Plan, dict[str, Any]]:
+    """A plan by its planner, and what its binaries are to be compiled from."""
+    from moe_kernels.runtime import compile as compiler  # imports Helion
+
+    builder, results = sketch(operator, inputs, options, gpu)
+    return compiler.finish(builder, results)
+
+
+def sketch(
+    operator: Operator, inputs: Sequence[SymbolicTensor | None], options: Any, gpu: Gpu
+) -> tuple[Builder, Sequence[SymbolicTensor]]:
+    """What a planner draws: steps with what is to be compiled, nothing of which is."""
+    planner = importlib.import_module(operator.planner)
+    builder = Builder(gpu, operator.inputs)
+    results = getattr(planner, f"plan_{operator.name}")(builder, inputs, options)
+    return builder, results if isinstance(results, tuple) else (results,)
+
+
+def _checked(plan: Plan, launchers: dict[str, launch.Launcher], device: torch.device) -> Callable[..., Any]:
+    """What runs a plan: directly, but Triton's way, which `launchers` then are, if that fails in the first call."""
+    direct = {name: one for name, one in launchers.items() if isinstance(one, launch.DirectWay)}
+    if not direct:
+        return emit(plan, launchers, device)
+    public = launchers | {name: launch.TritonWay(one.kernel) for name, one in direct.items()}
+    chosen: list[Callable[..., Any]] = []
+
+    def first(*tensors: Tensor | None) -> Any:
+        if chosen:
+            return chosen[0](*tensors)
+        try:
+            run = emit(plan, launchers, device)
+            out = run(*tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except launch.UNEXPECTED:
+            run = emit(plan, public, device)
+            out = run(*tensors)  # or raises what has nothing to do with the way
+            launchers.update(public)
+            plans.launchers.update({(name, device): one for name, one in public.items()})
+        chosen.append(run)
+        return out
+
+    return first
+
+
+def clear() -> None:
+    """Forget all plans, such as those made with other configs."""
+    plans.clear()
+
+
+def reload() -> None:
+    """Read the files of tuned entries again when they are next needed, and make plans by what they then say."""
+    rules.reload()
+    clear()
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """In here all calls make plans of their own, as the first ones of a process; those on disk are not read."""
+    kept, recent, reads_store = plans.entries, plans.recent, plans.reads_store
+    plans.entries, plans.recent, plans.reads_store = OrderedDict(), {}, False
+    try:
+        yield
+    finally:
+        plans.entries, plans.recent, plans.reads_store = kept, recent, reads_store

@@ -1,0 +1,417 @@
+"""From what a planner asks for to a plan: the only file, but for the kernels, that imports Helion and its compiler.
+
+Helion generates a Triton function and a host function that launches it. The host function is run on symbolic tensors,
+which gives the launch's grid and arguments as expressions. Triton compiles the function for the arguments' types, and
+for what divides their strides and extents: a specialization. Binaries are shared by all plans that end in the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import helion
+import helion._compiler.compile_environment as helion_environment
+import helion.runtime.kernel as helion_kernel
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+import triton
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moe_kernels.runtime import store
+from moe_kernels.runtime.plan import Alloc, Builder, Call, Constant, Descriptor, Launch, Plan, Pointer, Request
+from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, least, most
+from moe_kernels.runtime.targets import Gpu
+
+_EXAMPLE_ROWS = 256  # of tensors to compile for; a TMA descriptor's block may not have more rows than its tensor
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "launch_cooperative_grid", "waves_per_eu")
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
+_one_at_a_time = threading.RLock()  # Helion is not made for several threads
+
+
+@dataclass(frozen=True)
+class _HostDescriptor:
+    """What Helion's host function makes a TMA descriptor with."""
+
+    base: SymbolicTensor
+    shape: Sequence[Any]
+    strides: Sequence[Any]
+    block_shape: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Specialized:
+    """A Triton function with the types of its arguments: what a binary is compiled from."""
+
+    key: str
+    function: Any  # of Triton: compiled, or interpreted
+    signature: tuple[str, ...]
+    constants: Mapping[tuple[int, ...], Any]
+    attributes: Mapping[tuple[int, ...], Any]
+    options: Mapping[str, Any]
+
+
+def finish(builder: Builder, results: Sequence[SymbolicTensor]) -> tuple[Plan, dict[str, Specialized]]:
+    """The plan that was drawn on `builder`, and what its binaries are to be compiled from."""
+    steps: list[Alloc | Call | Launch] = []
+    specialized: dict[str, Specialized] = {}
+    for step in builder.steps:
+        if isinstance(step, Request):
+            launch, made = lower(step, builder.gpu)
+            specialized[made.key] = made
+            steps.append(launch)
+        else:
+            steps.append(step)
+    kept = tuple(x.variable for x in results)
+    used = {*kept, *(variable for step in steps for variable in _uses(step))}
+    steps = [step for step in steps if not isinstance(step, Alloc) or step.variable in used]
+    return Plan(builder.inputs, tuple(steps), kept), specialized
+
+
+def _uses(step: Alloc | Call | Launch) -> list[int]:
+    """The variables that a step reads or writes, but for those that it makes."""
+    if isinstance(step, Call):
+        return [step.variable, *step.arguments]
+    if isinstance(step, Alloc):
+        return []
+    return [x.variable for x in step.arguments if isinstance(x, (Pointer, Descriptor))]
+
+
+def lower(request: Request, gpu: Gpu) -> tuple[Launch, Specialized]:
+    """The launch of `request` as data, and what its binary is compiled from."""
+    host = _host_function(request, gpu)
+    made: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = []
+    host(*request.arguments, _launcher=lambda fn, grid, *args, **options: made.append((fn, grid, args, options)))
+    ((function, grid, arguments, options),) = made
+    specialized = _specialize(function, arguments, options, gpu)
+    pointers = [x for x in arguments if isinstance(x, SymbolicTensor)]
+    if any(x.tma_clipped for x in pointers):
+        raise RuntimeError(f"{request.kernel.name}: what relies on TMA to clip it is accessed by pointers")
+    return Launch(specialized.key, tuple(grid), tuple(_argument(x) for x in arguments)), specialized
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, SymbolicTensor):
+        return Pointer(x.variable, x.offset)
+    if isinstance(x, _HostDescriptor):
+        base, blocks = x.base, tuple(int(n) for n in x.block_shape)
+        strides = tuple(int(n) for n in x.strides)
+        return Descriptor(base.variable, base.offset, tuple(x.shape), strides, blocks, base.dtype)
+    return x if type(x) is int or isinstance(x, SymbolicInt) else Constant(x)
+
+
+def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, Any], gpu: Gpu) -> Specialized:
+    """As Triton specializes arguments when it launches, but that integers which change from call to call are of no
+    class: neither 1 nor a multiple of 16.
+    """
+    kept = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
+    if gpu.backend == "interpreter":
+        return Specialized(f"interpreted{id(function)}", function, (), {}, {}, kept)
+    signature: list[str] = []
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for i, (parameter, x) in enumerate(zip(function.params, arguments, strict=True)):
+        kind, divisible = _type_of(x), False
+        if isinstance(x, SymbolicTensor):
+            divisible = x.aligned
+        elif parameter.is_constexpr or (type(x) is int and x == 1):
+            kind, constants[i,] = "constexpr", x
+        elif type(x) is int:
+            divisible = x % 16 == 0
+        signature.append(kind)
+        if divisible:
+            attributes[i,] = [["tt.divisibility", 16]]
+    content = (function.cache_key, signature, sorted(constants.items()), sorted(attributes), sorted(kept.items()))
+    key = hashlib.sha256(repr((*content, gpu.backend, gpu.arch, triton.__version__)).encode()).hexdigest()
+    return Specialized(key, function, tuple(signature), constants, attributes, kept)
+
+
+def _type_of(x: Any) -> str:
+    if isinstance(x, SymbolicTensor):
+        return "*" + _TYPES[x.dtype]
+    if isinstance(x, _HostDescriptor):
+        return f"tensordesc<{_TYPES[x.base.dtype]}{[int(n) for n in x.block_shape]}>"
+    if isinstance(x, bool):
+        return "i1"
+    if type(x) is int or isinstance(x, SymbolicInt):
+        return "i32" if most(x) <= INT32_MAX and least(x) >= -INT32_MAX else "i64"
+    return "fp32" if isinstance(x, float) else "constexpr"
+
+
+def binary(specialized: Specialized, gpu: Gpu) -> store.Binary:
+    """Compile, unless the store has it."""
+    if (known := store.read_binary(specialized.key)) is not None:
+        return known
+    names = specialized.function.arg_names
+    source = ASTSource(
+        fn=specialized.function,
+        signature=dict(zip(names, specialized.signature, strict=True)),
+        constexprs=dict(specialized.constants),
+        attrs=dict(specialized.attributes),
+    )
+    target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
+    compiled = triton.compile(source, target=target, options=dict(specialized.options))
+    if compiled.metadata.shared > gpu.shared_memory:
+        raise triton.OutOfResources(compiled.metadata.shared, gpu.shared_memory, "shared memory")
+    made = store.Binary(
+        key=specialized.key,
+        signature=specialized.signature,
+        constants=tuple(place[0] for place in specialized.constants),
+        metadata=json.dumps(compiled.metadata._asdict(), default=vars),
+        extension={"cuda": "cubin", "hip": "hsaco"}.get(gpu.backend, "spv"),
+        code=compiled.kernel,
+    )
+    return store.write_binary(made)
+
+
+def binaries(specialized: Mapping[str, Specialized], gpu: Gpu) -> dict[str, store.Binary]:
+    """Those of a plan, compiled side by side: Triton's compiler mostly waits for its own threads and for ptxas."""
+    if len(specialized) == 1:
+        return {key: binary(one, gpu) for key, one in specialized.items()}
+    with ThreadPoolExecutor(min(8, max(1, len(specialized)))) as pool:
+        made = {key: pool.submit(binary, one, gpu) for key, one in specialized.items()}
+        return {key: future.result() for key, future in made.items()}
+
+
+# Helion
+
+_hosts: dict[tuple[Any, ...], Callable[..., Any]] = {}
+_variants: dict[tuple[Any, ...], Any] = {}
+
+
+def _host_function(request: Request, gpu: Gpu) -> Callable[..., Any]:
+    """Helion's generated host function for arguments like those of `request`, in whatever number of rows."""
+    examples = [_example_of(x) for x in request.arguments]
+    static = request.kernel.settings.static_shapes
+    described = [x if static or not isinstance(x, _Example) else x.dynamic() for x in examples]
+    key = (request.kernel.fn, repr(request.config), request.int64_index, request.tf32, gpu, tuple(map(repr, described)))
+    with _one_at_a_time:
+        if key not in _hosts:
+            _hosts[key] = _generate(request, examples, gpu)
+        return _hosts[key]
+
+
+@dataclass(frozen=True)
+class _Example:
+    """A tensor to compile for: without size-1 dimensions, on which Helion would specialize."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: str
+
+    def dynamic(self) -> tuple[Any, ...]:
+        """What generated code depends on unless shapes are static."""
+        size = self.dtype.itemsize
+        strides = tuple(s if s < 2 else (s * size % 16 == 0) for s in self.strides)
+        span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        blocks = tuple(min(n, _EXAMPLE_ROWS) for n in self.shape)  # what a descriptor's block is compared with
+        return self.dtype, self.device, strides, blocks, span > INT32_MAX
+
+
+def _example_of(x: Any) -> Any:
+    if isinstance(x, SymbolicInt):
+        return 3
+    if not isinstance(x, SymbolicTensor):
+        return x
+    shape = [_EXAMPLE_ROWS if isinstance(n, SymbolicInt) else n for n in x.shape]
+    if x.example_shape is not None:
+        return _Example(x.dtype, x.example_shape, x.strides, x.device)
+    first = [min(2, n) if x.few_groups else max(2, n) for n in shape[:1]]
+    return _Example(x.dtype, (*first, *(max(2, n) for n in shape[1:])), x.strides, x.device)
+
+
+def _generate(request: Request, examples: Sequence[Any], gpu: Gpu) -> Callable[..., Any]:
+    config = helion.Config(**_supported(request.config.config, gpu))
+    with ExitStack() as stack:
+        tensors = stack.enter_context(_example_tensors(gpu))
+        stack.enter_context(_without_symmetric_memory())
+        args = tuple(tensors(x) if isinstance(x, _Example) else x for x in examples)
+        code = _variant(request.kernel, request.int64_index, request.tf32).bind(args).to_triton_code(config)
+    module: Any = _import(code)
+    # Helion asks the device for the number of persistent workers, which a plan for another GPU, or a CPU, cannot.
+    module.helion = types.SimpleNamespace(
+        runtime=types.SimpleNamespace(get_num_sm=lambda device, **_: gpu.multiprocessors)
+    )
+    module._helion_tensor_descriptor = _HostDescriptor
+    made: Callable[..., Any] = getattr(module, request.kernel.fn.__name__)
+    return made
+
+
+def _supported(config: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
+    """What of a config there is on a GPU: Triton's interpreter knows neither TMA nor flattened loops."""
+    if gpu.backend != "interpreter":
+        return dict(config)
+    unknown = ("indexing", "host_tensor_descriptors", "range_flattens")
+    return {name: value for name, value in config.items() if name not in unknown}
+
+
+def _variant(kernel: Any, int64_index: bool, tf32: bool) -> Any:
+    key = (kernel.fn, int64_index, tf32)
+    if key not in _variants:
+        _variants[key] = helion.kernel(
+            kernel.fn,
+            static_shapes=kernel.settings.static_shapes,
+            index_dtype=torch.int64 if int64_index else torch.int32,
+            dot_precision="tf32" if tf32 else "ieee",
+        )
+    return _variants[key]
+
+
+_folder = tempfile.TemporaryDirectory(prefix="moe_kernels")
+
+
+def _import(code: str) -> types.ModuleType:
+    """The module of generated code, which Triton reads again from its file."""
+    name = f"moe_kernels_{hashlib.sha256(code.encode()).hexdigest()[:32]}"
+    path = os.path.join(_folder.name, f"{name}.py")
+    with open(path, "w") as file:
+        file.write(code)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """In here, attributes of `owner` that it has got have these values."""
+    before = {name: getattr(owner, name) for name in values if hasattr(owner, name)}
+    try:
+        for name in before:
+            setattr(owner, name, values[name])
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _without_symmetric_memory() -> Iterator[None]:
+    """Once there is a process group, Helion asks PyTorch which tensors are in symmetric memory. Where PyTorch cannot
+    tell, as in 2.11, it would take all for such, and compile every grid as a loop of one program per SM.
+    """
+    if hasattr(symmetric_memory, "is_symm_mem_tensor"):
+        yield
+        return
+    module: Any = symmetric_memory
+    module.is_symm_mem_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        del module.is_symm_mem_tensor
+
+
+@contextmanager
+def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
+    """What makes tensors to compile for. They are fake: nothing is allocated, and no GPU has to be there."""
+    device = torch.device("cpu") if gpu.backend == "interpreter" else torch.device(gpu.device_type, 0)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    to_fake = helion_environment.CompileEnvironment._to_fake_tensor
+
+    def symbolic_fake(self: Any, tensor: Any, source: Any) -> Any:
+        """Give fake tensors symbolic sizes where shapes are not static, as real ones would have."""
+        if not isinstance(tensor, FakeTensor) or self.settings.static_shapes or self.fake_mode.is_our_fake(tensor):
+            return to_fake(self, tensor, source)
+        with _disable_current_modes():
+            meta = torch.empty_strided(tuple(tensor.size()), tuple(tensor.stride()), dtype=tensor.dtype, device="meta")
+        converter = self.fake_mode.fake_tensor_converter
+        like = converter.from_real_tensor(self.fake_mode, meta, shape_env=self.shape_env, source=source)
+        with self.fake_mode:
+            result = torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device)
+        self.input_sources[result] = source
+        return result
+
+    def alignment(value: Any) -> tuple[bool, bool]:
+        """Helion holds fake tensors to be unaligned, and would never choose TMA for them."""
+        return (isinstance(value, torch.Tensor),) * 2
+
+    def make(x: _Example) -> torch.Tensor:
+        with mode:
+            return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=device)
+
+    name = "tensor_descriptor_runtime_alignment_signature"
+    with (
+        _replaced(helion_environment.CompileEnvironment, _to_fake_tensor=symbolic_fake),
+        _replaced(helion_environment, **{name: alignment}),
+        _replaced(helion_kernel, **{name: alignment}),
+        _replaced(FakeTensor, data_ptr=lambda self: self.storage_offset() * self.element_size()),
+    ):
+        yield make
+
+
+def pretend(gpu: Gpu) -> None:
+    """Make PyTorch believe in this GPU, for the rest of the process: to compile for one that is not there."""
+    major, minor = gpu.capability
+    properties = types.SimpleNamespace(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        multi_processor_count=gpu.multiprocessors,
+        total_memory=80 << 30,
+        warp_size=gpu.warp_size,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=gpu.shared_memory,
+        shared_memory_per_multiprocessor=gpu.shared_memory + 1024,
+        L2_cache_size=50 << 20,
+        gcnArchName="",
+        is_integrated=False,
+        clock_rate=1980000,
+        memory_clock_rate=2_000_000 if gpu.slow_memory else 3_200_000,
+        memory_bus_width=6144,
+    )
+    answers = {
+        "is_available": True,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_capability": (major, minor),
+        "get_device_properties": properties,
+        "get_device_name": gpu.name,
+        "_lazy_init": None,
+        "is_current_stream_capturing": False,
+    }
+    torch.version.cuda = torch.version.cuda or "13.0"
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
+    # A CUDA build of PyTorch would make a tensor on the GPU before the first fake one.
+    fake_tensor: Any = sys.modules["torch._subclasses.fake_tensor"]
+    fake_tensor.init_gpu_context = lambda device: None
+    described = DeviceProperties(
+        type="cuda",
+        index=0,
+        multi_processor_count=gpu.multiprocessors,
+        cc=int(gpu.arch),
+        major=major,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        warp_size=gpu.warp_size,
+    )
+    DeviceProperties.create = staticmethod(lambda device: described)  # type: ignore[method-assign, assignment]

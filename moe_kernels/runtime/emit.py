@@ -1,0 +1,196 @@
+"""One function of a plan: all that a call does, with its extents and addresses filled in.
+
+The text is generated from integers and from the names below alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels.checks import clamp_offsets
+from moe_kernels.runtime import torch_internals
+from moe_kernels.runtime.launch import Launcher
+from moe_kernels.runtime.plan import Alloc, Call, Plan
+from moe_kernels.runtime.symbolic import contiguous_strides, text
+
+
+def _bmm(A: Tensor, B: Tensor, dtype: torch.dtype | None, groups: int) -> Tensor:
+    a, b = (x if x.dim() == 3 else x.view(groups, -1, x.size(1)) for x in (A, B))
+    out = torch.bmm(a, b) if dtype is None else torch.bmm(a, b, out_dtype=dtype)
+    return out if A.dim() == 3 else out.view(-1, out.size(2))
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "zero": lambda target: target.zero_(),
+    "mm": lambda a, b, out: torch.mm(a, b if b.dim() == 2 else b[0], out=out),
+    "bmm": _bmm,
+    "contiguous": lambda x: x.reshape(-1).contiguous(),
+    "clamp_offsets": lambda offsets, rows: clamp_offsets(offsets, rows.size(0)),
+}
+
+
+class _Body:
+    """The statements of a plan, and what the names in them stand for."""
+
+    def __init__(self, plan: Plan, launchers: Mapping[str, Launcher], device: torch.device):
+        self.plan, self.launchers = plan, launchers
+        self.names: dict[str, Any] = {"empty_strided": torch_internals.allocator(device)}
+        self.asked: dict[str, str] = {}  # extents and addresses of inputs, by name
+        self.statements: list[str] = []
+        for launcher in launchers.values():
+            for statement in launcher.before(device, self.named):
+                if statement not in self.statements:
+                    self.statements.append(statement)
+        for step in plan.steps:
+            self.statements += self._step(step)
+        self.statements.append(f"return {', '.join(f't{i}' for i in plan.results) or 'None'}")
+
+    def named(self, kind: str, value: Any) -> str:
+        """A name for `value`."""
+        for name, known in self.names.items():
+            if known is value and name.startswith(kind):
+                return name
+        name = f"{kind}_{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def number(self, n: Any) -> str:
+        return text(n, self._extent)
+
+    def _extent(self, tensor: int, dim: int) -> str:
+        return self._ask(f"n{tensor}_{dim}", f"t{tensor}.shape[{dim}]")
+
+    def _ask(self, name: str, value: str) -> str:
+        self.asked[name] = value
+        return name
+
+    def address(self, variable: int, offset: int = 0) -> str:
+        name = f"p{variable}"
+        if variable < len(self.plan.inputs):
+            self._ask(name, f"t{variable}.data_ptr()")
+        return f"{name} + {offset}" if offset > 0 else f"{name} - {-offset}" if offset else name
+
+    def _step(self, step: Any) -> list[str]:
+        if isinstance(step, Alloc):
+            shape, strides = ", ".join(map(self.number, step.shape)), contiguous_strides(step.shape)
+            dtype = self.named("dtype", step.dtype)
+            made = f"t{step.variable} = empty_strided(({shape},), {tuple(map(int, strides))}, {dtype})"
+            return [made, f"p{step.variable} = t{step.variable}.data_ptr()"]
+        if isinstance(step, Call):
+            return self._call(step)
+        return [self.launchers[step.binary].statement(step, self)]
+
+    def _call(self, step: Call) -> list[str]:
+        function, target = self.named("call", _FUNCTIONS[step.function]), f"t{step.variable}"
+        arguments = ", ".join(f"t{i}" for i in step.arguments)
+        if step.function == "zero":
+            return [f"{function}({target})"]
+        if step.function == "mm":
+            return [f"{function}({arguments}, {target})"]
+        if step.function == "bmm":
+            arguments += f", {self.named('dtype', step.dtype) if step.dtype is not None else None}, {step.groups}"
+        return [f"{target} = {function}({arguments})", f"p{step.variable} = {target}.data_ptr()"]
+
+
+def emit(plan: Plan, launchers: Mapping[str, Launcher], device: torch.device) -> Callable[..., Any]:
+    """The function `run(*inputs)` of `plan`, for tensors on `device`, which has to be the current one."""
+    body = _Body(plan, launchers, device)
+    asked = [f"{name} = {value}" for name, value in body.asked.items()]
+    return define(f"run({_parameters(plan)})", [*asked, *body.statements], body.names)
+
+
+def emit_replay(
+    plan: Plan,
+    launchers: Mapping[str, Launcher],
+    device: torch.device,
+    inputs: Sequence[Tensor | None],
+    has_rows: Sequence[bool],
+    asked: Any,
+    bounds: tuple[int, int],
+) -> Callable[..., Any] | None:
+    """`replay(asked, *inputs)`: what `run` does, or None for a call that is not like this one; None if there is none.
+
+    Alike are calls with equal `asked`, from the same device, with the dispatcher as it is now (autocast, inference
+    mode, modes, transforms), and with tensors like these, aligned to 16 bytes. The first of those that `has_rows` has
+    rows within `bounds`, and the others as many times as many as these.
+    """
+    present = [i for i, x in enumerate(inputs) if x is not None]
+    tensors = [x for x in inputs if x is not None]
+    # What products of float32 may use is a setting, which guards do not see. The rows that are multiplied come first.
+    if any(
+        [
+            (x.dtype == torch.float32 and (i == 0 or not has_rows[i])) or x.data_ptr() % 16
+            for i, x in zip(present, tensors, strict=True)
+        ]
+    ):
+        return None
+    dynamic = [i for i in present if has_rows[i]]
+    sizes: list[list[int | None]] = [list(x.shape) for x in tensors]
+    for i in dynamic:
+        sizes[present.index(i)][0] = None
+    try:
+        # None: the strides that they have.
+        guards = torch_internals.tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=None)
+        alike = guards.check
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # PyTorch does not promise that there is such a thing
+        return None
+    body = _Body(plan, launchers, device)
+    names = {
+        "alike": alike,
+        "expected": asked,
+        "grad_enabled": torch.is_grad_enabled(),
+        "forward_level": torch_internals.forward_level(),
+        "is_grad_enabled": torch.is_grad_enabled,
+        "forward_ad": torch_internals.forward_ad,
+        "current_device": torch_internals.current_device,
+        "guards": guards,
+    }
+    low, high = bounds
+    absent = "".join(f" or t{i} is not None" for i, x in enumerate(inputs) if x is None)
+    extents = {name: value for name, value in body.asked.items() if name.startswith("n")}
+    addresses = {f"p{i}": f"t{i}.data_ptr()" for i in present}
+    checks: list[str] = []
+    for i in dynamic:
+        extents[f"n{i}_0"] = f"t{i}.shape[0]"
+        relation = _relation(f"n{i}_0", inputs[i], f"n{dynamic[0]}_0", inputs[dynamic[0]])
+        if relation is None:
+            return None
+        checks.append(f"not {low} <= n{i}_0 <= {high}" if i == dynamic[0] else relation)
+    same = "asked != expected or is_grad_enabled() is not grad_enabled or forward_ad._current_level != forward_level"
+    statements = [
+        "try:",
+        f"    if {same}{absent}: return None",
+        *(f"    {name} = {value}" for name, value in extents.items()),
+        f"    if {' or '.join([*checks, 'not alike(' + ', '.join(f't{i}' for i in present) + ')'])}: return None",
+        "except (AttributeError, IndexError, RuntimeError, TypeError): return None",
+        *([f"if current_device() != {device.index}: return None"] if device.type == "cuda" else []),
+        *(f"{name} = {value}" for name, value in addresses.items()),
+        f"if ({' | '.join(addresses)}) % 16: return None",
+        *body.statements,
+    ]
+    return define(f"replay(asked, {_parameters(plan)})", statements, body.names | names)
+
+
+def _relation(name: str, tensor: Tensor | None, rows_name: str, rows: Tensor | None) -> str | None:
+    """Whether one number of rows is not as many times another as here; None if it is no multiple or divisor."""
+    assert tensor is not None and rows is not None
+    here, n = tensor.size(0), rows.size(0)
+    if here and n and here % n == 0:
+        return f"{name} != {rows_name} * {here // n}"
+    return f"{name} * {n // here} != {rows_name}" if here and n and n % here == 0 else None
+
+
+def _parameters(plan: Plan) -> str:
+    return ", ".join(f"t{i}" for i in range(len(plan.inputs)))
+
+
+def define(signature: str, statements: Sequence[str], names: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function `def signature: statements`, where `names` are known."""
+    known = dict(names)
+    exec("\n    ".join([f"def {signature}:", *statements]), known)
+    made: Callable[..., Any] = known.pop(signature.partition("(")[0])  # or it would hold itself
+    return made

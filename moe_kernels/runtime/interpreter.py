@@ -1,0 +1,100 @@
+"""Launches in Triton's interpreter, on CPU tensors: where CI runs the kernels themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from triton import language as tl
+from triton.runtime import interpreter
+
+from moe_kernels.runtime.plan import Constant, Launch, Pointer
+
+_one_at_a_time = threading.Lock()  # what replaces functions of Triton meanwhile
+
+
+class InterpretedWay:
+    """`function[grid](*arguments)`, where pointers are tensors."""
+
+    def __init__(self, function: Any):
+        self.function = function
+
+    def before(self, device: torch.device, named: Callable[[str, Any], str]) -> list[str]:
+        return []
+
+    def statement(self, launch: Launch, body: Any) -> str:
+        grid = ", ".join(body.number(n) for n in launch.grid)
+        arguments = ", ".join(self._argument(x, body) for x in launch.arguments)
+        return f"{body.named('interpret', _interpret)}({body.named('function', self.function)}, ({grid},), {arguments})"
+
+    def _argument(self, x: Any, body: Any) -> str:
+        if isinstance(x, Pointer):
+            return f"{body.named('shifted', _shifted)}(t{x.variable}, {x.offset})" if x.offset else f"t{x.variable}"
+        return str(body.named("constant", x.value) if isinstance(x, Constant) else body.number(x))
+
+
+def _shifted(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """What lies some bytes into `tensor`."""
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset // tensor.element_size())
+
+
+def _interpret(function: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+    with _one_at_a_time, _lean():
+        function[grid](*arguments)
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def _lean() -> Iterator[None]:
+    """Triton's interpreter for one launch, without what takes most of its time: it would replace the functions of its
+    language again at every call of a device function, and look for overflows that it reports in debug mode only. And
+    with exact bfloat16 in products and casts from and to float32: it would multiply raw bits, and truncate where it
+    should round. It still adds raw bits, so kernels compute in float32.
+    """
+    replace, done = interpreter._patch_lang, set()
+    builder = interpreter.interpreter_builder
+    options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+
+    def replace_once(fn: Callable[..., Any]) -> Any:
+        if id(fn.__globals__) in done:
+            return None  # only the launch itself asks for what puts the originals back, and it comes first
+        done.add(id(fn.__globals__))
+        return replace(fn)
+
+    dot, cast = builder.create_dot, builder.cast_impl
+
+    def exact_dot(a: Any, b: Any, *rest: Any) -> Any:
+        return dot(*(cast_exactly(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest)
+
+    def cast_exactly(src: Any, dst_type: Any) -> Any:
+        scalars = src.dtype.scalar, dst_type.scalar
+        if scalars == (tl.bfloat16, tl.float32):
+            return interpreter.TensorHandle((src.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        if scalars == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.array(src.data)).bfloat16().view(torch.uint16).numpy()
+            return interpreter.TensorHandle(rounded, tl.bfloat16)
+        return cast(src, dst_type)
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (builder, "create_dot", exact_dot),
+            (builder, "cast_impl", cast_exactly),
+            (interpreter, "_patch_lang", replace_once),
+            (builder, "options", options),
+        ):
+            stack.enter_context(_attribute(owner, name, value))
+        yield

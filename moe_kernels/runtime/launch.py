@@ -1,0 +1,329 @@
+"""Launch a compiled Triton kernel: the only file that knows Triton's launcher.
+
+Triton's own way, `kernel[grid](*arguments)`, takes 20 to 40 us of the host to wrap arguments that a plan has settled.
+The direct way calls the launcher's C function with just those. It leans on the launchers of Triton 3.6 and 3.7; where
+they look different, launches go Triton's way.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+
+from moe_kernels.runtime import store
+from moe_kernels.runtime.plan import Constant, Descriptor, Launch, Pointer
+
+_MOST_ENCODED = 1024  # TMA descriptors of 128 bytes, for each descriptor of a launch
+_DIRECT = ((3, 6), (3, 7))  # the versions of Triton whose launchers are known
+UNEXPECTED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class Text(Protocol):
+    """What a launcher needs of the function that it is a statement of."""
+
+    def named(self, kind: str, value: Any) -> str: ...
+
+    def number(self, n: Any) -> str: ...
+
+    def address(self, variable: int, offset: int = 0) -> str: ...
+
+
+class Launcher(Protocol):
+    """What turns a launch into statements."""
+
+    def before(self, device: torch.device, named: Callable[[str, Any], str]) -> list[str]: ...
+
+    def statement(self, launch: Launch, body: Any) -> str: ...
+
+
+class TritonWay:
+    """`kernel[grid](*arguments)`, the public way of a compiled kernel."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+
+    def before(self, device: torch.device, named: Callable[[str, Any], str]) -> list[str]:
+        return []
+
+    def statement(self, launch: Launch, body: Text) -> str:
+        arguments = ", ".join(self._argument(x, body) for x in launch.arguments)
+        return f"{body.named('kernel', self.kernel)}[{_grid(launch, body)}]({arguments})"
+
+    def _argument(self, x: Any, body: Text) -> str:
+        if isinstance(x, Descriptor):
+            dtype, make = body.named("dtype", x.dtype), body.named("descriptor", _host_descriptor)
+            shape = ", ".join(map(body.number, x.shape))
+            return f"{make}({body.address(x.variable, x.offset)}, {dtype}, [{shape}], {x.strides}, {x.block_shape})"
+        if isinstance(x, Pointer):
+            return body.address(x.variable, x.offset)
+        return body.named("constant", x.value) if isinstance(x, Constant) else body.number(x)
+
+
+class DirectWay:
+    """The launcher's C function.
+
+    Raises:
+        UNEXPECTED: Triton's launcher is not as expected.
+    """
+
+    def __init__(self, kernel: Any):
+        from triton import __version__, knobs
+        from triton.runtime import driver
+
+        if tuple(int(n) for n in __version__.split(".")[:2]) not in _DIRECT:
+            raise RuntimeError(f"the launcher of Triton {__version__} is not known")
+        if kernel.metadata.target.backend != "cuda":
+            raise RuntimeError(f"the launcher for {kernel.metadata.target.backend} is not known")
+        self.kernel, self.hooks, self.driver = kernel, knobs.runtime, driver.active
+        self.launcher = kernel.run
+        if self.launcher.global_scratch_size or self.launcher.profile_scratch_size:
+            raise RuntimeError("scratch memory")
+        self.hooks.launch_enter_hook.calls  # noqa: B018
+        self.descriptions = list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
+        self.raw = self.launcher.launch
+        if self.descriptions:
+            self.raw = _inner(self.raw)
+        self.function, self.packed = kernel.function, kernel.packed_metadata
+        self.generic = hasattr(self.launcher, "arg_annotations")  # Triton 3.7 has one launcher for all kernels
+        self.settled = repr(bool(self.launcher.launch_cooperative_grid)), repr(bool(self.launcher.launch_pdl))
+        if self.generic:
+            self.generic_arguments = self.launcher.arg_annotations, self.launcher.kernel_signature
+
+    def before(self, device: torch.device, named: Callable[[str, Any], str]) -> list[str]:
+        hooks, stream = named("hooks", self.hooks), named("stream", self.driver.get_current_stream)
+        return [
+            f"stream = {stream}({device.index or 0})",
+            f"enter, leave = {hooks}.launch_enter_hook, {hooks}.launch_exit_hook",
+            "enter, leave = (enter, leave) if enter.calls else (None, None)",
+        ]
+
+    def statement(self, launch: Launch, body: Text) -> str:
+        arguments: list[str] = []
+        descriptions = iter(self.descriptions)
+        for x in launch.arguments:
+            arguments += self._argument(x, body, descriptions)
+        grid = _grid(launch, body)[1:-1]
+        raw, packed = body.named("raw", self.raw), body.named("packed", self.packed)
+        metadata = f"enter and {body.named('kernel', self.kernel)}.launch_metadata(({grid}), stream)"
+        to = f"{grid}, stream, {body.named('function', self.function)}, {', '.join(self.settled)}"
+        if self.generic:
+            kinds, kernel_signature = (body.named("generic", x) for x in self.generic_arguments)
+            scratch = f"None, None, {kinds}, {kernel_signature}"
+            return f"{raw}({to}, {packed}, {metadata}, enter, leave, {scratch}, ({', '.join(arguments)},))"
+        return f"{raw}({to}, None, None, {packed}, {metadata}, enter, leave, {', '.join(arguments)})"
+
+    def _argument(self, x: Any, body: Text, descriptions: Iterator[Any]) -> list[str]:
+        if isinstance(x, Descriptor):
+            encode = body.named("encode", _encoder(next(descriptions), x))
+            shape = [body.number(n) for n in x.shape]
+            changing = "".join(f", {s}" for n, s in zip(x.shape, shape, strict=True) if type(n) is not int)
+            address = body.address(x.variable, x.offset)
+            return [f"{encode}({address}{changing})", *shape, *map(str, x.strides)]
+        if isinstance(x, Pointer):
+            return [body.address(x.variable, x.offset)]
+        return [body.named("constant", x.value) if isinstance(x, Constant) else body.number(x)]
+
+
+def _grid(launch: Launch, body: Text) -> str:
+    grid = [body.number(n) for n in launch.grid]
+    return f"({', '.join(grid + ['1'] * (3 - len(grid)))})"
+
+
+def _inner(launch: Callable[..., Any]) -> Any:
+    """The C function in what Triton wraps around it for arguments that are descriptors."""
+    import inspect
+
+    return inspect.getclosurevars(launch).nonlocals["launcher"]
+
+
+def _encoder(meta: dict[str, Any], like: Descriptor) -> Callable[..., Any]:
+    """By address and changing extents: the encoded descriptor, kept until others were used more recently."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # not in every build of Triton
+    from triton.runtime import driver
+
+    if meta["fp4_padded"]:
+        raise RuntimeError("an unusual descriptor")
+    utils = driver.active.utils
+    fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
+    encoding = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"])
+    places = [i for i, n in enumerate(like.shape) if type(n) is not int]
+    template, strides = [n if type(n) is int else 0 for n in like.shape], list(like.strides)
+
+    @functools.lru_cache(_MOST_ENCODED)
+    def encode(address: int, *extents: int) -> Any:
+        shape = list(template)
+        for place, n in zip(places, extents, strict=True):
+            shape[place] = n
+        return fill(address, *encoding, shape, strides, 0)
+
+    return encode
+
+
+class _Address:
+    """What Triton's host descriptors need of a tensor."""
+
+    def __init__(self, address: int, dtype: torch.dtype):
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _host_descriptor(
+    address: int, dtype: torch.dtype, shape: list[int], strides: tuple[int, ...], block_shape: tuple[int, ...]
+) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(_Address(address, dtype), shape, list(strides), list(block_shape))
+
+
+def launcher(kernel: Any) -> Launcher:
+    """The direct way to launch a `triton.compiler.CompiledKernel`, or else Triton's own; loads it onto the current GPU.
+
+    Raises:
+        triton.OutOfResources: the kernel needs more than this GPU has.
+        RuntimeError: there is no C compiler, and no library that was built before.
+    """
+    with libraries():
+        kernel.run  # noqa: B018  (loads the kernel, and its launcher)
+    try:
+        return DirectWay(kernel)
+    except UNEXPECTED:
+        return TritonWay(kernel)
+
+
+def compiled_kernel(record: store.Binary) -> Any:
+    """The `triton.compiler.CompiledKernel` of what was compiled before, by this process or another.
+
+    Raises:
+        UNEXPECTED: Triton's class is not as expected.
+    """
+    from triton.compiler import CompiledKernel
+
+    names = [f"a{i}" for i in range(len(record.signature))]
+    source = SimpleNamespace(
+        signature=dict(zip(names, record.signature, strict=True)),
+        constants={(i,): None for i in record.constants},
+        fn=SimpleNamespace(arg_names=names),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        # Triton reads them at once; from here rather than from the store, whose files may change after their check.
+        files = {"kernel.json": record.metadata.encode(), f"kernel.{record.extension}": record.code}
+        paths = {}
+        for name, content in files.items():
+            paths[name] = os.path.join(folder, name)
+            Path(paths[name]).write_bytes(content)
+        return CompiledKernel(source, paths, record.key)
+
+
+@contextmanager
+def libraries() -> Iterator[None]:
+    """In here, Triton's C libraries, a launcher for each signature, come from our store if they are there.
+
+    Triton asks only for those that its own cache has not got. What is built is put into the store.
+    """
+    try:
+        from triton import knobs
+
+        before = knobs.build.impl
+        knobs.build.impl = _library
+    except (ImportError, AttributeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        knobs.build.impl = before
+
+
+def _library(name: str, src: str, srcdir: str, library_dirs: Any, include_dirs: Any, libraries: Any) -> str:
+    """Triton's hook: the path of the library of the C file `src`."""
+    from triton import knobs
+    from triton.runtime.build import _build
+
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    key = hashlib.sha256(Path(src).read_bytes()).hexdigest()
+    path = os.path.join(srcdir, f"{name}{suffix}")
+    if (content := store.read_library(key)) is not None:
+        Path(path).write_bytes(content)
+        return path
+    if os.environ.get("CC") is None and not (shutil.which("gcc") or shutil.which("clang")):
+        raise RuntimeError(
+            "moe_kernels: Triton builds a launcher with a C compiler, and there is none. Install one (apt install gcc) "
+            "or make launchers elsewhere: python -m moe_kernels compile --help"
+        )
+    ours, knobs.build.impl = knobs.build.impl, None
+    try:
+        built: str = _build(name, src, srcdir, library_dirs, include_dirs, libraries, [])
+    finally:
+        knobs.build.impl = ours
+    store.write_library(key, Path(built).read_bytes())
+    return built
+
+
+def build_libraries(records: list[store.Binary]) -> int:
+    """Build the launchers of `records`, and Triton's driver library, into the store, without a GPU; how many there are.
+
+    Where there is no driver, a stub of libcuda is linked against: names are bound when a library is loaded.
+    """
+    from triton import knobs
+    from triton.backends.nvidia import driver as nvidia
+
+    with tempfile.TemporaryDirectory() as folder:
+        _build_stub(folder)
+        saved = knobs.nvidia.libcuda_path
+        knobs.nvidia.libcuda_path = folder
+        nvidia.libcuda_dirs.cache_clear()
+        nvidia.library_dirs.cache_clear()
+        try:
+            sources = {Path(nvidia.dirname, "driver.c").read_text()}
+            if hasattr(nvidia, "make_launcher"):
+                for record in records:
+                    signature = {f"a{i}": kind for i, kind in enumerate(record.signature)}
+                    constants = {(i,): None for i in record.constants}
+                    sources.add(nvidia.make_launcher(constants, signature, record.descriptors))
+            for source in sources:
+                _build_into_store(source, nvidia)
+            return len(sources)
+        finally:
+            knobs.nvidia.libcuda_path = saved
+            nvidia.libcuda_dirs.cache_clear()
+            nvidia.library_dirs.cache_clear()
+
+
+def _build_stub(folder: str) -> None:
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise RuntimeError("moe_kernels compile needs a C compiler: apt install gcc")
+    source, stub = os.path.join(folder, "stub.c"), os.path.join(folder, "libcuda.so.1")
+    Path(source).write_text("")
+    subprocess.run([compiler, "-shared", "-Wl,-soname,libcuda.so.1", source, "-o", stub], check=True)
+
+
+def _build_into_store(source: str, nvidia: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "main.c")
+        Path(path).write_text(source)
+        if store.read_library(hashlib.sha256(source.encode()).hexdigest()) is None:
+            _library("library", path, folder, nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries)

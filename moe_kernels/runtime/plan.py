@@ -1,0 +1,300 @@
+"""A plan: what a kind of call does on the device, as data.
+
+    Plan(inputs, steps, results)    steps: Alloc(variable, shape, dtype), Call(function, ...), Launch(binary, grid, ...)
+
+Variables are numbered, inputs first. Extents of inputs and addresses are symbols, which a call fills in. A planner in
+`kernels/` draws a plan with a `Builder`; `compile` turns what it asks for into binaries; `emit` makes a function of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_kernels.runtime.symbolic import (
+    SymbolicInt,
+    SymbolicTensor,
+    contiguous_strides,
+    int_from_json,
+    int_to_json,
+)
+from moe_kernels.runtime.targets import Gpu
+
+# What a `Call` may ask of PyTorch: the emitter has a function for each.
+FUNCTIONS = ("zero", "mm", "bmm", "contiguous", "clamp_offsets")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
+}
+
+
+@dataclass(frozen=True)
+class Alloc:
+    """A new contiguous tensor."""
+
+    variable: int
+    shape: tuple[Any, ...]  # int or SymbolicInt; all but the first are int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of PyTorch, one of FUNCTIONS, into a variable."""
+
+    function: str
+    variable: int  # that it writes to, or that its result becomes
+    arguments: tuple[int, ...]  # variables
+    dtype: torch.dtype | None = None  # of the result, where that is an option
+    groups: int = 0  # that flat operands have, the one below the other
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """The address of a variable, and some bytes."""
+
+    variable: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A TMA descriptor."""
+
+    variable: int
+    offset: int
+    shape: tuple[Any, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Constant:
+    """What is compiled into a kernel; its place among the arguments has to be filled."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel launch. `binary` is the key of what is launched: see `store` and `compile`."""
+
+    binary: str
+    grid: tuple[Any, ...]
+    arguments: tuple[Any, ...]  # Pointer, Descriptor, Constant, int or SymbolicInt
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps for `inputs`, by name; returns the variables `results`."""
+
+    inputs: tuple[str, ...]
+    steps: tuple[Alloc | Call | Launch, ...]
+    results: tuple[int, ...]
+
+    @property
+    def binaries(self) -> list[str]:
+        """The keys of what it launches, each once."""
+        return list(dict.fromkeys(step.binary for step in self.steps if isinstance(step, Launch)))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"inputs": list(self.inputs), "steps": [_to_json(s) for s in self.steps], "results": list(self.results)}
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A kernel to compile under a config, and to launch with `arguments`."""
+
+    kernel: Any  # helion.Kernel
+    arguments: tuple[Any, ...]  # SymbolicTensor, None, int, SymbolicInt, or constants
+    config: Any  # rules.Config
+    int64_index: bool
+    tf32: bool
+
+
+@dataclass
+class Builder:
+    """Draws a plan for a GPU model: a planner allocates and launches on it, with symbolic tensors."""
+
+    gpu: Gpu
+    inputs: tuple[str, ...]
+    steps: list[Alloc | Call | Request] = field(default_factory=list)
+    variables: int = 0
+
+    def __post_init__(self) -> None:
+        self.variables = len(self.inputs)
+
+    def alloc(self, shape: Sequence[Any], dtype: torch.dtype) -> SymbolicTensor:
+        """A new contiguous tensor."""
+        made = self._variable(shape, dtype)
+        self.steps.append(Alloc(made.variable, tuple(shape), dtype))
+        return made
+
+    def zero(self, tensor: SymbolicTensor) -> None:
+        """Fill all of a tensor that was allocated here."""
+        self.steps.append(Call("zero", tensor.variable, ()))
+
+    def call(
+        self,
+        function: str,
+        arguments: Sequence[SymbolicTensor],
+        result: SymbolicTensor | tuple[Sequence[Any], torch.dtype],
+        dtype: torch.dtype | None = None,
+        groups: int = 0,
+    ) -> SymbolicTensor:
+        """One of FUNCTIONS, written to `result`, or with a result of that shape and dtype."""
+        assert function in FUNCTIONS
+        made = result if isinstance(result, SymbolicTensor) else self._variable(*result)
+        self.steps.append(Call(function, made.variable, tuple(x.variable for x in arguments), dtype, groups))
+        return made
+
+    def launch(
+        self, kernel: Any, arguments: Sequence[Any], config: Any, *, int64_index: bool = False, tf32: bool = False
+    ) -> None:
+        """Launch `kernel`, a `helion.Kernel`, compiled under `config`.
+
+        `int64_index` computes offsets with 64 bits; without it no tensor that is accessed by pointers may need them.
+        `tf32` allows products of float32 to round their operands.
+        """
+        self.steps.append(Request(kernel, tuple(arguments), config, int64_index, tf32))
+
+    def _variable(self, shape: Sequence[Any], dtype: torch.dtype) -> SymbolicTensor:
+        self.variables += 1
+        return SymbolicTensor(self.variables - 1, dtype, tuple(shape), contiguous_strides(shape), aligned=True)
+
+
+def _to_json(step: Any) -> dict[str, Any]:
+    if isinstance(step, Alloc):
+        return {"alloc": step.variable, "shape": [int_to_json(n) for n in step.shape], "dtype": _name(step.dtype)}
+    if isinstance(step, Call):
+        dtype = None if step.dtype is None else _name(step.dtype)
+        call = {"call": step.function, "variable": step.variable, "arguments": list(step.arguments)}
+        return {**call, "dtype": dtype, "groups": step.groups}
+    arguments = [_argument_to_json(x) for x in step.arguments]
+    return {"launch": step.binary, "grid": [int_to_json(n) for n in step.grid], "arguments": arguments}
+
+
+def _argument_to_json(argument: Any) -> Any:
+    if isinstance(argument, Pointer):
+        return {"pointer": argument.variable, "offset": argument.offset}
+    if isinstance(argument, Descriptor):
+        return {
+            "descriptor": argument.variable,
+            "offset": argument.offset,
+            "shape": [int_to_json(n) for n in argument.shape],
+            "strides": list(argument.strides),
+            "block_shape": list(argument.block_shape),
+            "dtype": _name(argument.dtype),
+        }
+    return {"constant": argument.value} if isinstance(argument, Constant) else int_to_json(argument)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def plan_from_json(value: Any) -> Plan:
+    """Inverse of `Plan.to_json`.
+
+    Raises:
+        ValueError: anything in it that a plan cannot have.
+    """
+    try:
+        inputs = tuple(value["inputs"])
+        if not all(type(name) is str for name in inputs):
+            raise ValueError("an input without a name")
+        known = set(range(len(inputs)))
+        steps = tuple(_step(step, known) for step in value["steps"])
+        results = tuple(value["results"])
+        if not all(type(x) is int and x in known for x in results):
+            raise ValueError("a result that nothing made")
+        _check_extents([step for step in value["steps"]], len(inputs))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"no plan ({type(error).__name__}: {error})") from error
+    return Plan(inputs, steps, results)
+
+
+def _step(value: dict[str, Any], known: set[int]) -> Alloc | Call | Launch:
+    if "alloc" in value:
+        known.add(_new(value["alloc"]))
+        shape = (*map(int_from_json, value["shape"][:1]), *map(_int, value["shape"][1:]))
+        return Alloc(value["alloc"], shape, DTYPES[value["dtype"]])
+    if "call" in value:
+        if value["call"] not in FUNCTIONS or not all(type(x) is int and x in known for x in value["arguments"]):
+            raise ValueError(f"no such call: {value}")
+        if value["call"] in ("zero", "mm") and value["variable"] not in known:
+            raise ValueError(f"nothing to write to: {value}")
+        known.add(_new(value["variable"]))
+        dtype = None if value["dtype"] is None else DTYPES[value["dtype"]]
+        return Call(value["call"], value["variable"], tuple(value["arguments"]), dtype, _int(value["groups"]))
+    binary = value["launch"]
+    if type(binary) is not str or not binary.isalnum():
+        raise ValueError(f"no key of a binary: {binary!r}")
+    arguments = tuple(_argument(x, known) for x in value["arguments"])
+    return Launch(binary, tuple(int_from_json(n) for n in value["grid"]), arguments)
+
+
+def _argument(value: Any, known: set[int]) -> Any:
+    if not isinstance(value, dict):
+        return int_from_json(value)
+    if "constant" in value:
+        if not isinstance(value["constant"], (int, float, str, type(None))):
+            raise ValueError(f"no constant: {value}")
+        return Constant(value["constant"])
+    variable = value["pointer"] if "pointer" in value else value["descriptor"]
+    if type(variable) is not int or variable not in known:
+        raise ValueError(f"an address of nothing: {value}")
+    if "pointer" in value:
+        return Pointer(variable, _int(value["offset"]))
+    return Descriptor(
+        variable,
+        _int(value["offset"]),
+        tuple(int_from_json(n) for n in value["shape"]),
+        tuple(_int(n) for n in value["strides"]),
+        tuple(_int(n) for n in value["block_shape"]),
+        DTYPES[value["dtype"]],
+    )
+
+
+def _new(variable: Any) -> int:
+    if type(variable) is not int or variable < 0:
+        raise ValueError(f"no variable: {variable!r}")
+    return variable
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"expected an integer, got {value!r}")
+    return value
+
+
+def _check_extents(value: Any, inputs: int) -> None:
+    """Raise ValueError for an extent of something that is no input."""
+    if isinstance(value, dict):
+        for part in value.values():
+            _check_extents(part, inputs)
+    if isinstance(value, list):
+        if value[:1] == ["extent"] and not 0 <= value[1] < inputs:
+            raise ValueError(f"an extent of no input: {value}")
+        for part in value:
+            _check_extents(part, inputs)
+
+
+__all__ = [
+    "DTYPES",
+    "FUNCTIONS",
+    "Alloc",
+    "Builder",
+    "Call",
+    "Constant",
+    "Descriptor",
+    "Launch",
+    "Plan",
+    "Pointer",
+    "Request",
+    "SymbolicInt",
+    "plan_from_json",
+]

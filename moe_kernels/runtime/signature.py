@@ -1,0 +1,126 @@
+"""What a plan depends on: the signature of a call, and the bounds within which another call shares it.
+
+A plan is for all numbers of rows of a class. The classes are those that rules tell apart: powers of two of the rows and
+of the mean rows per group, and the limits of a few kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor
+
+FEW_TOKENS = 128  # up to so many, rows are moved by more programs of fewer columns each
+RANK_UP_TO = 1024  # slots that are ranked by one launch
+_LIMITS = (FEW_TOKENS, RANK_UP_TO)
+MAX_ROWS = 2**30 - 1  # twice as many and one are an int32
+
+Tensors = Sequence[Tensor | None]
+
+
+class Counts(NamedTuple):
+    """The numbers of rows in a call: `rows` is the first extent of the first of `Operator.rows`."""
+
+    rows: int
+    others: tuple[int, ...] = ()  # multiples or divisors of it that rules look at too, such as slots for tokens
+    groups: int = 1  # that share the largest of these
+
+
+class Operator(NamedTuple):
+    """A kind of calls that has plans."""
+
+    name: str
+    planner: str  # the module of `kernels` that has `plan_<name>(builder, tensors, options)`
+    inputs: tuple[str, ...]
+    rows: tuple[str, ...]  # inputs whose first extent changes from call to call
+    counts: Callable[[Any, Any], Counts]  # of the tensors and the options
+
+    @property
+    def has_rows(self) -> tuple[bool, ...]:
+        return tuple(name in self.rows for name in self.inputs)
+
+
+def extent_class(n: int) -> tuple[int, ...]:
+    """What rules tell apart of a number of rows."""
+    return n.bit_length(), *(n > limit for limit in _LIMITS)
+
+
+def extent_bounds(n: int) -> tuple[int, int]:
+    """The smallest and the largest number of the class of `n`."""
+    low, high = (1 << n.bit_length()) >> 1, (1 << n.bit_length()) - 1
+    for limit in _LIMITS:
+        low, high = (max(low, limit + 1), high) if n > limit else (low, min(high, limit))
+    return low, high
+
+
+def rows_class(counts: Counts) -> tuple[int, ...]:
+    """What rules tell apart of the rows of a call."""
+    mean = max((counts.rows, *counts.others)) // max(counts.groups, 1)
+    classes = [part for n in (counts.rows, *counts.others) for part in extent_class(n)]
+    return (*classes, mean.bit_length())
+
+
+def rows_bounds(counts: Counts) -> tuple[int, int]:
+    """The smallest and the largest number of rows of a call with the same `rows_class`."""
+    n, groups = counts.rows, max(counts.groups, 1)
+    if n == 0:
+        return 0, 0
+    low, high = extent_bounds(n)
+    bounds = [(c, *extent_bounds(c)) for c in counts.others]
+    largest = max((n, *counts.others))
+    bits = (largest // groups).bit_length()
+    bounds.append((largest, groups * (1 << bits >> 1), (groups << bits) - 1))
+    for c, c_low, c_high in bounds:
+        low, high = max(low, -(-c_low * n // c)), min(high, c_high * n // c)
+    return low, high
+
+
+def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, ...]:
+    """Everything that a plan depends on, for the devices that the tensors are on; rows are in it by their class alone.
+
+    This is on the way of every call without a replay, where an attribute of a tensor takes some 0.1 us.
+    """
+    key: list[Any] = [operator.name, options, rows_class(operator.counts(tensors, options))]
+    for tensor, has_rows in zip(tensors, operator.has_rows, strict=True):
+        if tensor is None:
+            key.append(None)
+            continue
+        dtype, shape = tensor.dtype, tensor.shape
+        if dtype is torch.float32 and "tf32" not in key:
+            key += ["tf32", torch.backends.cuda.matmul.fp32_precision]
+        key += (
+            dtype,
+            shape[1:] if has_rows else shape,
+            tensor.stride(),
+            tensor.data_ptr() % 16 == 0,
+            tensor.get_device(),
+        )
+    return tuple(key)
+
+
+def portable(key: tuple[Any, ...]) -> str:
+    """A signature as text, without the devices' indices, which a process elsewhere may number otherwise."""
+    kept = [part for part in key if type(part) is not int]
+    return repr([list(part) if isinstance(part, torch.Size) else part for part in kept])
+
+
+def symbolic(operator: Operator, tensors: Tensors, options: Any) -> tuple[SymbolicTensor | None, ...]:
+    """What a planner is given for the tensors of a call."""
+    counts = operator.counts(tensors, options)
+    low, high = rows_bounds(counts)
+    made: list[SymbolicTensor | None] = []
+    for i, (tensor, has_rows) in enumerate(zip(tensors, operator.has_rows, strict=True)):
+        if tensor is None:
+            made.append(None)
+            continue
+        shape: list[Any] = list(tensor.shape)
+        if has_rows and shape[0] > 0:
+            n, rows = shape[0], max(counts.rows, 1)
+            shape[0] = SymbolicInt.extent(i, 0, low * n // rows, -(-high * n // rows))
+        aligned, device = tensor.data_ptr() % 16 == 0, tensor.device.type
+        made.append(SymbolicTensor(i, tensor.dtype, tuple(shape), tensor.stride(), aligned, device=device))
+    return tuple(made)

@@ -1,0 +1,471 @@
+"""Plans and binaries on disk, so that a new process compiles nothing and imports no compiler.
+
+    <folder>/<environment>/plans/<key>.json             a plan, and the SHA-256 of each binary that it launches
+    <folder>/<environment>/binaries/<key>.json          what Triton made of a kernel, and the SHA-256 of its code
+    <folder>/<environment>/binaries/<SHA-256>.cubin     its code
+    <folder>/libraries/<ABI>/<key>.json                 the SHA-256 of one of Triton's launchers, by that of its source
+    <folder>/libraries/<ABI>/<SHA-256>.so               a launcher, a C extension of one Python ABI
+
+The folder is MOE_KERNELS_CACHE_DIR, or else moe_kernels/compiled in the user's cache folder. Folders in
+MOE_KERNELS_CACHE_READONLY, and `compiled` in the installed package, are read after it and never written. An environment
+is a version of this package's kernels and of Triton and Helion; plans do not depend on PyTorch's version.
+
+Everything read is checked: folders and files may be writable by the user and root alone, links in them are not
+followed, contents have to match their SHA-256, and their file's name. What does not is ignored with one warning, and
+made again. Nothing is unpickled or evaluated. Files are replaced atomically, and no failure to read or write stops a
+call.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import json
+import os
+import re
+import stat
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moe_kernels.runtime.plan import Plan, plan_from_json
+from moe_kernels.runtime.targets import Gpu
+
+SCHEMA = 1
+_PACKAGE = Path(__file__).parent.parent
+_SOURCES = (
+    "glu.py",
+    "kernels",
+    "ops",
+    "rules",
+    "runtime/compile.py",
+    "runtime/plan.py",
+    "runtime/signature.py",
+    "runtime/symbolic.py",
+    "schedule.py",
+    "tuning/entries.py",
+)
+_LIMIT_MB = 2048
+_HELION = "1.5.0"  # assumed where none is installed: what was compiled elsewhere runs without it
+_EXTENSIONS = ("cubin", "hsaco", "spv", "so")
+_SHA256 = re.compile("[0-9a-f]{64}")
+_FOLDERS = re.compile("[0-9a-f]{16}(/(plans|binaries))?|libraries(/[^/]+)?")
+_ARGUMENT = re.compile(r"\*?\w+|tensordesc<\w+\[[\d, ]+\]>", re.ASCII)  # a type in Triton's words
+_DAMAGE = (LookupError, RecursionError, TypeError, ValueError)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What Triton made of a kernel for one specialization of its arguments."""
+
+    key: str
+    signature: tuple[str, ...]  # Triton's types of the arguments
+    constants: tuple[int, ...]  # the arguments that are compiled into it
+    metadata: str  # Triton's, as JSON
+    extension: str  # of `code`: "cubin", "hsaco", "spv"
+    code: bytes
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of all of it."""
+        parts = (self.key, *self.signature, *map(str, self.constants), self.metadata, self.extension)
+        return _sha256("\0".join(parts).encode() + b"\0" + self.code)
+
+    @property
+    def descriptors(self) -> Any:
+        """Triton's description of the arguments that are TMA descriptors."""
+        return json.loads(self.metadata).get("tensordesc_meta")
+
+
+class _Refused(Exception):
+    """A file, or the file or folder at `path`, may not be used; the text says why."""
+
+    def __init__(self, text: str, path: Path | None = None):
+        super().__init__(text)
+        self.path = path
+
+
+def folder() -> Path:
+    """Where plans and binaries are kept."""
+    if named := os.environ.get("MOE_KERNELS_CACHE_DIR"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "moe_kernels" / "compiled"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"moe_kernels-{os.getuid()}"
+
+
+def read_only_folders() -> list[Path]:
+    """Where they are looked for, too."""
+    named = os.environ.get("MOE_KERNELS_CACHE_READONLY", "")
+    return [Path(part) for part in named.split(os.pathsep) if part] + [_PACKAGE / "compiled"]
+
+
+def public_version(package: str) -> str | None:
+    """The version of an installed package without its local part, None if there is none."""
+    try:
+        return metadata.version(package).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def environment() -> str:
+    """The name of this environment's folder."""
+    parts = [f"{SCHEMA}", str(public_version("triton")), public_version("helion") or _HELION]
+    for name in _SOURCES:
+        path = _PACKAGE / name
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            parts += [file.name, file.read_text(encoding="utf-8")]
+    return _sha256("\0".join(parts).encode())[:16]
+
+
+def plan_key(signature: str, gpu: Gpu, tuned: str) -> str:
+    """The key of a plan: of a portable signature, a GPU model, and a digest of the tuned entries for it."""
+    return _sha256("\0".join((signature, repr(gpu), tuned)).encode())
+
+
+def read_plan(key: str, known: Mapping[str, Binary]) -> tuple[Plan, dict[str, Binary]] | None:
+    """A plan and its binaries, out of those `known` if they are among them; None if something is not there, or is not
+    as it was written.
+    """
+    name = f"{environment()}/plans/{key}.json"
+
+    def accept(_: Path, content: bytes) -> tuple[Plan, dict[str, str]]:
+        payload = _payload(name, content)
+        plan, digests = plan_from_json(payload["plan"]), dict(payload["binaries"])
+        if set(digests) != set(plan.binaries):
+            raise ValueError("a plan without its binaries' checksums")
+        return plan, digests
+
+    found = _find(name, accept)
+    if found is None:
+        return None
+    plan, digests = found
+    binaries: dict[str, Binary] = {}
+    for one, digest in digests.items():
+        binary = known.get(one)
+        if binary is None or binary.sha256 != digest:
+            binary = read_binary(one, digest)
+        if binary is None:
+            return None
+        binaries[one] = binary
+    return plan, binaries
+
+
+def write_plan(key: str, plan: Plan, binaries: Mapping[str, Binary]) -> None:
+    """Keep a plan whose binaries have been written."""
+    payload = {"plan": plan.to_json(), "binaries": {name: binaries[name].sha256 for name in plan.binaries}}
+    _write_payload(f"{environment()}/plans/{key}.json", payload)
+
+
+def read_binary(key: str, sha256: str | None = None) -> Binary | None:
+    """A binary, the one with this checksum if there is one given; None if it is not there, or not as it was written."""
+    place = f"{environment()}/binaries"
+    name = f"{place}/{key}.json"
+
+    def accept(root: Path, content: bytes) -> Binary:
+        record = _payload(name, content)
+        if not all(map(_ARGUMENT.fullmatch, record["signature"])) or {type(n) for n in record["constants"]} - {int}:
+            raise ValueError("no types of arguments")
+        binary = Binary(
+            key=key,
+            signature=tuple(record["signature"]),
+            constants=tuple(record["constants"]),
+            metadata=record["metadata"],
+            extension=record["extension"],
+            code=_read_code(root, place, record),
+        )
+        if sha256 not in (None, binary.sha256):
+            raise _Refused("is not the binary that its plan was made with")
+        return binary
+
+    return _find(name, accept)
+
+
+def write_binary(binary: Binary) -> Binary:
+    """Keep a binary, unless another process has kept one meanwhile; the one to use, which plans are to name.
+
+    Two compilations of one kernel may differ, in the paths of its debug information.
+    """
+    place = f"{environment()}/binaries"
+    record = {"signature": binary.signature, "constants": binary.constants, "metadata": binary.metadata}
+    if not _write_code(place, binary.code, binary.extension, record):
+        return binary
+    if not _write_payload(f"{place}/{binary.key}.json", record, replace=False):
+        if (other := read_binary(binary.key)) is not None:
+            return other
+        _write_payload(f"{place}/{binary.key}.json", record)
+    return binary
+
+
+def _libraries() -> str:
+    return f"libraries/{sysconfig.get_config_var('SOABI')}"
+
+
+def read_library(key: str) -> bytes | None:
+    """A launcher library of this Python's ABI, by the SHA-256 of its source."""
+    name = f"{_libraries()}/{key}.json"
+    return _find(name, lambda root, content: _read_code(root, _libraries(), _payload(name, content)))
+
+
+def write_library(key: str, content: bytes) -> None:
+    """Keep a launcher library."""
+    record: dict[str, Any] = {}
+    if _write_code(_libraries(), content, "so", record):
+        _write_payload(f"{_libraries()}/{key}.json", record)
+
+
+# What files hold
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _checksum(name: str, payload: Any) -> str:
+    """Of a payload, and of the name of its file: none passes for another's."""
+    return _sha256(json.dumps([name, payload], sort_keys=True, separators=(",", ":")).encode())
+
+
+def _payload(name: str, content: bytes) -> dict[str, Any]:
+    """What `_write_payload` has put into a file. Raises one of _DAMAGE if that is not what it holds."""
+    value = json.loads(content)
+    payload: dict[str, Any] = value["payload"]
+    if value["schema"] != SCHEMA or value["sha256"] != _checksum(name, payload):
+        raise ValueError("another schema or checksum")
+    return payload
+
+
+def _write_payload(name: str, payload: dict[str, Any], replace: bool = True) -> bool:
+    value = {"schema": SCHEMA, "sha256": _checksum(name, payload), "payload": payload}
+    return _write(name, json.dumps(value).encode(), replace)
+
+
+def _read_code(root: Path, place: str, record: Mapping[str, Any]) -> bytes:
+    """The code that a record names by its checksum. Raises as `_read`, or one of _DAMAGE."""
+    digest, extension = record["code"], record["extension"]
+    if not _SHA256.fullmatch(digest) or extension not in _EXTENSIONS:
+        raise ValueError("no checksum of code")
+    content = _read(root, f"{place}/{digest}.{extension}")
+    if _sha256(content) != digest:
+        raise ValueError("another checksum")
+    return content
+
+
+def _write_code(place: str, code: bytes, extension: str, record: dict[str, Any]) -> bool:
+    """Write code under its checksum, so that no other writer replaces it; `record` is to name it."""
+    record |= {"code": _sha256(code), "extension": extension}
+    return _write(f"{place}/{record['code']}.{extension}", code)
+
+
+# Files
+
+
+def _find(name: str, accept: Callable[[Path, bytes], _T]) -> _T | None:
+    """What `accept(root, content)` makes of a file, of the first folder where it may be used and checks out."""
+    for root in (folder(), *read_only_folders()):
+        try:
+            return accept(root, _read(root, name))
+        except FileNotFoundError:
+            continue
+        except _Refused as error:
+            _warn(error.path or root / name, str(error))
+        except OSError as error:
+            _warn(root / name, f"cannot be read ({error.strerror or error})")
+        except _DAMAGE:
+            _warn(root / name, "is damaged, or of another version")
+    return None
+
+
+def _read(root: Path, name: str) -> bytes:
+    _check(root, name)
+    path = root / name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _Refused("is a symbolic link", path) from error
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _Refused("is no regular file", path)
+        _check_owner(path, status)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def _check(root: Path, name: str) -> None:
+    """Raise _Refused unless only the user and root can replace the file; FileNotFoundError if there is no folder."""
+    _check_folder(os.path.abspath(root))
+    path = root
+    for part in Path(name).parent.parts:
+        path = path / part
+        _check_owner(path, os.lstat(path))
+
+
+@functools.lru_cache(256)
+def _check_folder(root: str) -> None:
+    path = Path(os.path.realpath(root))
+    _check_owner(path, os.stat(path))
+    for parent in path.parents:
+        _check_owner(parent, os.stat(parent), is_parent=True)
+
+
+def _check_owner(path: Path, status: os.stat_result, is_parent: bool = False) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise _Refused("is a symbolic link", path)
+    if status.st_uid not in (0, os.getuid()):
+        raise _Refused("belongs to another user", path)
+    # In a folder with the sticky bit, as /tmp, others cannot rename what is not theirs.
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (is_parent and status.st_mode & stat.S_ISVTX):
+        raise _Refused("can be written to by others (chmod go-w)", path)
+
+
+def _write(name: str, content: bytes, replace: bool = True) -> bool:
+    """Write a file of the store atomically; False, with a warning, if that is not possible, and without one if there
+    is such a file and it is not to be replaced.
+    """
+    root = folder()
+    temporary = None
+    try:
+        with suppress(FileNotFoundError):
+            _check(root, name)
+        _make_folder((root / name).parent)
+        _check(root, name)
+        temporary = f"{root / name}.{os.urandom(8).hex()}.tmp"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        finally:
+            os.close(descriptor)
+        if not _move(temporary, root / name, replace):
+            return False
+    except _Refused as error:
+        _warn(error.path or root, str(error))
+        return False
+    except OSError as error:
+        _warn(root, f"cannot be written to ({error.strerror or error})")
+        return False
+    finally:
+        if temporary is not None:
+            _remove(temporary)
+    _keep_within_limit(len(content))
+    return True
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder and those above it, none of which others may write to, whatever the umask."""
+    for part in reversed([part for part in (path, *path.parents) if not os.path.lexists(part)]):
+        with suppress(FileExistsError):
+            os.mkdir(part, 0o755)
+
+
+def _move(temporary: str, path: Path, replace: bool) -> bool:
+    """Give a file its name; False if there is one of this name, and it is not to be replaced."""
+    if not replace:
+        try:
+            os.link(temporary, path)  # unlike a replacement, it fails if there is one
+            return True
+        except FileExistsError:
+            return False
+        except OSError:  # there are file systems without links
+            pass
+    os.replace(temporary, path)
+    return True
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
+
+
+_written = 0
+
+
+def _keep_within_limit(size: int) -> None:
+    """Remove the oldest files when more than MOE_KERNELS_CACHE_LIMIT_MB are kept; looked at now and then."""
+    global _written
+    limit = limit_mb() << 20
+    first, _written = _written == 0, _written + size
+    if not first and _written < limit >> 4:
+        return
+    _written = 1
+    files = sorted(_files(folder()), key=lambda entry: entry[1].st_mtime)
+    total = sum(status.st_size for _, status in files)
+    for path, status in files:
+        if total <= limit:
+            break
+        _remove(path)
+        total -= status.st_size
+
+
+def limit_mb() -> int:
+    """The most that is kept on disk, in MiB."""
+    try:
+        return max(1, int(os.environ["MOE_KERNELS_CACHE_LIMIT_MB"]))
+    except (KeyError, ValueError):
+        return _LIMIT_MB
+
+
+def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """The store's own files in a folder, in which there may be others."""
+    for parent, folders, names in os.walk(root):
+        place = os.path.relpath(parent, root)
+        folders[:] = [name for name in folders if _FOLDERS.fullmatch(os.path.normpath(f"{place}/{name}"))]
+        for name in names:
+            if "/" in place and _SHA256.match(name):
+                with suppress(OSError):
+                    yield os.path.join(parent, name), os.lstat(os.path.join(parent, name))
+
+
+def contents(root: Path) -> dict[str, tuple[int, int]]:
+    """By kind, and "other versions": how many plans, binaries and libraries `root` has, and their bytes."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, status in _files(root):
+        top, inner, _ = Path(path).relative_to(root).parts
+        kind = top if top == "libraries" else inner if top == environment() else "other versions"
+        count, size = found.get(kind, (0, 0))
+        found[kind] = (count + path.endswith(".json"), size + status.st_size)
+    return found
+
+
+def clear() -> int:
+    """Remove all plans, binaries and libraries of the writable folder; how many files there were."""
+    count = 0
+    for path, _ in list(_files(folder())):
+        _remove(path)
+        count += not path.endswith(".tmp")
+    return count
+
+
+_warned: set[str] = set()
+
+
+def _warn(path: Path, trouble: str) -> None:
+    """Warn, once for all files with the same trouble."""
+    if trouble not in _warned:
+        _warned.add(trouble)
+        text = f"moe_kernels keeps what it compiles on disk, but {path} {trouble}: it is not used"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def forget() -> None:
+    """Read the environment anew, and warn again: for tests, and after the files of tuned configs changed."""
+    environment.cache_clear()
+    _check_folder.cache_clear()
+    _warned.clear()

@@ -1,0 +1,253 @@
+"""Integers and tensors of which only a call knows the values: what a planner computes with.
+
+A plan is made for a kind of call. What calls of a kind may differ in is the number of rows, and where memory lies. So
+an extent is an int, or a `SymbolicInt` with bounds, and a tensor is a `SymbolicTensor`, which has no memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+INT32_MAX = 2**31 - 1
+Int = "int | SymbolicInt"
+
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "//": lambda a, b: a // b,
+    "|": lambda a, b: a | b,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SymbolicInt:
+    """`("extent", i, dim)`, an extent of a plan's i-th input, or `(operation, a, b)`; at least 0.
+
+    Arithmetic gives another one. Comparing raises TypeError, because a plan must not depend on the value.
+    """
+
+    op: str
+    args: tuple[Any, Any]
+    least: int
+    most: int
+
+    @classmethod
+    def extent(cls, tensor: int, dim: int, least: int, most: int) -> SymbolicInt:
+        return cls("extent", (tensor, dim), least, most)
+
+    def __add__(self, other: Any) -> SymbolicInt:
+        return _operation("+", self, other)
+
+    def __sub__(self, other: Any) -> SymbolicInt:
+        return _operation("-", self, other)
+
+    def __mul__(self, other: Any) -> SymbolicInt:
+        return _operation("*", self, other)
+
+    def __floordiv__(self, other: Any) -> SymbolicInt:
+        return _operation("//", self, other)
+
+    def __or__(self, other: Any) -> SymbolicInt:
+        return _operation("|", self, other)
+
+    def __radd__(self, other: Any) -> SymbolicInt:
+        return _operation("+", other, self)
+
+    def __rmul__(self, other: Any) -> SymbolicInt:
+        return _operation("*", other, self)
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(f"a plan cannot depend on the value of {self}")
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"a plan cannot depend on the value of {self}")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return text(self, lambda i, dim: f"extent({i}, {dim})")
+
+    def to_json(self) -> list[Any]:
+        return [self.op, *(x.to_json() if isinstance(x, SymbolicInt) else x for x in self.args)]
+
+
+def _operation(op: str, a: Any, b: Any) -> SymbolicInt:
+    for x in (a, b):
+        if not isinstance(x, SymbolicInt) and (type(x) is not int or x < 0):
+            raise TypeError(f"{op}: expected an integer of at least 0, got {x!r}")
+    if op == "*" and 1 in [x for x in (a, b) if type(x) is int]:
+        same: SymbolicInt = b if type(a) is int else a
+        return same
+    least_first = (least(b), most(b)) if op not in ("-", "//") else (most(b), least(b))
+    bounds = [_OPERATIONS[op](f(a), x) for f, x in zip((least, most), least_first, strict=True)]
+    if op == "|":  # it does not rise with its operands: 3 | 4 is more than 4 | 4
+        bounds = [max(least(a), least(b)), (1 << max(most(a), most(b)).bit_length()) - 1]
+    return SymbolicInt(op, (a, b), *bounds)
+
+
+def least(n: Any) -> int:
+    """The smallest value that `n` can have."""
+    return n.least if isinstance(n, SymbolicInt) else int(n)
+
+
+def most(n: Any) -> int:
+    """The largest value that `n` can have."""
+    return n.most if isinstance(n, SymbolicInt) else int(n)
+
+
+def text(n: Any, extent: Callable[[int, int], str]) -> str:
+    """The Python expression of `n`, in which `extent` names the extents."""
+    if not isinstance(n, SymbolicInt):
+        return str(int(n))
+    if n.op == "extent":
+        return extent(*n.args)
+    return f"({text(n.args[0], extent)} {n.op} {text(n.args[1], extent)})"
+
+
+def int_to_json(n: Any) -> Any:
+    return n.to_json() if isinstance(n, SymbolicInt) else int(n)
+
+
+def int_from_json(value: Any) -> Any:
+    """Inverse of `int_to_json`, less the bounds.
+
+    Raises:
+        ValueError: anything else than validated integers and the operations of `SymbolicInt`.
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, list) and len(value) == 3:
+        op, *args = value
+        if op == "extent" and all(type(x) is int and 0 <= x < 64 for x in args):
+            return SymbolicInt.extent(args[0], args[1], 0, 0)
+        if isinstance(op, str) and op in _OPERATIONS:
+            return SymbolicInt(op, (int_from_json(args[0]), int_from_json(args[1])), 0, 0)
+    raise ValueError(f"no integer expression: {value!r}")
+
+
+def contiguous_strides(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, as PyTorch has them; all extents but the first have to be known."""
+    return tuple(math.prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class SymbolicTensor:
+    """A tensor of a plan: the variable that holds it, and where in its memory this view begins.
+
+    A planner makes views of it as of a `torch.Tensor`, and Helion's generated host functions take it in place of one.
+    """
+
+    variable: int  # the plan's numbering: inputs first
+    dtype: torch.dtype
+    shape: tuple[Any, ...]  # int or SymbolicInt
+    strides: tuple[int, ...]
+    aligned: bool  # to 16 bytes
+    offset: int = 0  # in bytes from the variable's address; below 0 only for `tma_clipped`
+    tma_clipped: bool = False  # read or written out of bounds on purpose; TMA returns zeros, or writes nothing
+    few_groups: bool = False  # kernels are compiled for at most two of the first extent
+    example_shape: tuple[int, ...] | None = None  # what kernels are compiled for, in place of the shape
+    device: str = field(default="cuda", repr=False)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self.strides if dim is None else self.strides[dim]
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def mT(self) -> SymbolicTensor:
+        return self.transpose(-2, -1)
+
+    def transpose(self, a: int, b: int) -> SymbolicTensor:
+        shape, strides = list(self.shape), list(self.strides)
+        shape[a], shape[b], strides[a], strides[b] = shape[b], shape[a], strides[b], strides[a]
+        return replace(self, shape=tuple(shape), strides=tuple(strides))
+
+    def narrow(self, dim: int, start: int, length: Any) -> SymbolicTensor:
+        shape = list(self.shape)
+        shape[dim] = length
+        return self.as_strided(shape, self.strides, start * self.strides[dim])
+
+    def __getitem__(self, index: tuple[Any, slice]) -> SymbolicTensor:
+        """`[..., start::2]`, of a last extent that is even."""
+        _, every_other = index
+        start = every_other.start or 0
+        assert index[0] is Ellipsis and every_other == slice(every_other.start, None, 2)
+        shape, strides = [*self.shape[:-1], self.shape[-1] // 2], [*self.strides[:-1], 2 * self.strides[-1]]
+        return self.as_strided(shape, strides, start * self.strides[-1])
+
+    def unsqueeze(self, dim: int) -> SymbolicTensor:
+        shape, strides = list(self.shape), list(self.strides)
+        strides.insert(dim, shape[dim] * strides[dim] if dim < len(shape) and type(shape[dim]) is int else 1)
+        shape.insert(dim, 1)
+        return replace(self, shape=tuple(shape), strides=tuple(strides))
+
+    def unflatten(self, dim: int, sizes: tuple[int, int]) -> SymbolicTensor:
+        outer, inner = sizes
+        shape, strides = list(self.shape), list(self.strides)
+        shape[dim : dim + 1] = (outer, inner)
+        strides[dim : dim + 1] = (inner * strides[dim], strides[dim])
+        return replace(self, shape=tuple(shape), strides=tuple(strides))
+
+    def select(self, dim: int, index: int) -> SymbolicTensor:
+        kept = [i for i in range(self.dim()) if i != dim]
+        shape, strides = [self.shape[i] for i in kept], [self.strides[i] for i in kept]
+        return self.as_strided(shape, strides, index * self.strides[dim])
+
+    def flatten(self) -> SymbolicTensor:
+        """One dimension; for contiguous tensors."""
+        n: Any = 1
+        for size in self.shape:
+            n = size * n
+        return self.as_strided([n], [1], 0)
+
+    def as_strided(self, shape: Sequence[Any], strides: Sequence[int], first: int) -> SymbolicTensor:
+        """The view that begins `first` elements into this one."""
+        moved = first * self.element_size()
+        aligned = self.aligned and moved % 16 == 0
+        return replace(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + moved, aligned=aligned)
+
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those of a new tensor, dimensions of size 1 aside."""
+        expected = contiguous_strides(self.shape)
+        return all(
+            size_is_one(size) or stride == wanted
+            for size, stride, wanted in zip(self.shape, self.strides, expected, strict=True)
+        )
+
+
+def size_is_one(n: Any) -> bool:
+    """Whether an extent is known to be 1."""
+    return type(n) is int and n == 1
+
+
+def extent(tensor: SymbolicTensor) -> int:
+    """The distance in elements from the first to the last element of `tensor` in memory, at most."""
+    return sum((max(most(size), 1) - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+
+
+def needs_int64(*tensors: SymbolicTensor | None) -> bool:
+    """Whether an offset in elements into one of `tensors` does not fit into 32 bits."""
+    return any(x is not None and extent(x) > INT32_MAX for x in tensors)
+
+
+def value(n: Any, extents: Sequence[Sequence[int]]) -> int:
+    """`n` where the inputs have these extents."""
+    if not isinstance(n, SymbolicInt):
+        return int(n)
+    if n.op == "extent":
+        tensor, dim = n.args
+        return int(extents[tensor][dim])
+    return int(_OPERATIONS[n.op](*(value(x, extents) for x in n.args)))

@@ -1,0 +1,87 @@
+"""What a GPU has that kernels are chosen and compiled for."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+INTERPRETED_WORKERS = 4
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU model. `arch` is Triton's name for what code is generated for."""
+
+    name: str  # as the driver gives it
+    backend: str  # Triton's: "cuda", "hip" or "xpu"; "interpreter" for its interpreter on a CPU
+    arch: int | str
+    multiprocessors: int
+    shared_memory: int  # bytes that a program can have
+    slow_memory: bool = False  # weights come slowly, for what it multiplies: an H100 reads 3.35 TB/s, an H200 4.8
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """NVIDIA's compute capability; (0, 0) elsewhere."""
+        return divmod(self.arch, 10) if isinstance(self.arch, int) else (0, 0)
+
+    @property
+    def has_tma(self) -> bool:
+        return self.backend == "cuda" and self.capability >= (9, 0)
+
+    @property
+    def warp_size(self) -> int:
+        return 64 if self.backend == "hip" else 32
+
+    @property
+    def device_type(self) -> str:
+        """PyTorch's."""
+        return {"interpreter": "cpu", "xpu": "xpu"}.get(self.backend, "cuda")
+
+
+# Those that `compile --gpu` knows without having one.
+KNOWN = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", "cuda", 80, 108, 166912),
+    "l40s": Gpu("NVIDIA L40S", "cuda", 89, 142, 101376),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", "cuda", 90, 132, 232448, slow_memory=True),
+    "h200": Gpu("NVIDIA H200", "cuda", 90, 132, 232448),
+    "b200": Gpu("NVIDIA B200", "cuda", 100, 148, 232448),
+    "rtx-pro-6000": Gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", "cuda", 120, 188, 101376),
+}
+INTERPRETER = Gpu("interpreter", "interpreter", "cpu", INTERPRETED_WORKERS, 1 << 30)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def of_device(kind: str, index: int) -> Gpu:
+    """The model of a device that this process has, by PyTorch's type and index; the interpreter if that is on."""
+    if kind == "cpu" or interpreted():
+        return INTERPRETER
+    if kind == "xpu":
+        xpu = torch.xpu.get_device_properties(index)
+        return Gpu(xpu.name, "xpu", str(xpu.architecture), int(xpu.gpu_subslice_count), 1 << 17)
+    found: Any = torch.cuda.get_device_properties(index)
+    count = int(found.multi_processor_count)
+    if torch.version.hip is not None:
+        return Gpu(found.name, "hip", found.gcnArchName.split(":")[0], count, 65536)
+    kilobits = 2 * found.memory_clock_rate * found.memory_bus_width  # a second: two on each line and clock
+    return Gpu(
+        name=found.name,
+        backend="cuda",
+        arch=10 * found.major + found.minor,
+        multiprocessors=count,
+        shared_memory=int(found.shared_memory_per_block_optin),
+        slow_memory=bool(0 < kilobits < 8 * 4e9) and (found.major, found.minor) >= (9, 0),  # 0 is unknown
+    )
+
+
+def of_tensor(tensor: torch.Tensor) -> Gpu:
+    """The model of the GPU that `tensor` is on; the interpreter for a CPU."""
+    return of_device(tensor.device.type, tensor.device.index or 0)

@@ -1,0 +1,1 @@
+"""Configs tuned for a GPU: the search for them, and their files."""

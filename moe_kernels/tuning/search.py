@@ -1,0 +1,751 @@
+"""`python -m moe_kernels tune`: search configs for the layers of a model on this GPU, and keep them as data.
+
+A task of any operator gives a problem, choices to try for it, and what calls it under a choice. The choices are timed
+in turns. Then come those that are near to the fastest, or what Helion's autotuner finds from there within its share of
+the time, over several routings at once. The best take turns with the rule's config once more. The fastest is kept if
+it is faster than the rule's; else the rule's is, so that the next process knows that this was looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from moe_kernels import rules
+from moe_kernels.models import MODELS, gemms, positive, shape
+from moe_kernels.ops.batched import UNIFORM_GROUPED_GEMM, VariedLaunch, varied_launch
+from moe_kernels.ops.products import GROUPED_GEMM
+from moe_kernels.packing import group_offsets_from_sizes
+from moe_kernels.rules import uniform, varied
+from moe_kernels.rules.config import Config
+from moe_kernels.runtime import cache, targets, torch_internals
+from moe_kernels.runtime.plan import Builder, Request
+from moe_kernels.runtime.signature import Operator, symbolic
+from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, value
+from moe_kernels.testing import SizeKind, group_sizes_for, make_inputs
+from moe_kernels.timing import Call, gpu_is_lost, interleaved
+from moe_kernels.tuning import entries
+from moe_kernels.tuning.entries import Bucket, Entry
+
+if TYPE_CHECKING:
+    import helion
+
+TOKENS = (16, 512, 8192)
+ROUTINGS: tuple[SizeKind, ...] = ("softmax", "zipf", "uniform")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+GAIN = 1.01  # a config has to be this much faster than the rule's to replace it
+FIRST_ROUNDS, ROUNDS = 7, 21
+_FINALISTS = 5
+_LEAST_SEARCH = 20  # seconds; what Helion's first round of configs takes
+
+HELP = """\
+Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU, and writes it, or the
+rule's where none is faster, to <out>/<gpu>.json, where the next process finds it. Needs a CUDA GPU that nothing else
+uses.
+
+The time is split evenly over what is left to do. Each problem first tries neighbours of the rule's config, then
+Helion's own autotuner from the best of them, with softmax-skewed, zipf-skewed and uniform routing at once, and last
+times the winner in turns with the rule's config. Helion looks at the clock between rounds only, so a problem may take
+a minute longer than its share. What the file has for these versions of triton and helion is skipped (--force does it
+anew), and Ctrl-C keeps what is done, so a search can be continued by the same command. With --op uniform or varied a
+grid of configs (and torch.bmm) takes turns, in place of a search.
+
+Exits with 0 when all is done or the time is spent, 2 without a GPU or on wrong arguments, 130 after Ctrl-C, otherwise
+with 1."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem to tune."""
+
+    G: int
+    M: int
+    N: int
+    K: int
+    dtype: str
+    transposed: bool
+    op: str = "grouped_gemm"  # for "uniform" and "varied" M is the rows of each group or product
+
+    def __str__(self) -> str:
+        layout = "[G, N, K] transposed" if self.transposed else "[G, K, N]"
+        return f"{self.op} G={self.G} M={self.M} N={self.N} K={self.K} {self.dtype}, B {layout}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tune`."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", choices=MODELS, help="both GEMMs of this model's experts, for several token counts")
+    what.add_argument(
+        "--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="groups, rows in all, columns, contraction"
+    )
+    parser.add_argument(
+        "--op",
+        choices=WORKLOADS,
+        default="grouped_gemm",
+        help="what --shapes are of; for the last two G products of one size, and M is the rows of each",
+    )
+    parser.add_argument(
+        "--tokens", nargs="+", type=positive, default=list(TOKENS), help="of --model (default: 16 512 8192)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument(
+        "--layout",
+        choices=("gnk", "gkn", "both"),
+        default="gnk",
+        help="how B lies in memory: [G, N, K] viewed transposed, as modules hold their weights (default), or [G, K, N]",
+    )
+    parser.add_argument("--budget", type=seconds, default=600.0, help="for all of it: 90s, 10m (default) or 2h")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the user's cache folder, see `info`")
+    parser.add_argument("--force", action="store_true", help="tune again what is already there")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; the exit code."""
+    if (reason := _no_gpu()) is not None:
+        print(f"tune needs a CUDA GPU: {reason}.", file=sys.stderr)
+        return 2
+    if options.model and options.op != "grouped_gemm":
+        print(f"--model has shapes for grouped_gemm, not for {options.op}: give --shapes.", file=sys.stderr)
+        return 2
+    warnings.filterwarnings("ignore", "moe_kernels: no config has been tuned")
+    device = torch.device("cuda", torch.cuda.current_device())
+    gpu = targets.of_device(device.type, device.index).name
+    file = entries.file_in(options.out or entries.cache_folder(), gpu)
+    return tune(tasks(options), file, gpu, device, options.budget, options.force)
+
+
+def tasks(options: argparse.Namespace) -> list[Task]:
+    """What the command line asks for, no problem twice."""
+    shapes: list[tuple[int, int, int, int]] = options.shapes or []
+    if options.model:
+        H, width, E, top_k = MODELS[options.model]
+        shapes = [(E, tokens * top_k, N, K) for tokens in options.tokens for N, K in gemms(H, width).values()]
+    layouts = {"gkn": (False,), "gnk": (True,), "both": (False, True)}[options.layout]
+    return list(dict.fromkeys(Task(*shape, options.dtype, t, options.op) for shape in shapes for t in layouts))
+
+
+def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budget: float, force: bool = False) -> int:
+    """Tune `todo` within `budget` seconds and write each result to `file` at once; the exit code."""
+    begun = time.monotonic()
+    deadline = begun + budget
+    print(f"Tuning {len(todo)} problems for {gpu} within {_duration(budget)}, into {file}", flush=True)
+    failed = 0
+    try:
+        for i, task in enumerate(todo):
+            name = f"[{i + 1}/{len(todo)}] {task}"
+            if not force and (known := _known(task, file, gpu, device)) is not None:
+                print(f"{name}: there already, {known.us:.1f} us (--force tunes it again)", flush=True)
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                print(f"The time is spent; {len(todo) - i} problems are left. The same command goes on.")
+                break
+            share = left / (len(todo) - i)
+            print(f"{name}: {_duration(share)} of the {_duration(left)} that are left", flush=True)
+            try:
+                entry = tune_one(task, device, share)
+            except Exception as error:
+                failed += 1
+                print(f"  failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                if gpu_is_lost(device):
+                    print("  The GPU does not answer any more. The same command goes on.", file=sys.stderr)
+                    break
+                continue
+            entries.write(file, gpu, [entry])
+            print(
+                f"  {entry.us:.1f} us, the rule's config {entry.rule_us:.1f} us "
+                f"({entry.rule_us / entry.us:.3f} times as fast): {entry.kernel}, block_m {entry.block_m}, "
+                f"{entry.config}",
+                flush=True,
+            )
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. What is done is in {file}; the same command goes on.", file=sys.stderr)
+        return 130
+    cache.reload()
+    print(f"{_duration(time.monotonic() - begun)} in all. Entries are in {file}.")
+    return int(failed > 0)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a task's operator has to be known of. Choices are those of its rules."""
+
+    problem: Any
+    rows: int  # in all
+    choices: Sequence[Any]  # to try; the first is the rule's
+    calls: Callable[[Any], Sequence[Call]]  # under a choice, one for each routing; each returns the result
+    near: Callable[[Sequence[Any], float], Iterable[Any]]  # more to try until then, by those that work, fastest first
+    stored: Callable[[Any], dict[str, Any]]  # what an entry has of a choice: kernel, block_m, tma and config
+
+
+def tune_one(task: Task, device: torch.device, share: float) -> Entry:
+    """The best entry for `task` that is found in about `share` seconds."""
+    until = time.monotonic() + share
+    work = WORKLOADS[task.op](task, device)
+    turns = Turns(work, device, until)
+    turns.add(work.choices, at_least=3)
+    times = turns.times(FIRST_ROUNDS)
+    best = sorted(times, key=lambda i: times[i])
+    if best:
+        of = work.stored(turns.choices[best[0]])
+        by_rule = f"{times[0]:.1f} us" if 0 in times else "does not work"
+        print(f"  {of['kernel']}, block_m {of['block_m']}: {times[best[0]]:.1f} us; the rule's config: {by_rule}")
+    found = turns.add(work.near([turns.choices[i] for i in best], until), at_least=1)
+    times = turns.times(ROUNDS, [0, *best[:_FINALISTS], *found])
+    if not times:
+        raise RuntimeError("no config works, not even the rule's")
+    winner = min(times, key=lambda i: times[i])
+    rule_us = times.get(0, times[winner])
+    if 0 in times and times[winner] * GAIN > rule_us:
+        winner = 0
+    return Entry(
+        bucket=bucket(task, device),
+        us=round(times[winner], 2),
+        rule_us=round(rule_us, 2),
+        M=work.rows,
+        versions=entries.installed_versions(),
+        date=datetime.date.today().isoformat(),
+        command=command(task),
+        **work.stored(turns.choices[winner]),
+    )
+
+
+class Turns:
+    """Choices by number, and calls of those that work, which can take turns."""
+
+    def __init__(self, work: Workload, device: torch.device, until: float):
+        self.work, self.device, self.until = work, device, until
+        self.choices: list[Any] = []
+        self.calls: dict[int, Sequence[Call]] = {}
+        self.expected: list[Tensor] = []
+
+    def add(self, choices: Iterable[Any], at_least: int) -> list[int]:
+        """Make calls of those that are new; the numbers of those that work, and have the result of the first that did.
+
+        The first `at_least` are looked at even if the time is spent.
+        """
+        listed = list(unique(choices, self.work.stored, known=self.choices))
+        added = []
+        for i, choice in enumerate(listed):
+            if i >= at_least and time.monotonic() > self.until:
+                print(f"  the time is spent: {len(listed) - i} of {len(listed)} configs are not looked at")
+                break
+            self.choices.append(choice)
+            try:
+                calls = self._checked(choice)
+            except Exception as error:
+                of, reason = self.work.stored(choice), str(error).split("\n")[0][:200]
+                print(f"  does not work: {of['kernel']}, {of['config']} ({type(error).__name__}: {reason})", flush=True)
+                if gpu_is_lost(self.device):
+                    raise
+            else:
+                added.append(len(self.choices) - 1)
+                self.calls[added[-1]] = calls
+        return added
+
+    def _checked(self, choice: Any) -> Sequence[Call]:
+        with _poisoned():
+            outs = [call() for call in self.work.calls(choice)]
+        for out, right in zip(outs, self.expected or outs, strict=True):
+            check_close(out, right)
+        self.expected = self.expected or [out.clone() for out in outs]
+        calls = self.work.calls(choice)
+        for call in calls:
+            call()
+        return calls
+
+    def times(self, rounds: int, numbers: Iterable[int] | None = None) -> dict[int, float]:
+        """By number: a call's microseconds, the geometric mean over the routings of medians, all in turns."""
+        chosen = [i for i in dict.fromkeys(self.calls if numbers is None else numbers) if i in self.calls]
+        calls = {(i, j): call for i in chosen for j, call in enumerate(self.calls[i])}
+        medians = interleaved(calls, rounds, self.device)
+        return {i: geometric_mean(us for (k, _), us in medians.items() if k == i) for i in chosen}
+
+
+@contextmanager
+def _poisoned() -> Iterator[None]:
+    """In here, plans are made whose new tensors hold NaN, so that what a config leaves out shows."""
+    allocator = torch_internals.allocator
+
+    def poisoned(device: torch.device) -> Callable[..., Tensor]:
+        allocate = allocator(device)
+
+        def allocated(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            made = allocate(shape, strides, dtype)
+            return made.fill_(math.nan) if dtype.is_floating_point else made
+
+        return allocated
+
+    with mock.patch.object(torch_internals, "allocator", poisoned):
+        yield
+
+
+def check_close(actual: Any, expected: Any) -> None:
+    """Raise AssertionError if one config's result differs from another's by more than roundings.
+
+    Helion compares the result, and then all arguments, of which `out` is the only one that changes and is the result.
+    """
+    if not isinstance(actual, Tensor):
+        return
+    tolerance = max(4 * torch.finfo(actual.dtype).eps, 1e-4)
+    allowed = expected.abs().float().add_(1).mul_(tolerance)
+    if not bool(((actual.float() - expected).abs_() <= allowed).all()):
+        raise AssertionError("the result differs from that of the rule's config")
+
+
+def unique(choices: Iterable[Any], stored: Callable[[Any], dict[str, Any]], known: Iterable[Any] = ()) -> Iterator[Any]:
+    """Each choice once, whatever its source, and none of those `known`."""
+    seen = {json.dumps(stored(choice), sort_keys=True) for choice in known}
+    for choice in choices:
+        key = json.dumps(stored(choice), sort_keys=True)
+        if key not in seen:
+            seen.add(key)
+            yield choice
+
+
+def asked(operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Any:
+    """The problem that a rule is asked for in a plan of `operator`; nothing is compiled."""
+    first = next(x for x in tensors if x is not None)
+    with rules.record() as made:
+        cache.sketch(operator, symbolic(operator, tensors, options), options, targets.of_tensor(first))
+    return made[0][0]
+
+
+def run_under(choice: Any, operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Callable[..., Any]:
+    """What runs calls like this one under `choice`; no other call finds it."""
+    with cache.set_aside(), rules.force(choice):
+        return cache.find(operator, tensors, options)
+
+
+# Grouped products: neighbours of the rule's config, and Helion's autotuner.
+
+
+class Inputs:
+    """The tensors of a task: one A_packed and B, and the offsets of each routing."""
+
+    def __init__(self, task: Task, device: torch.device):
+        dtype = DTYPES[task.dtype]
+        sizes = [group_sizes_for(kind, task.G, task.M) for kind in ROUTINGS]
+        self.A, self.B, _ = make_inputs(
+            sizes[0], task.N, task.K, dtype=dtype, device=device, transposed=task.transposed
+        )
+        self.offsets = [group_offsets_from_sizes(torch.tensor(s, dtype=torch.int32, device=device)) for s in sizes]
+        # A variant for which one weight is no dense product.
+        self.options = (dtype, "persistent")
+
+    def tensors(self) -> list[tuple[Tensor, Tensor, Tensor, None]]:
+        """The arguments of a call, for each routing."""
+        return [(self.A, self.B, offsets, None) for offsets in self.offsets]
+
+
+def grouped_workload(task: Task, device: torch.device) -> Workload:
+    """That of `grouped_gemm`."""
+    G, M = fitting_groups(task, device)
+    if (G, M) != (task.G, task.M):
+        print(f"  as G={G} M={M}, for which the weights fit")
+    inputs = Inputs(replace(task, G=G, M=M), device)
+    problem = replace(asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options), transposed=task.transposed)
+
+    def near(best: Sequence[rules.Choice], until: float) -> list[rules.Choice]:
+        # `jagged_tails` has one config, which another kernel's has to be better than.
+        start = next((choice for choice in best if choice.variant != "tails"), None)
+        if start is None:
+            return []
+        seeds = [start, *neighbours(start, problem)]
+        budget = int(0.75 * (until - time.monotonic())) - 10  # Helion exceeds its budget by up to one round
+        if budget < _LEAST_SEARCH:
+            print("  too little time for Helion's autotuner: only neighbours of that config")
+            return seeds
+        print(f"  Helion's autotuner, from {len(seeds)} configs: {_duration(budget)}", flush=True)
+        try:
+            return [search(problem, seeds, inputs, budget)]
+        except Exception as error:
+            print(f"  Helion's autotuner failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            if gpu_is_lost(device):
+                raise
+            return []
+
+    return Workload(
+        problem=problem,
+        rows=M,
+        choices=[rules.rule(problem), rules.choose(problem), *alternatives(problem)],
+        calls=lambda choice: calls_under(choice, inputs),
+        near=near,
+        stored=stored,
+    )
+
+
+def calls_under(choice: rules.Choice, inputs: Inputs) -> list[Call]:
+    """Calls of `grouped_gemm` under `choice`, one for each routing."""
+    run = run_under(choice, GROUPED_GEMM, inputs.tensors()[0], inputs.options)
+    return [partial(run, *tensors) for tensors in inputs.tensors()]
+
+
+def stored(choice: rules.Choice) -> dict[str, Any]:
+    """What an entry has of a choice for `grouped_gemm`."""
+    config = concise(choice.config.config)
+    return {"kernel": choice.variant, "block_m": choice.block_m, "tma": choice.addressing.tma, "config": config}
+
+
+def alternatives(problem: rules.Problem) -> list[rules.Choice]:
+    """The rule's choices for `problem` at other heights, and by the other kernel."""
+    found = [rules.rule(problem, "persistent", block_m) for block_m in (64, 128) if problem.rows >= 32]
+    tails = rules.rule(problem, "tails")
+    found += [tails] if problem.rows >= 32 and tails.addressing.tma_out else []
+    by_rule = rules.rule(problem, "basic").block_m
+    heights = {by_rule // 2, by_rule, by_rule * 2} & {16, 32, 64, 128}
+    found += [rules.rule(problem, "basic", block_m) for block_m in sorted(heights)]
+    return [choice for choice in found if rules.why_illegal(choice, problem) is None]
+
+
+def neighbours(choice: rules.Choice, problem: rules.Problem) -> list[rules.Choice]:
+    """Configs near that of `choice`, of the same kernel and height."""
+    values: dict[str, Any] = choice.config.config
+    n, k = (0 if choice.variant == "persistent" else 1), -1
+    found = [_with(choice, l2_groupings=[size]) for size in (1, 4, 8, 16)]
+    found += [_with(choice, num_stages=values["num_stages"] + more) for more in (-1, 1) if values["num_stages"] > 1]
+    for index in (n, k):
+        size = values["block_sizes"][index]
+        found += [_with(choice, block=(index, changed)) for changed in (size // 2, size * 2)]
+    found += [_with(choice, num_warps=warps) for warps in (4, 8)]
+    return [near for near in unique(found, stored, known=[choice]) if rules.why_illegal(near, problem) is None]
+
+
+def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs, budget: int) -> rules.Choice:
+    """What Helion's autotuner finds in about `budget` seconds, for the kernel and height of the first of `seeds`."""
+    import helion
+
+    seed, tma_out = seeds[0], seeds[0].addressing.tma_out
+    if tma_out:
+        # Helion copies arguments, of which windows overlap: it searches with masked stores.
+        problem = replace(problem, tma_out=False)
+        seeds = [storing(choice, tma_out=False) for choice in seeds]
+    start = seeds[0]
+    kernel, arg_sets = kernel_calls(start, inputs)
+    kept = {name: start.config.config[name] for name in _ADDRESSING if name in start.config.config}
+
+    def usable(config: helion.Config) -> helion.Config | None:
+        # `block_m` is in the arguments: as a constant, or as the number of tiles.
+        return config if rules.why_illegal(replace(start, config=Config(**config.config)), problem) is None else None
+
+    def baseline(*args: Any) -> Any:
+        return tuned.bind(args).compile_config(helion.Config(**start.config.config))(*args)
+
+    tuned: helion.Kernel[Any] = helion.kernel(
+        kernel.fn,
+        static_shapes=False,
+        index_dtype=torch.int64 if start.addressing.int64_index else torch.int32,
+        dot_precision="tf32" if problem.tf32 else "ieee",
+        autotune_effort="quick",  # small rounds: the clock is looked at between them
+        autotune_max_generations=50,
+        autotune_budget_seconds=budget,
+        autotune_initial_population_strategy="from_random",
+        autotune_seed_configs=[helion.Config(**seed.config.config) for seed in seeds],
+        autotune_config_overrides=kept,
+        autotune_config_filter=usable,
+        # A grid that the device counts has to be walked by a fixed number of workers.
+        autotune_force_persistent=start.variant == "persistent",
+        autotune_baseline_fn=baseline,
+        autotune_baseline_accuracy_check_fn=check_close,
+        # `out` is written in place, which Helion's separate benchmark process cannot do. No config of these kernels
+        # reaches out of bounds, so none takes this process down.
+        autotune_benchmark_subprocess=False,
+        autotune_precompile="fork",
+        autotune_ignore_errors=True,
+        autotune_progress_bar=True,
+        autotune_random_seed=0,
+    )
+    config = tuned.autotune_multi(arg_sets, cache_tag=f"moe_kernels {start.variant} {start.block_m}")
+    parts = seed.config.config.get("epilogue_subtile")
+    found = replace(start, config=Config(**config.config), entry=None, source="search")
+    return storing(found, tma_out=True, epilogue_subtile=parts) if tma_out else found
+
+
+def kernel_calls(choice: rules.Choice, inputs: Inputs) -> tuple[Any, list[tuple[Any, ...]]]:
+    """The Helion kernel that multiplies under `choice`, and its arguments for each routing, with zeros for a result.
+
+    A search compares what was there before with what a config left.
+    """
+    first = inputs.tensors()[0]
+    given = symbolic(GROUPED_GEMM, first, inputs.options)
+    with rules.force(choice):
+        builder, _ = cache.sketch(GROUPED_GEMM, given, inputs.options, targets.of_tensor(inputs.A))
+    request = _last_launch(builder)
+    run = run_under(choice, _ARGUMENTS, first, inputs.options)
+    out = list(request.kernel.signature.parameters).index("out")
+    arg_sets = []
+    for tensors in inputs.tensors():
+        extents = [() if x is None else tuple(x.shape) for x in tensors]
+        memory = iter(run(*tensors))
+        args = [_view(x, next(memory), extents) if isinstance(x, SymbolicTensor) else x for x in request.arguments]
+        args[out].zero_()
+        arg_sets.append(tuple(value(x, extents) if isinstance(x, SymbolicInt) else x for x in args))
+    return request.kernel, arg_sets
+
+
+# The plan of `grouped_gemm` up to its last launch.
+_ARGUMENTS = GROUPED_GEMM._replace(name="arguments", planner=__name__)
+
+
+def plan_arguments(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, str]
+) -> tuple[SymbolicTensor, ...]:
+    """The tensors that the kernel of a plan of `grouped_gemm` takes, in place of its launch."""
+    from moe_kernels.kernels.grouped_gemm import plan_grouped_gemm
+
+    plan_grouped_gemm(builder, tensors, options)
+    request = _last_launch(builder)
+    builder.steps.remove(request)
+    return tuple(x for x in request.arguments if isinstance(x, SymbolicTensor))
+
+
+def _last_launch(builder: Builder) -> Request:
+    return [step for step in builder.steps if isinstance(step, Request)][-1]
+
+
+def _view(x: SymbolicTensor, memory: Tensor, extents: Sequence[tuple[int, ...]]) -> Tensor:
+    """What `x` is of the variable that lies there. Only windows, which a search does without, begin elsewhere."""
+    assert x.offset == 0
+    return memory.as_strided([value(n, extents) for n in x.shape], x.strides)
+
+
+_ADDRESSING = ("indexing", "host_tensor_descriptors")
+
+
+def concise(values: dict[str, Any]) -> dict[str, Any]:
+    """A config without how memory is addressed, and without options that only repeat Helion's defaults."""
+    neutral: dict[str, tuple[Any, ...]] = {
+        "range_unroll_factors": (0,),
+        "range_num_stages": (0,),
+        "load_eviction_policies": ("",),
+        "load_cache_modifiers": ("",),
+        "store_cache_modifiers": ("",),
+        "range_flattens": (None,),
+        "range_multi_buffers": (None,),
+        "range_warp_specializes": (None,),
+        "loop_orders": ([0, 1],),
+    }
+    kept = {}
+    for name, given in values.items():
+        if name in _ADDRESSING:
+            continue
+        alone = given is None or given == [] or (name, given) == ("num_sm_multiplier", 1)
+        if alone or (isinstance(given, list) and all(item in neutral.get(name, ()) for item in given)):
+            continue
+        kept[name] = given
+    return kept
+
+
+def storing(choice: rules.Choice, *, tma_out: bool, epilogue_subtile: int | None = None) -> rules.Choice:
+    """`choice` with or without TMA stores, in so many parts."""
+    addressing = choice.addressing._replace(tma_out=tma_out)
+    indexing = rules.indexing_of(choice.variant, False, addressing)
+    return _with(replace(choice, addressing=addressing), epilogue_subtile=epilogue_subtile, **indexing)
+
+
+def _with(choice: rules.Choice, *, block: tuple[int, int] | None = None, **changed: Any) -> rules.Choice:
+    """`choice` with something of its config changed; `block` is (index, size)."""
+    values = {name: given for name, given in {**choice.config.config, **changed}.items() if given is not None}
+    blocks = list(values["block_sizes"])
+    if block is not None:
+        blocks[block[0]] = block[1]
+    values["block_sizes"] = blocks
+    return replace(choice, config=Config(**values))
+
+
+# Uniform and varied products: a grid of configs.
+
+
+def uniform_workload(task: Task, device: torch.device) -> Workload:
+    """That of `uniform_grouped_gemm`."""
+    A, (B,) = _operands(task, device, [(task.G,)])
+    tensors, options = (A, B), (task.G, A.dtype)
+    problem = asked(UNIFORM_GROUPED_GEMM, tensors, options)
+
+    def stored(choice: uniform.Choice) -> dict[str, Any]:
+        blocks: Any = choice.config.config.get("block_sizes", [0])
+        config = concise(choice.config.config)
+        return {"kernel": choice.kernel, "block_m": blocks[0], "tma": choice.addressing.tma, "config": config}
+
+    return Workload(
+        problem=problem,
+        rows=task.G * task.M,
+        choices=[uniform.rule(problem), uniform.choose(problem), *uniform_grid(problem)],
+        calls=lambda choice: [partial(run_under(choice, UNIFORM_GROUPED_GEMM, tensors, options), *tensors)],
+        near=lambda best, until: [near for choice in best[:1] for near in uniform_variations(choice)],
+        stored=stored,
+    )
+
+
+def uniform_grid(problem: uniform.Problem) -> Iterator[uniform.Choice]:
+    """torch.bmm and configs of the kernels that fit into an H200's shared memory."""
+    if problem.bmm:
+        yield uniform.BMM
+    yield uniform.by_kernel(problem)
+    size = problem.dtype.itemsize
+    for block_m, block_n, block_k in itertools.product((64, 128), (256, 128, 64, 32), (128, 64, 256)):
+        block_m, block_n, block_k = (
+            rules.fitting(block, extent)
+            for block, extent in zip((block_m, block_n, block_k), (problem.M, problem.N, problem.K), strict=True)
+        )
+        for stages in (3, 4, 5, 6):
+            shared = (stages * (block_m + block_n) * block_k) * size + block_m * block_n * problem.out_dtype.itemsize
+            if shared <= rules.SHARED_MEMORY:
+                warps = 8 if block_m * block_n >= 128 * 128 else 4
+                yield uniform.make(problem, (block_m, block_n, block_k), num_warps=warps, num_stages=stages)
+
+
+def uniform_variations(choice: uniform.Choice) -> Iterator[uniform.Choice]:
+    """`choice` with the tiles in other orders."""
+    if choice.kernel != "bmm":
+        for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+            yield replace(choice, config=Config(**{**choice.config.config, "loop_orders": [order]}))
+
+
+def varied_workload(task: Task, device: torch.device) -> Workload:
+    """That of `varied_grouped_gemm`, for products that are all of one size."""
+    A, group_B = _operands(task, device, [()] * task.G)
+    group_A = list(A)
+    outs = A.new_empty(task.G, task.M, task.N)
+    with rules.record() as made:
+        varied_launch(group_A, group_B, list(outs))
+    problem = made[0][0]
+
+    def calls(choice: varied.Choice) -> list[Call]:
+        with cache.set_aside(), rules.force(choice):
+            launch = VariedLaunch(group_A, group_B, list(outs))
+        outs.fill_(math.nan)
+
+        def call() -> Tensor:
+            launch()
+            return outs
+
+        return [call]
+
+    return Workload(
+        problem=problem,
+        rows=task.G * task.M,
+        choices=[varied.rule(problem), varied.choose(problem), *varied_grid(problem)],
+        calls=calls,
+        near=lambda best, until: [],
+        stored=lambda choice: {
+            "kernel": "varied",
+            "block_m": choice.block_m,
+            "tma": [],
+            "config": varied.stored(choice),
+        },
+    )
+
+
+def varied_grid(problem: varied.Problem) -> Iterator[varied.Choice]:
+    """Tiles from 32 x 32 to 256 x 128, by one or two workers per SM."""
+    size = problem.dtype.itemsize
+    for block_m, block_n, block_k in itertools.product((128, 64, 32, 256), (256, 128, 64, 32), (64, 32, 128)):
+        block_k = block_k * 2 // size
+        warps = 8 if block_m * block_n >= 128 * 128 else 4
+        for stages, per_sm in ((3, 1), (4, 1), (6, 1), (3, 2), (5, 2)):
+            shared = per_sm * stages * (block_m + block_n) * block_k * size
+            if block_m * block_n <= 1 << 15 and shared <= rules.SHARED_MEMORY:
+                yield varied.make(len(problem.shapes), block_m, block_n, block_k, warps, stages, per_sm)
+
+
+def _operands(task: Task, device: torch.device, leading: list[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:
+    """`A [G, M, K]`, and for each of `leading` a B with these extents before K and N; results are O(1)."""
+    dtype = DTYPES[task.dtype]
+    A = torch.randn(task.G, task.M, task.K, device=device).to(dtype)
+    shape = (task.N, task.K) if task.transposed else (task.K, task.N)
+    Bs = [(torch.randn(*more, *shape, device=device) * task.K**-0.5).to(dtype) for more in leading]
+    return A, [B.transpose(-2, -1) if task.transposed else B for B in Bs]
+
+
+WORKLOADS: dict[str, Callable[[Task, torch.device], Workload]] = {
+    "grouped_gemm": grouped_workload,
+    "uniform": uniform_workload,
+    "varied": varied_workload,
+}
+
+
+def bucket(task: Task, device: torch.device) -> Bucket:
+    """What the entry for `task` is found by."""
+    from moe_kernels.kernels.declare import tf32_allowed  # imports Helion
+
+    dtype = DTYPES[task.dtype]
+    name = entries.dtype_label(dtype, tf32_allowed(dtype))
+    G, rows = task.G, task.M
+    if task.op == "grouped_gemm":
+        G, M = fitting_groups(task, device)
+        rows = rules.floor_power_of_2(M // G)
+    return Bucket(name, task.transposed, rows, task.N, task.K, G, task.op)
+
+
+def _known(task: Task, file: Path, gpu: str, device: torch.device) -> Entry | None:
+    """The entry for `task` that `file` has for the versions installed."""
+    wanted, minor = bucket(task, device), entries.installed_versions().minor
+    try:
+        found = entries.read(file, gpu)
+    except entries.Skipped:
+        return None  # `write` says so, and puts the file aside
+    return next((entry for entry in found if entry.bucket == wanted and entry.versions.minor == minor), None)
+
+
+def fitting_groups(task: Task, device: torch.device) -> tuple[int, int]:
+    """G and M, both halved until B has no more elements than Helion reads by TMA, and a search fits into memory."""
+    memory = torch.cuda.get_device_properties(device).total_memory
+    G, M = task.G, task.M
+    while G > 1:
+        # Helion keeps a copy of the arguments for each routing.
+        needed = (2 + len(ROUTINGS)) * DTYPES[task.dtype].itemsize * (G * task.N * task.K + M * (task.K + 3 * task.N))
+        if G * task.N * task.K <= INT32_MAX and needed < 0.8 * memory:
+            break
+        G, M = G // 2, max(1, M // 2)
+    return G, M
+
+
+def seconds(text: str) -> float:
+    """The seconds in "90s", "10m", "2h" or "90"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a time such as 90s, 10m or 2h, got {text!r}")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def command(task: Task) -> str:
+    """A command that tunes this problem alone."""
+    shape = f"{task.G},{task.M},{task.N},{task.K}"
+    layout = "gnk" if task.transposed else "gkn"
+    op = [] if task.op == "grouped_gemm" else ["--op", task.op]
+    words = [*op, "--shapes", shape, "--dtype", task.dtype, "--layout", layout]
+    return "python -m moe_kernels tune " + shlex.join(words)
+
+
+def _no_gpu() -> str | None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 makes Triton run on the CPU; unset it"
+    if not torch.cuda.is_available():
+        return "torch finds none (`python -m moe_kernels info` shows what it does find)"
+    return None
+
+
+def _duration(spent: float) -> str:
+    minutes, rest = divmod(round(spent), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

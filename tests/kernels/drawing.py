@@ -1,0 +1,60 @@
+"""Run what a planner draws, alone: into tensors of a test, or for views that no operator is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from moe_kernels.runtime import compile as compiler
+from moe_kernels.runtime import launch, targets
+from moe_kernels.runtime.emit import emit
+from moe_kernels.runtime.interpreter import InterpretedWay
+from moe_kernels.runtime.plan import Builder, Plan
+from moe_kernels.runtime.signature import Counts, Operator, symbolic
+from moe_kernels.runtime.symbolic import SymbolicTensor
+
+Draw = Callable[..., "SymbolicTensor | tuple[SymbolicTensor, ...] | None"]
+
+
+def draw(
+    steps: Draw,  # of a builder, and a symbolic tensor for each of `tensors`
+    tensors: Mapping[str, torch.Tensor | None],
+    rows: tuple[str, ...] = (),  # the tensors whose first extent is a symbol, the first of which has the rows
+    groups: int = 1,
+) -> tuple[Plan, dict[str, compiler.Specialized]]:
+    """The plan for `tensors`, and what its binaries are compiled from."""
+    given = tuple(tensors.values())
+    counts = Counts(len(_first(tensors[name] for name in rows[:1])) if rows else 0, groups=groups)
+    operator = Operator("drawn", "", tuple(tensors), rows, lambda *_: counts)
+    builder = Builder(targets.of_tensor(_first(given)), operator.inputs)
+    made = steps(builder, *symbolic(operator, given, None))
+    return compiler.finish(builder, () if made is None else made if isinstance(made, tuple) else (made,))
+
+
+def run(
+    steps: Draw,
+    tensors: Mapping[str, torch.Tensor | None],
+    rows: tuple[str, ...] = (),
+    groups: int = 1,
+) -> Any:
+    """What `steps` return, for `tensors`."""
+    return function(*draw(steps, tensors, rows, groups), _first(tensors.values()).device)(*tensors.values())
+
+
+def function(plan: Plan, specialized: Mapping[str, compiler.Specialized], device: torch.device) -> Callable[..., Any]:
+    """The function of a plan, launched as calls launch it."""
+    gpu = targets.of_device(device.type, device.index or 0)
+    launchers: dict[str, launch.Launcher]
+    if gpu.backend == "interpreter":
+        launchers = {name: InterpretedWay(one.function) for name, one in specialized.items()}
+    else:
+        binaries = compiler.binaries(specialized, gpu)
+        launchers = {name: launch.launcher(launch.compiled_kernel(one)) for name, one in binaries.items()}
+    return emit(plan, launchers, device)
+
+
+def _first(tensors: Any) -> torch.Tensor:
+    found: torch.Tensor = next(x for x in tensors if x is not None)
+    return found

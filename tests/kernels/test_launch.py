@@ -1,0 +1,331 @@
+"""The text of a launch, by Triton's launcher itself and by Triton; and that calls go on without what is private."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_kernels import grouped_gemm, grouped_gemm_wgrad, moe_mlp, reference, swiglu_ffn
+from moe_kernels.kernels.tiles import windows
+from moe_kernels.runtime import cache, launch, torch_internals
+from moe_kernels.runtime.emit import emit
+from moe_kernels.runtime.launch import DirectWay, TritonWay
+from moe_kernels.runtime.plan import Constant, Descriptor, Launch, Plan, Pointer
+from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor
+from moe_kernels.testing import assert_grouped_gemm_close, assert_within_budget, make_experts, make_inputs, make_tokens
+
+CPU = torch.device("cpu")
+BLOCKS = [16, 32], [1, 16, 32], [16, 1, 32]  # of A, B and out
+META = {"elem_type": 6, "elem_size": 2, "swizzle": 3, "fp4_padded": False}
+M = SymbolicInt.extent(0, 0, 1, 1000)
+
+
+class Kernel:
+    """In place of Triton's `CompiledKernel`: notes what its launcher is given, and what it is called with itself."""
+
+    def __init__(self, version: str = "3.6", descriptors: bool = True, pdl: bool = True):
+        self.seen: list[Any] = []
+        self.function, self.packed_metadata = 99, (4, 1, 1000)
+        described = [META | {"block_size": block} for block in BLOCKS] if descriptors else None
+        self.metadata = SimpleNamespace(tensordesc_meta=described, target=SimpleNamespace(backend="cuda"))
+
+        def closure(launcher: Callable[..., None]) -> Callable[..., None]:
+            return lambda *args: launcher(*args)
+
+        def note(*args: Any) -> None:
+            self.seen.append(args)
+
+        self.run = SimpleNamespace(
+            launch=closure(note) if descriptors else note,
+            launch_cooperative_grid=False,
+            launch_pdl=pdl,
+            global_scratch_size=0,
+            profile_scratch_size=0,
+        )
+        if version == "3.7":
+            self.run.arg_annotations, self.run.kernel_signature = ["kinds"], b"signature"
+
+    def launch_metadata(self, grid: Any, stream: Any) -> Any:
+        return "of", grid, stream
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args: self.seen.append((grid, args))
+
+
+@pytest.fixture(params=["3.6", "3.7"])
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A driver that only notes what it is given, in place of that of this version of Triton."""
+    encode = "fill_tma_descriptor_tiled" if request.param == "3.7" else "fill_tma_descriptor"
+    utils = SimpleNamespace(**{encode: lambda address, *encoding: (address, *encoding)})
+    active = SimpleNamespace(utils=utils, get_current_stream=lambda device: f"of {device}")
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(triton, "__version__", f"{request.param}.0")
+    name: str = request.param
+    return name
+
+
+def descriptors() -> list[Descriptor]:
+    """Of A `[M, 64]`, B `[3, 64, 64]`, and windows of out `[M, 64]`, as Helion makes them."""
+    half = torch.float16
+    out = windows(SymbolicTensor(3, half, (M, 64), (64, 1), aligned=True), 16)
+    shape = (16, out.shape[2], 64)  # Helion puts columns last
+    return [
+        Descriptor(0, 0, (M, 64), (64, 1), tuple(BLOCKS[0]), half),
+        Descriptor(1, 0, (3, 64, 64), (4096, 64, 1), tuple(BLOCKS[1]), half),
+        Descriptor(3, out.offset, shape, (64, 64, 1), tuple(BLOCKS[2]), half),
+    ]
+
+
+def plan() -> Plan:
+    a, b, o = descriptors()
+    arguments = (a, b, Pointer(2, 4), o, M * 2 + 1, 7, Constant(1.5))
+    return Plan(("A", "B", "ends", "out"), (Launch("kernel", (M * 4, 2), arguments),), ())
+
+
+def tensors(rows: int) -> tuple[Tensor, ...]:
+    half = torch.float16
+    return (
+        torch.zeros(rows, 64, dtype=half),
+        torch.zeros(3, 64, 64, dtype=half),
+        torch.zeros(4),
+        torch.zeros(rows, 64, dtype=half),
+    )
+
+
+def test_what_the_launcher_is_given(version: str) -> None:
+    kernel = Kernel(version)
+    run = emit(plan(), {"kernel": DirectWay(kernel)}, CPU)
+    for rows in (32, 100, 32):
+        A, B, ends, out = tensors(rows)
+        run(A, B, ends, out)
+        (given,) = kernel.seen
+        kernel.seen.clear()
+        packed, unobserved, scratch = (4, 1, 1000), (None, None, None), (None, None)
+        if version == "3.7":
+            *settled, arguments = given
+            expected = [packed, *unobserved, *scratch, ["kinds"], b"signature"]
+        else:
+            settled, arguments = list(given[:13]), given[13:]
+            expected = [*scratch, packed, *unobserved]
+        assert settled == [4 * rows, 2, 1, "of 0", 99, False, True, *expected]
+
+        def encoding(block: list[int]) -> tuple[Any, ...]:
+            return 3, 2, TMA_DTYPE_DEVICE_TO_HOST[6], block
+
+        shapes = [rows, 64], [3, 64, 64], [16, rows + 1, 64]
+        strides = [64, 1], [4096, 64, 1], [64, 64, 1]
+        places = A.data_ptr(), B.data_ptr(), out.data_ptr() - 16 * 64 * 2
+        a, b, o = (
+            [(place, *encoding(block), shape, stride, 0), *shape, *stride]
+            for place, block, shape, stride in zip(places, BLOCKS, shapes, strides, strict=True)
+        )
+        assert arguments == (*a, *b, ends.data_ptr() + 4, *o, 2 * rows + 1, 7, 1.5)
+
+
+def test_what_triton_is_given() -> None:
+    kernel = Kernel()
+    run = emit(plan(), {"kernel": TritonWay(kernel)}, CPU)
+    for rows in (32, 100):
+        A, B, ends, out = tensors(rows)
+        run(A, B, ends, out)
+        ((grid, arguments),) = kernel.seen
+        kernel.seen.clear()
+        assert grid == (4 * rows, 2, 1)
+        a, b, pointer, o, *numbers = arguments
+        assert (pointer, *numbers) == (ends.data_ptr() + 4, 2 * rows + 1, 7, 1.5)
+        shapes = [rows, 64], [3, 64, 64], [16, rows + 1, 64]
+        strides = [64, 1], [4096, 64, 1], [64, 64, 1]
+        places = A.data_ptr(), B.data_ptr(), out.data_ptr() - 16 * 64 * 2
+        for x, place, shape, stride, block in zip((a, b, o), places, shapes, strides, BLOCKS, strict=True):
+            assert type(x) is TensorDescriptor and x.base.dtype == torch.float16
+            assert (x.base.data_ptr(), x.shape, x.strides, x.block_shape) == (place, shape, stride, block)
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_profiler_is_told_of_a_launch(listens: bool, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter, leave = SimpleNamespace(calls=[]), SimpleNamespace(calls=[])
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", enter)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", leave)
+    kernel = Kernel(version, descriptors=False, pdl=False)
+    step = Launch("kernel", (M * 4,), (Pointer(0, 0), M))
+    run = emit(Plan(("A",), (step,), ()), {"kernel": DirectWay(kernel)}, CPU)
+    enter.calls += [print] * listens  # a plan that there is already notices it
+    tensor = torch.ones(5, 2)
+    run(tensor)
+    told = (("of", (20, 1, 1), "of 0"), enter, leave) if listens else (None, None, None)
+    if version == "3.7":
+        settled = (False, False, (4, 1, 1000), *told, None, None, ["kinds"], b"signature", (tensor.data_ptr(), 5))
+    else:
+        settled = (False, False, None, None, (4, 1, 1000), *told, tensor.data_ptr(), 5)
+    assert kernel.seen == [(20, 1, 1, "of 0", 99, *settled)]
+
+
+def test_descriptors_are_encoded_once_for_each_place(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_MOST_ENCODED", 2)
+    utils, encoded = triton.runtime.driver.active.utils, []
+    (name,) = vars(utils)
+    monkeypatch.setattr(utils, name, lambda address, *_: encoded.append(address))
+    kernel = Kernel(version)
+    kernel.metadata.tensordesc_meta = kernel.metadata.tensordesc_meta[:1]
+    step = Launch("kernel", (1,), (descriptors()[0],))
+    run = emit(Plan(("A",), (step,), ()), {"kernel": DirectWay(kernel)}, CPU)
+    A, B, C = (torch.zeros(20, 64, dtype=torch.float16) for _ in range(3))
+    for x in (A, A, B, A[:5], A[:5], B, C, A):
+        run(x)
+    assert encoded == [x.data_ptr() for x in (A, B, A, C, A)]
+
+
+UNKNOWN: dict[str, Callable[[Kernel], Any]] = {
+    "no launcher": lambda kernel: delattr(kernel.run, "launch"),
+    "another backend": lambda kernel: setattr(kernel.metadata.target, "backend", "hip"),
+    "scratch memory": lambda kernel: setattr(kernel.run, "global_scratch_size", 8),
+    "profile memory": lambda kernel: setattr(kernel.run, "profile_scratch_size", 8),
+    "no metadata": lambda kernel: delattr(kernel, "packed_metadata"),
+    "nothing around the C function": lambda kernel: setattr(kernel.run, "launch", len),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_launchers_are_left_to_triton(name: str, version: str) -> None:
+    kernel = Kernel(version)
+    assert isinstance(launch.launcher(kernel), DirectWay)
+    UNKNOWN[name](kernel)
+    assert isinstance(launch.launcher(kernel), TritonWay)
+
+
+@pytest.mark.parametrize("other", ["3.5.1", "3.8.0", "4.0.0"])
+def test_launchers_of_other_versions_are_left_to_triton(
+    other: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "__version__", other)
+    assert isinstance(launch.launcher(Kernel(version)), TritonWay)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["[G, K, N]", "[G, N, K]", "[K, N]"])
+@pytest.mark.parametrize(
+    ("variant", "rows", "N"), [("basic", 20, 96), ("basic", 2, 96), ("persistent", 300, 192), ("persistent", 1100, 256)]
+)
+def test_a_known_call_is_one_function(
+    variant: str, rows: int, N: int, layout: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the basic kernel, also by a tile for each row, of the persistent one, and of the one with tails apart."""
+    G = 4 if rows > 2 else 16
+
+    def inputs(M: int) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [M // 4 - 1, 0, M // 4 + 1, *[0] * (G - 4), M - 2 * (M // 4)]
+        transposed, per_group = layout == "[G, N, K]", layout != "[K, N]"
+        return make_inputs(
+            sizes, N, 128, dtype=torch.bfloat16, device=device, transposed=transposed, per_group=per_group
+        )
+
+    with cache.set_aside():
+        for M in (4 * rows, 4 * rows, 4 * rows + 1, 4 * rows + 3):
+            tensors = inputs(M)
+            assert_grouped_gemm_close(grouped_gemm(*tensors, variant=variant), *tensors)
+            monkeypatch.setattr(cache, "call", refuse)
+        (replay,) = cache.plans.recent["grouped_gemm"]
+    assert any(name.startswith("raw_") for name in replay.__globals__)  # Triton's C function
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("no replay")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "launches"), [(20, 1), (300, 2)])
+def test_tritons_hooks_see_a_known_call(rows: int, launches: int, device: str) -> None:
+    tensors = make_inputs([rows] * 4, 192, 128, dtype=torch.bfloat16, device=device)
+    for _ in range(2):
+        grouped_gemm(*tensors)
+    seen: list[Any] = []
+    triton.knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        out = grouped_gemm(*tensors)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == launches
+    assert_grouped_gemm_close(out, *tensors)
+    grouped_gemm(*tensors)
+    assert len(seen) == launches
+
+
+_Patch = pytest.MonkeyPatch
+
+
+def without_direct_launch(error: Exception) -> Callable[[_Patch], None]:
+    def init(self: DirectWay, kernel: Any) -> None:
+        raise error
+
+    return lambda patch: patch.setattr(DirectWay, "__init__", init)
+
+
+def with_another_order_of_arguments(patch: _Patch) -> None:
+    def init(self: DirectWay, kernel: Any) -> None:
+        made(self, kernel)
+        self.raw = refuse_arguments
+
+    made = DirectWay.__init__
+    patch.setattr(DirectWay, "__init__", init)
+
+
+def refuse_arguments(*_: Any) -> None:
+    raise TypeError("an integer is required")
+
+
+def without_encoder(patch: _Patch) -> None:
+    def encoder(*_: Any) -> None:
+        raise ImportError("cannot import name 'TMA_DTYPE_DEVICE_TO_HOST'")
+
+    patch.setattr(launch, "_encoder", encoder)
+
+
+TAKEN: dict[str, tuple[Callable[[_Patch], None], set[type]]] = {  # and how kernels are launched then
+    "IndexError": (without_direct_launch(IndexError("list index out of range")), {TritonWay}),
+    "ValueError": (without_direct_launch(ValueError("not enough values to unpack")), {TritonWay}),
+    "RuntimeError": (without_direct_launch(RuntimeError("no such launcher")), {TritonWay}),
+    "AttributeError": (without_direct_launch(AttributeError("launch")), {TritonWay}),
+    "another order of arguments": (with_another_order_of_arguments, {TritonWay}),
+    "no encoder of descriptors": (without_encoder, {TritonWay, DirectWay}),
+    "no guards": (lambda patch: patch.setattr(torch_internals, "tensor_guards", None), {DirectWay}),
+    "no allocator": (lambda patch: patch.setattr(torch_internals, "empty_strided_cuda", None), {DirectWay}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "N"), [(20, 64), (200, 64), (1100, 256)])
+@pytest.mark.parametrize("name", TAKEN)
+def test_without_a_private_api(name: str, rows: int, N: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_away, ways = TAKEN[name]
+    take_away(monkeypatch)
+    monkeypatch.setattr(cache.plans, "launchers", {})
+    A, B, group_offsets = make_inputs([rows, 0, rows + 7], N, 64, dtype=torch.bfloat16, device=device)
+    guard = torch.full((A.size(0) + 300, 64), float("nan"), dtype=A.dtype, device=device)
+    A = guard[: A.size(0)].copy_(A)
+    w = B.mT.contiguous()
+    layer = (
+        *make_tokens(rows, 64, 4, 2, dtype=A.dtype, device=device),
+        *make_experts(4, 64, 96, dtype=A.dtype, device=device),
+    )
+    functions: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]] = [
+        (swiglu_ffn, reference.swiglu_ffn, (A, w, group_offsets)),
+        (grouped_gemm_wgrad, reference.grouped_gemm_wgrad, (A, A, group_offsets)),
+        (moe_mlp, reference.moe_mlp, layer),
+    ]
+    with cache.set_aside():
+        for _ in range(3):
+            assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets), A, B, group_offsets)
+            for function, plain, given in functions:
+                exact = plain(*(x.cpu().double() if x.is_floating_point() else x.cpu() for x in given)).to(device)
+                scale = 16 * exact.abs().amax().item()
+                assert_within_budget(function(*given), plain(*given), exact, scale=scale, name=function.__name__)
+        assert set(cache.plans.recent) == (set() if name == "no guards" else {"grouped_gemm", "moe_layer"})
+        assert {type(way) for way in cache.plans.launchers.values()} <= ways

@@ -1,0 +1,239 @@
+"""Uniform and varied products on a CPU: results, gradients, refusals, and the schedule of varied products."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from moe_kernels import (
+    plan_varied_grouped_gemm,
+    reference,
+    schedule,
+    uniform_grouped_gemm,
+    varied_grouped_gemm,
+    varied_schedule,
+)
+from moe_kernels.schedule import Tile, tile_counts
+
+sizes = st.integers(0, 5)
+
+
+def uniform_inputs(G: int, M: int, N: int, K: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(G + 7 * M + 49 * N + 343 * K)
+    shapes = (G, M, K), (G, K, N)
+    A, B = (torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes)
+    return A, B
+
+
+@settings(deadline=None, max_examples=30)
+@given(G=sizes, M=sizes, N=sizes, K=sizes)
+def test_each_group_meets_its_own_matrix(G: int, M: int, N: int, K: int) -> None:
+    A, B = uniform_inputs(G, M, N, K)
+    expected = torch.zeros(G, M, N, dtype=torch.float64)
+    for g in range(G):
+        for m in range(M):
+            expected[g, m] = (A[g, m, :, None] * B[g]).sum(0)
+    flat_A, flat_B = A.reshape(G * M, K), B.reshape(G * K, N)
+    for a, b in ((A, B), (flat_A, flat_B), (A, flat_B), (flat_A, B)):
+        out = uniform_grouped_gemm(a, b, G)
+        torch.testing.assert_close(out, expected.view(*a.shape[:-1], N), rtol=1e-12, atol=1e-12)
+
+
+def test_result_dtypes_of_uniform_products() -> None:
+    A, B = uniform_inputs(2, 3, 4, 5, torch.bfloat16)
+    assert torch.equal(uniform_grouped_gemm(A, B, 2), torch.bmm(A, B))
+    for a, b, out_dtype in ((A, B, torch.float32), (A, B.half(), None), (A.float(), B, torch.float16)):
+        out = uniform_grouped_gemm(a, b, 2, out_dtype=out_dtype)
+        expected = torch.bmm(a.float(), b.float()).to(out_dtype or torch.promote_types(a.dtype, b.dtype))
+        assert out.dtype == expected.dtype
+        assert torch.equal(out, expected)
+    assert uniform_grouped_gemm(A.double(), B, 2).dtype == torch.float64
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_gradients_of_uniform_products(flat: bool) -> None:
+    A, B = (x.requires_grad_() for x in uniform_inputs(2, 3, 4, 2))
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return uniform_grouped_gemm(a.flatten(0, 1), b.flatten(0, 1), 2) if flat else uniform_grouped_gemm(a, b, 2)
+
+    assert gradcheck(product, (A, B))
+    assert gradgradcheck(product, (A, B))
+
+
+ok = torch.zeros(6, 4)
+flat_B = torch.zeros(8, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (([1], flat_B, 2), TypeError, "A: expected a torch.Tensor, got list"),
+        ((ok, None, 2), TypeError, "B: expected a torch.Tensor, got NoneType"),
+        ((ok, flat_B, 2.0), TypeError, "num_groups: expected an int, got float"),
+        ((ok, flat_B, True), TypeError, "num_groups: expected an int, got bool"),
+        ((ok, flat_B, -2), ValueError, "num_groups: expected at least 0, got -2"),
+        ((ok.long(), flat_B, 2), TypeError, r"A: expected one of bfloat16, .*got torch.int64"),
+        ((ok, flat_B.bool(), 2), TypeError, r"B: expected one of bfloat16, .*got torch.bool"),
+        ((ok[0], flat_B, 2), ValueError, r"A: expected shape \[G \* M, K\] or \[G, M, K\], got \[4\]"),
+        ((ok, flat_B[None, None], 2), ValueError, r"B: expected shape \[G \* K, N\] or .*got \[1, 1, 8, 5\]"),
+        ((ok, flat_B, 4), ValueError, r"A: expected rows that 4 groups share evenly, got \[6, 4\]"),
+        ((ok, flat_B, 0), ValueError, r"A: expected rows that 0 groups share evenly, got \[6, 4\]"),
+        ((ok.view(2, 3, 4), flat_B, 3), ValueError, r"A: expected 3 groups, got \[2, 3, 4\]"),
+        ((ok, flat_B[:-1], 2), ValueError, r"B: expected shape \[G \* K, N\] = \[8, N\] for A \[6, 4\], got \[7, 5\]"),
+        ((ok, flat_B.view(2, 2, 10), 2), ValueError, r"B: expected shape \[G, K, N\] = \[2, 4, N\] .*got \[2, 2, 10\]"),
+        ((ok, flat_B.to("meta"), 2), ValueError, "B: expected on cpu with A, got on meta"),
+    ],
+)
+@pytest.mark.parametrize("function", [uniform_grouped_gemm, reference.uniform_grouped_gemm])
+def test_refusals_of_uniform_products(
+    function: Any, arguments: tuple[Any, ...], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        function(*arguments)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.int32, "float32"])
+def test_refused_result_dtypes_of_uniform_products(out_dtype: Any) -> None:
+    with pytest.raises(TypeError, match="out_dtype: expected one of"):
+        uniform_grouped_gemm(ok, flat_B, 2, out_dtype=out_dtype)
+
+
+def test_uniform_products_exported_with_any_number_of_groups() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, A: Tensor, B: Tensor) -> Tensor:
+            return uniform_grouped_gemm(A, B, A.size(0))
+
+    G = torch.export.Dim("G", min=2)
+    A, B = torch.randn(5, 2, 3), torch.randn(5, 3, 4)
+    program = torch.export.export(Layer(), (A[:3], B[:3]), dynamic_shapes={"A": {0: G}, "B": {0: G}})
+    torch.testing.assert_close(program.module()(A, B), torch.bmm(A, B))
+
+
+shapes_strategy = st.lists(st.tuples(*[st.integers(0, 5)] * 3), max_size=5)
+varied_functions = pytest.mark.parametrize(
+    "function", [varied_grouped_gemm, plan_varied_grouped_gemm, reference.varied_grouped_gemm]
+)
+
+
+def varied_inputs(
+    shapes: list[tuple[int, int, int]], dtype: torch.dtype = torch.float64
+) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(len(shapes))
+    A = [torch.randn(M, K, dtype=torch.float64, generator=generator).to(dtype) for M, _, K in shapes]
+    B = [torch.randn(K, N, dtype=torch.float64, generator=generator).to(dtype) for _, N, K in shapes]
+    return A, B
+
+
+@settings(deadline=None, max_examples=30)
+@given(shapes=shapes_strategy)
+def test_each_pair_is_multiplied(shapes: list[tuple[int, int, int]]) -> None:
+    A, B = varied_inputs(shapes)
+    expected = [(a[:, :, None] * b[None]).sum(1) for a, b in zip(A, B, strict=True)]
+    given_out = [torch.full((M, N), float("nan"), dtype=torch.float64) for M, N, _ in shapes]
+    plan = plan_varied_grouped_gemm(A, B)
+    for outs in (
+        varied_grouped_gemm(A, B),
+        varied_grouped_gemm(tuple(A), tuple(B)),
+        varied_grouped_gemm(A, B, out=given_out),
+        given_out,
+        plan(),
+        plan_varied_grouped_gemm(A, B, out=given_out)(),
+    ):
+        assert len(outs) == len(expected)
+        for out, exact in zip(outs, expected, strict=True):
+            torch.testing.assert_close(out, exact, rtol=1e-12, atol=1e-12)
+
+
+@varied_functions
+def test_no_varied_products(function: Any) -> None:
+    result = function([], [])
+    assert (result() if function is plan_varied_grouped_gemm else result) == []
+
+
+def test_gradients_of_varied_products() -> None:
+    A, B = varied_inputs([(2, 3, 4), (1, 2, 2), (0, 2, 1)])
+    tensors = [x.requires_grad_() for x in (*A, *B)]
+
+    def product(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(varied_grouped_gemm(tensors[:3], tensors[3:]))
+
+    assert gradcheck(product, tensors)
+    assert gradgradcheck(product, tensors)
+
+
+def test_the_schedules_example() -> None:
+    assert doctest.testmod(schedule).attempted > 0
+    assert doctest.testmod(schedule).failed == 0
+
+
+def test_the_worked_example() -> None:
+    """15 and 28 tiles, 6 workers: tile t is worker t % 6's, across both problems."""
+    shapes = [(192, 320, 128), (256, 448, 192)]
+    assert tile_counts(shapes, 64, 64) == [(3, 5), (4, 7)]
+    workers = varied_schedule(shapes, 64, 64, num_workers=6)
+    assert [len(tiles) for tiles in workers] == [8, 7, 7, 7, 7, 7]
+    in_order = [Tile(0, m, n) for m in range(3) for n in range(5)] + [Tile(1, m, n) for m in range(4) for n in range(7)]
+    for w, tiles in enumerate(workers):
+        assert tiles == in_order[w::6]
+    # Worker 3 goes from problem 0 to problem 1 between its third tile, 15, and the second, 9.
+    assert workers[3][:3] == [Tile(0, 0, 3), Tile(0, 1, 4), Tile(1, 0, 0)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(shapes=st.lists(st.tuples(*[st.integers(0, 300)] * 3), max_size=5), workers=st.integers(1, 9))
+def test_a_schedule_has_every_tile_once(shapes: list[tuple[int, int, int]], workers: int) -> None:
+    covered = [torch.zeros(M, N, dtype=torch.int32) for M, N, _ in shapes]
+    schedules = varied_schedule(shapes, 64, 32, workers)
+    assert len(schedules) == workers
+    assert max(map(len, schedules)) - min(map(len, schedules)) <= 1
+    for p, row, column in (tile for tiles in schedules for tile in tiles):
+        covered[p][row * 64 : row * 64 + 64, column * 32 : column * 32 + 32] += 1
+    assert all((c == 1).all() for c in covered)
+
+
+a, b, o = torch.zeros(3, 4), torch.zeros(4, 5), torch.zeros(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((a, [b], None), TypeError, "group_A: expected a list of tensors, got Tensor"),
+        (([a], None, None), TypeError, "group_B: expected a list of tensors, got NoneType"),
+        (([a, a], [b], None), ValueError, "group_B: expected 2 tensors as in group_A, got 1"),
+        (([], [b], None), ValueError, "group_B: expected 0 tensors as in group_A, got 1"),
+        (([a], [b], []), ValueError, "out: expected 1 tensors as in group_A, got 0"),
+        (([a], [b], o), TypeError, "out: expected a list of tensors, got Tensor"),
+        (([None], [b], None), TypeError, r"group_A\[0\]: expected a torch.Tensor, got NoneType"),
+        (([a, a], [b, 1], None), TypeError, r"group_B\[1\]: expected a torch.Tensor, got int"),
+        (([a.int()], [b.int()], None), TypeError, r"group_A\[0\]: expected one of bfloat16.* got torch.int32"),
+        (([a, a.half()], [b, b], None), TypeError, r"group_A\[1\]: expected torch.float32 as group_A\[0\]"),
+        (([a], [b.bfloat16()], None), TypeError, r"group_B\[0\]: expected torch.float32 .* got torch.bfloat16"),
+        (([a], [b], [o.double()]), TypeError, r"out\[0\]: expected torch.float32 .* got torch.float64"),
+        (([a, a[0]], [b, b], None), ValueError, r"group_A\[1\]: expected a 2-D tensor, got shape \[4\]"),
+        (([a], [b[None]], None), ValueError, r"group_B\[0\]: expected a 2-D tensor, got shape \[1, 4, 5\]"),
+        (
+            ([a, a], [b, b.to("meta")], None),
+            ValueError,
+            r"group_B\[1\]: expected on cpu with group_A\[0\], got on meta",
+        ),
+        (([a], [b], [o.to("meta")]), ValueError, r"out\[0\]: expected on cpu with group_A\[0\], got on meta"),
+        (([a, a], [b, b[1:]], None), ValueError, r"group_B\[1\]: expected K = 4 as in group_A\[1\] .*got K = 3"),
+        (([a], [b], [o.t()]), ValueError, r"out\[0\]: expected shape \[3, 5\], got \[5, 3\]"),
+        (([a], [b], [o[:1].expand(3, 5)]), ValueError, r"out\[0\]: expected every element in memory of its own"),
+    ],
+)
+@varied_functions
+def test_refusals_of_varied_products(
+    function: Any, arguments: tuple[Any, Any, Any], error: type[Exception], text: str
+) -> None:
+    group_A, group_B, out = arguments
+    with pytest.raises(error, match=text):
+        function(group_A, group_B, out=out)

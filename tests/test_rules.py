@@ -1,0 +1,902 @@
+"""What a problem is computed by: the rule, or a tuned entry; which files are read, and how they are written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_kernels import rules
+from moe_kernels.ops.batched import varied_launch
+from moe_kernels.rules import uniform, varied
+from moe_kernels.runtime import cache, launch, store, targets
+from moe_kernels.runtime.plan import Launch, Plan
+from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.tuning import entries
+
+GPU = targets.Gpu("NVIDIA Test 9000", "cuda", 90, 132, 232448)
+SLOW = replace(GPU, slow_memory=True)
+FAMILY = "NVIDIA sm90"
+PROBLEM = rules.Problem(
+    rows=256,
+    M=32768,
+    N=1536,
+    K=2048,
+    G=128,
+    dtype=torch.bfloat16,
+    tf32=False,
+    tma_A=True,
+    tma_B=True,
+    tma_out=True,
+    int64_A=False,
+    int64_B=False,
+    int64_out=False,
+    has_bias=False,
+    gpu=GPU,
+)
+DECODE = replace(PROBLEM, rows=4, M=512)
+
+
+@pytest.fixture(autouse=True)
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Folders of its own for each test."""
+    monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path / "named"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(entries, "BUNDLED", tmp_path / "bundled")
+    rules.reload()
+    yield
+    rules.reload()
+
+
+def entry(problem: rules.Problem = PROBLEM, variant: str = "auto", **changed: Any) -> entries.Entry:
+    """An entry for `problem` with a config that the rule does not give: 7 stages."""
+    by_rule = rules.rule(problem, variant)
+    made = entries.Entry(
+        kernel=by_rule.variant,
+        bucket=rules.bucket_of(problem),
+        block_m=by_rule.block_m,
+        tma=by_rule.addressing.tma,
+        config={**by_rule.config.config, "num_stages": 7},
+        us=100.0,
+        rule_us=110.0,
+        M=problem.M,
+        versions=entries.installed_versions(),
+        date="2026-01-01",
+        command="python -m moe_kernels tune",
+    )
+    return replace(made, **changed)
+
+
+def with_config(**values: Any) -> entries.Entry:
+    return entry(config={**entry().config, **values})
+
+
+def named(tmp_path: Path, gpu: str = GPU.name) -> Path:
+    return entries.file_in(tmp_path / "named", gpu)
+
+
+def put(file: Path, *made: entries.Entry, gpu: str = GPU.name) -> Path:
+    entries.write(file, gpu, made)
+    return file
+
+
+def choose_quietly(problem: rules.Problem = PROBLEM, variant: str = "auto") -> rules.Choice:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return rules.choose(problem, variant)
+
+
+def uniform_problem(**changed: Any) -> uniform.Problem:
+    flags = dict.fromkeys(("tf32", "int64_A", "int64_B", "int64_out", "a_columns", "b_columns"), False)
+    flags |= dict.fromkeys(("bmm", "flat", "tma_A", "tma_B", "tma_out"), True)
+    made = uniform.Problem(8, 512, 64, 512, torch.bfloat16, torch.bfloat16, **flags, gpu=GPU)
+    return replace(made, **changed)
+
+
+def varied_problem(*shapes: tuple[int, int, int], **changed: Any) -> varied.Problem:
+    made = varied.Problem(shapes, torch.float16, True, False, 132, False, GPU)
+    return replace(made, **changed)
+
+
+def entry_of(kernel: str, bucket: entries.Bucket | None, tma: list[str], **config: Any) -> entries.Entry:
+    assert bucket is not None
+    return replace(entry(), kernel=kernel, bucket=bucket, tma=tma, config=config)
+
+
+def test_entries_of_uniform_products(tmp_path: Path) -> None:
+    options = {"block_sizes": [128, 64, 64], "num_warps": 4, "num_stages": 6}
+    file = put(named(tmp_path), entry_of("folded", uniform.bucket_of(uniform_problem()), ["A", "B", "out"], **options))
+    choice = uniform.choose(uniform_problem())
+    assert (choice.source, choice.kernel) == (str(file), "folded")
+    assert choice.config.config["num_stages"] == 6 and choice.config.config["host_tensor_descriptors"]
+    assert uniform.choose(uniform_problem(M=768)).source == str(file)
+    for other in (
+        {"M": 520},  # no multiple of 128
+        {"flat": False},
+        {"tma_out": False},
+        {"N": 192},
+        {"b_columns": True},
+        {"a_columns": True},
+        {"out_dtype": torch.float32},
+        {"dtype": torch.float16, "out_dtype": torch.float16},
+    ):
+        assert uniform.choose(uniform_problem(**other)) == uniform.rule(uniform_problem(**other))
+    with pytest.warns(RuntimeWarning, match="uniform, bfloat16, 512 rows"):
+        assert rules.discard(choice, "does not fit")
+    assert uniform.choose(uniform_problem()) == uniform.rule(uniform_problem())
+    assert choose_quietly(DECODE).source == "rule"  # entries of one operator are no other's
+
+
+def test_a_unientry_of_for_torch_bmm(tmp_path: Path) -> None:
+    file = put(named(tmp_path), entry_of("bmm", uniform.bucket_of(uniform_problem()), []))
+    assert uniform.choose(uniform_problem()) == replace(uniform.BMM, source=str(file))
+    assert uniform.choose(uniform_problem(bmm=False)).source == "rule"
+
+
+def test_entries_of_varied_products(tmp_path: Path) -> None:
+    problem = varied_problem(*[(512, 512, 512)] * 4)
+    tuned = varied.make(4, 128, 64, 64, 4, 5, 2)
+    file = put(named(tmp_path), entry_of("varied", varied.bucket_of(problem), [], **varied.stored(tuned)))
+    assert varied.choose(problem) == replace(tuned, source=str(file))
+    assert varied.choose(varied_problem(*[(512, 512, 512)] * 5)).config.config["block_sizes"] == [8, 64]
+    for other in (
+        varied_problem(*[(512, 512, 512)] * 3, (512, 512, 520)),
+        varied_problem(*[(512, 512, 512)] * 9),
+        replace(problem, aligned=False),
+        replace(problem, b_columns=True),
+        replace(problem, dtype=torch.float32),
+    ):
+        assert varied.choose(other) == varied.rule(other)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tma", "config"),
+    [
+        ("folded", ["A", "B", "out"], {"block_sizes": [96, 64, 64]}),
+        ("folded", ["A", "B", "out"], {"block_sizes": [64, 64]}),
+        ("folded", ["A", "B"], {"block_sizes": [64, 64, 64]}),
+        ("basic", ["A", "B", "out"], {"block_sizes": [64, 64, 64]}),
+        ("varied", [], {"block_sizes": [64, 64, 64], "num_warps": 4}),
+        ("varied", [], {"block_sizes": [8, 64, 64], "num_warps": 4, "num_stages": 3, "num_sm_multiplier": 1}),
+    ],
+)
+def test_illegal_entries_of_the_other_forms(
+    tmp_path: Path, kernel: str, tma: list[str], config: dict[str, Any]
+) -> None:
+    varied_one = varied_problem((64, 64, 64))
+    bucket = varied.bucket_of(varied_one) if kernel == "varied" else uniform.bucket_of(uniform_problem())
+    put(named(tmp_path), entry_of(kernel, bucket, tma, **config))
+    assert uniform.choose(uniform_problem()) == uniform.rule(uniform_problem())
+    assert varied.choose(varied_one) == varied.rule(varied_one)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"out_dtype": torch.float32}, ("folded", [64, 64, 128], 5)),
+        ({"M": 2048, "K": 2048, "out_dtype": torch.float32}, ("folded", [64, 64, 128], 3)),
+        ({"N": 8}, ("folded", [64, 16, 128], 5)),
+        ({"M": 1000, "N": 48, "K": 1000}, ("batched", [64, 64, 128], 5)),
+        ({"flat": False}, ("batched", [64, 64, 128], 5)),
+        ({"N": 4096, "bmm": False}, ("folded", [128, 256, 64], 3)),
+        ({"N": 4096, "bmm": False, "out_dtype": torch.float32}, ("folded", [128, 128, 64], 3)),
+        ({"N": 65}, ("bmm", None, None)),
+        ({"M": 2048, "K": 2048, "N": 8}, ("bmm", None, None)),
+        ({"M": 2048, "K": 2048, "N": 16}, ("folded", [64, 16, 128], 5)),
+        ({"tma_B": False}, ("bmm", None, None)),
+        ({"dtype": torch.float32, "out_dtype": torch.float32}, ("bmm", None, None)),
+        ({"tma_B": False, "bmm": False}, ("batched", [64, 64, 64], 3)),
+    ],
+    ids=str,
+)
+def test_the_rule_for_uniform_products(changed: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    choice = uniform.rule(uniform_problem(**changed))
+    values = choice.config.config
+    assert (choice.kernel, values.get("block_sizes"), values.get("num_stages")) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_stages_and_result_of_uniform_products_fit_into_shared_memory(
+    dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    for G, M, N, K, tma in itertools.product((2, 64), *[(1, 64, 65, 4096)] * 3, (False, True)):
+        made = uniform_problem(G=G, M=M, N=N, K=K, dtype=dtype, out_dtype=out_dtype, tma_A=tma, tma_B=tma)
+        values = uniform.by_kernel(made).config.config
+        block_m, block_n, block_k = values["block_sizes"]
+        stages = values["num_stages"] * (block_m + block_n) * block_k * dtype.itemsize
+        assert stages + block_m * block_n * out_dtype.itemsize <= 227 << 10, made
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([(128, 128, 128)] * 4, (32, 32, 128, 1)),
+        ([(256, 256, 256)] * 4, (64, 32, 64, 1)),
+        ([(512, 512, 512)] * 4, (64, 128, 64, 1)),
+        ([(1024, 1024, 1024)] * 4, (128, 256, 32, 1)),
+        ([(n, n, n) for n in (1024, 512, 256, 128)], (128, 128, 32, 1)),
+        ([(256, 1536, 2048)] * 16, (128, 256, 32, 1)),
+        ([(2048, 2048, 2048)] * 8, (128, 256, 64, 1)),
+        ([(64, 64, 128)] * 160, (64, 64, 64, 2)),
+    ],
+    ids=str,
+)
+def test_the_rule_for_varied_products(shapes: list[tuple[int, int, int]], expected: tuple[int, int, int, int]) -> None:
+    choice = varied.rule(varied_problem(*shapes))
+    values = varied.stored(choice)
+    assert (*values["block_sizes"], values["num_sm_multiplier"]) == expected
+
+
+def test_the_steps_of_the_busiest_sm() -> None:
+    """Counted tile by tile."""
+    shapes = ((100, 70, 64), (300, 200, 8), (0, 5, 7), (64, 64, 900), (33, 640, 128))
+    for num_sms in (1, 3, 7, 132):
+        loads, t = [0] * num_sms, 0
+        for M, N, K in shapes:
+            for _ in range(-(-M // 64) * -(-N // 32)):
+                loads[t % num_sms] += K + varied._FIXED
+                t += 1
+        assert varied._most_steps(shapes, (64, 32), num_sms) == max(loads)
+
+
+def test_file_names(tmp_path: Path) -> None:
+    assert entries.file_in(tmp_path, "NVIDIA H200").name == "nvidia-h200.json"
+    assert entries.file_in(tmp_path, entries.family(targets.KNOWN["h200"])).name == "nvidia-sm90.json"
+    assert entries.file_in(tmp_path, "NVIDIA H100 80GB HBM3").name == "nvidia-h100-80gb-hbm3.json"
+
+
+def test_an_entry_survives_the_file(tmp_path: Path) -> None:
+    file = put(named(tmp_path), entry(), entry(DECODE))
+    assert set(map(repr, entries.read(file, GPU.name))) == {repr(entry()), repr(entry(DECODE))}
+    lines = file.read_text().splitlines()
+    assert any('"block_sizes": [256, 64],' in line for line in lines)  # for people: a list to a line
+    assert list(json.loads(file.read_text())) == ["schema", "gpu", "entries"]
+
+
+def test_lookup_order(tmp_path: Path) -> None:
+    cache = tmp_path / "xdg" / "moe_kernels" / "configs"
+    assert entries.cache_folder() == cache
+    folders = (tmp_path / "named", cache, tmp_path / "bundled")
+    files = [(entries.file_in(folder, gpu), gpu) for folder in folders for gpu in (GPU.name, FAMILY)]
+    for file, gpu in reversed(files):
+        put(file, entry(), gpu=gpu)
+        rules.reload()
+        assert choose_quietly().source == str(file)
+    for file, _ in files:
+        assert choose_quietly().source == str(file)
+        file.unlink()
+        rules.reload()
+    with pytest.warns(RuntimeWarning, match="python -m moe_kernels tune"):
+        assert rules.choose(PROBLEM).source == "rule"
+
+
+def test_the_cache_folder_without_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert entries.cache_folder() == tmp_path / ".cache" / "moe_kernels" / "configs"
+
+
+def test_the_nearest_bucket_wins_whatever_the_file(tmp_path: Path) -> None:
+    put(named(tmp_path), entry(replace(PROBLEM, N=1024)))
+    near = put(entries.file_in(tmp_path / "bundled", GPU.name), entry(replace(PROBLEM, K=1792)))
+    choice = choose_quietly()
+    assert choice.source == str(near) and choice.distance == pytest.approx(0.193, abs=1e-3)
+    assert choice.config.config["num_stages"] == 7
+
+
+@pytest.mark.parametrize(
+    ("changed", "used"),
+    [
+        ({}, True),
+        ({"rows": 512, "M": 65536}, True),
+        ({"rows": 1024, "M": 65536}, False),
+        ({"rows": 512, "M": 32768, "N": 1500}, False),
+        ({"N": 768}, True),
+        ({"N": 767}, False),
+        ({"K": 4096}, True),
+        ({"K": 4104}, False),
+        ({"G": 64}, True),
+        ({"G": 60}, False),
+        ({"N": 1024, "K": 2560}, True),
+        ({"N": 1024, "K": 3072}, False),
+        ({"transposed": True}, False),
+        ({"dtype": torch.float16}, False),
+        ({"dtype": torch.float32, "tf32": True}, False),
+        ({"out_dtype": torch.float32}, False),
+    ],
+    ids=str,
+)
+def test_the_limit_is_one_factor_of_two(tmp_path: Path, changed: dict[str, Any], used: bool) -> None:
+    file = put(named(tmp_path), entry())
+    choice = choose_quietly(replace(PROBLEM, **changed))
+    assert choice.source == (str(file) if used else "rule")
+    assert choice.distance <= entries.LIMIT
+    if not used:
+        assert choice == rules.rule(replace(PROBLEM, **changed))
+
+
+def test_less_than_a_row_per_group_is_near_one(tmp_path: Path) -> None:
+    put(named(tmp_path), entry(replace(DECODE, rows=1, M=128)))
+    assert choose_quietly(replace(DECODE, rows=0, M=64)).distance == 1
+
+
+def test_the_variant_that_is_asked_for(tmp_path: Path) -> None:
+    put(named(tmp_path), entry())
+    assert choose_quietly(PROBLEM, "persistent").entry is not None
+    assert choose_quietly(PROBLEM, "basic") == rules.rule(PROBLEM, "basic")
+
+
+def broken(file: Path, kind: str) -> None:
+    put(file, entry())
+    text = file.read_text()
+    content = json.loads(text)
+    if kind == "corrupt":
+        file.write_text(text[: len(text) // 2])
+    elif kind == "binary":
+        file.write_bytes(b"\xff\xfe\x00")
+    elif kind == "unreadable":
+        file.unlink()
+        file.mkdir()
+    elif kind == "foreign":
+        file.write_text(text.replace(GPU.name, "NVIDIA Other"))
+    elif kind == "schema":
+        file.write_text(text.replace('"schema": 1', '"schema": 2'))
+    elif kind == "a list":
+        file.write_text("[]")
+    elif kind == "a field is missing":
+        del content["entries"][0]["block_m"]
+        file.write_text(json.dumps(content))
+    elif kind == "a field is of another type":
+        content["entries"][0]["rows"] = "512"
+        file.write_text(json.dumps(content))
+    elif kind == "helion":
+        file.write_text(text.replace('"helion": "1.5', '"helion": "1.4'))
+    elif kind == "triton":
+        file.write_text(text.replace('"triton": "3.', '"triton": "2.'))
+    assert file.is_dir() or file.read_bytes() != text.encode()
+
+
+KINDS = ["corrupt", "binary", "unreadable", "foreign", "schema", "a list", "a field is missing"]
+KINDS += ["a field is of another type", "helion", "triton"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside a good file"])
+def test_a_file_that_cannot_be_used_is_skipped_with_one_warning(tmp_path: Path, kind: str, others: bool) -> None:
+    bad = named(tmp_path)
+    broken(bad, kind)
+    good = entries.file_in(tmp_path / "bundled", GPU.name)
+    if others:
+        put(good, entry())
+    with pytest.warns(RuntimeWarning) as caught:
+        for _ in range(3):
+            choice = rules.choose(PROBLEM)
+            entries._loaded.clear()  # as for another GPU of the same model
+    assert choice.source == (str(good) if others else "rule")
+    [warning] = caught
+    assert str(bad) in str(warning.message) and "python -m moe_kernels tune" in str(warning.message)
+
+
+def test_patch_versions_do_not_matter(tmp_path: Path) -> None:
+    versions = entries.installed_versions()
+    put(named(tmp_path), entry(versions=replace(versions, helion=f"{versions.helion.rsplit('.', 1)[0]}.99")))
+    assert choose_quietly().entry is not None
+
+
+def test_entries_of_other_versions_stay_and_are_not_warned_of_beside_new_ones(tmp_path: Path) -> None:
+    old = entry(versions=replace(entries.installed_versions(), triton="2.1.0"))
+    file = put(put(named(tmp_path), old), entry(us=50.0))
+    assert len(entries.read(file, GPU.name)) == 2
+    choice = choose_quietly()
+    assert choice.entry is not None and choice.entry.us == 50.0
+
+
+ILLEGAL = {
+    "blocks of too few": with_config(block_sizes=[256]),
+    "blocks of basic": with_config(block_sizes=[128, 256, 256, 64]),
+    "no power of two": with_config(block_sizes=[192, 64]),
+    "block_k above 256": with_config(block_sizes=[128, 512]),
+    "block_n above N": with_config(block_sizes=[2048, 64]),
+    "block of 8": with_config(block_sizes=[256, 8]),
+    "less by TMA": entry(tma=["A", "B"]),
+    "a flat grid": with_config(pid_type="flat"),
+    "a block_m of 256": entry(block_m=256),
+    "an unknown kernel": entry(kernel="swapped"),
+    "two block_m": entry(PROBLEM, "basic", block_m=64),
+}
+
+
+@pytest.mark.parametrize("made", ILLEGAL.values(), ids=ILLEGAL)
+def test_illegal_entries_are_not_chosen(tmp_path: Path, made: entries.Entry) -> None:
+    put(named(tmp_path), made)
+    assert choose_quietly() == rules.rule(PROBLEM)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"tma_A": False}, {"tma_B": False}, {"tma_out": False}, {"tma_B": False, "int64_B": True}, {"M": 64, "G": 128}],
+    ids=str,
+)
+def test_entries_are_not_chosen_for_problems_where_they_are_illegal(tmp_path: Path, changed: dict[str, Any]) -> None:
+    put(named(tmp_path), entry())
+    assert choose_quietly(replace(PROBLEM, **changed)).source == "rule"
+
+
+def test_a_problem_too_narrow_for_the_block(tmp_path: Path) -> None:
+    put(named(tmp_path), entry(replace(PROBLEM, N=300)))
+    assert choose_quietly(replace(PROBLEM, N=300)).entry is not None
+    assert choose_quietly(replace(PROBLEM, N=250)).source == "rule"
+
+
+def test_an_entry_is_adapted_to_a_bias_and_to_the_number_of_groups(tmp_path: Path) -> None:
+    tuned = entry(DECODE, "basic")
+    tuned.config["load_eviction_policies"] = ["", "first", "last"]
+    put(named(tmp_path), tuned)
+    choice = choose_quietly(replace(DECODE, has_bias=True, G=250, M=1024))
+    by_rule = rules.rule(replace(DECODE, has_bias=True, G=250, M=1024), "basic")
+    values = choice.config.config
+    assert choice.entry is not None and values["num_stages"] == 7
+    assert values["load_eviction_policies"] == ["", "first", "last", ""]
+    for name in ("indexing", "block_sizes"):
+        assert values[name] == by_rule.config.config[name]
+    assert choice.addressing == (True, True, False, False)
+
+
+def test_an_entry_of_tails(tmp_path: Path) -> None:
+    many = replace(PROBLEM, rows=512, M=65536)
+    put(named(tmp_path), entry(many))
+    for variant in ("auto", "persistent"):
+        choice = choose_quietly(many, variant)
+        assert (choice.variant, choice.config.config["num_stages"]) == ("tails", 7)
+        assert choice.config.config["indexing"] == rules.rule(many).config.config["indexing"]
+    assert choose_quietly(many, "basic").entry is None
+    assert choose_quietly(replace(many, rows=1024, M=131072)).entry is not None
+    assert choose_quietly(replace(many, rows=256, M=32768)).entry is None
+    assert choose_quietly(replace(many, has_bias=True)).config.config["indexing"].count("tensor_descriptor") == 7
+    for changed in ({"N": 1500}, {"tma_B": False}, {"out_dtype": torch.float32}):
+        assert choose_quietly(replace(many, **changed)).variant == "persistent"
+
+
+def test_a_persistent_entry_with_tiles_of_64_rows(tmp_path: Path) -> None:
+    put(named(tmp_path), entry(block_m=64))
+    choice = choose_quietly()
+    assert (choice.variant, choice.block_m) == ("persistent", 64)
+
+
+@pytest.mark.parametrize(
+    "gpu", [None, targets.INTERPRETER, replace(GPU, backend="hip")], ids=["none", "the interpreter", "of another make"]
+)
+def test_nothing_is_read_or_warned_of_without_a_gpu(tmp_path: Path, gpu: targets.Gpu | None) -> None:
+    broken(file := named(tmp_path), "corrupt")
+    broken(entries.file_in(tmp_path / "named", targets.INTERPRETER.name), "corrupt")
+    assert choose_quietly(replace(PROBLEM, gpu=gpu)).source == "rule"
+    for choice in (uniform.choose(uniform_problem(gpu=gpu)), varied.choose(varied_problem((64, 64, 64), gpu=gpu))):
+        assert choice.source == "rule"
+    with pytest.warns(RuntimeWarning, match=file.name):
+        assert rules.choose(PROBLEM).source == "rule"
+
+
+def test_without_entries_there_is_one_warning_per_process() -> None:
+    with pytest.warns(RuntimeWarning, match=f"{GPU.name}.*python -m moe_kernels tune") as caught:
+        for _ in range(3):
+            assert rules.choose(PROBLEM) == rules.rule(PROBLEM)
+    assert len(caught) == 1
+
+
+def test_a_bundled_file_keeps_the_warning_away_for_every_problem(tmp_path: Path) -> None:
+    put(entries.file_in(tmp_path / "bundled", GPU.name), entry())
+    assert choose_quietly(replace(PROBLEM, rows=1, M=128)).source == "rule"
+
+
+def test_discard_leads_to_the_next_entry_and_then_to_the_rule(tmp_path: Path) -> None:
+    first = put(named(tmp_path), entry())
+    second = put(entries.file_in(tmp_path / "bundled", GPU.name), entry())
+    for file in (first, second):
+        choice = choose_quietly()
+        assert choice.source == str(file)
+        with pytest.warns(RuntimeWarning, match="out of resources") as caught:
+            assert rules.discard(choice, "out of resources")
+        assert str(file) in str(caught[0].message)
+    by_rule = choose_quietly()
+    assert by_rule == rules.rule(PROBLEM)
+    assert not rules.discard(by_rule, "whatever")
+
+
+def test_with_fallback_tries_again_without_what_failed(tmp_path: Path) -> None:
+    file = put(named(tmp_path), entry(), entry(DECODE))
+    tried = []
+
+    def attempt() -> str:
+        choice = rules.choose(PROBLEM)
+        tried.append(choice.source)
+        if choice.entry is not None:
+            raise RuntimeError("out of resource: shared memory")
+        return choice.source
+
+    with pytest.warns(RuntimeWarning, match="shared memory") as caught:
+        assert rules.with_fallback(attempt) == "rule"
+    assert len(caught) == 1 and tried == [str(file), "rule"]
+    assert choose_quietly(DECODE).entry is not None  # the others stay
+
+
+def test_with_fallback_raises_what_the_rule_cannot_help(tmp_path: Path) -> None:
+    put(named(tmp_path), entry())
+
+    def attempt(error: Exception) -> None:
+        rules.choose(PROBLEM)
+        raise error
+
+    with pytest.raises(torch.OutOfMemoryError):
+        rules.with_fallback(lambda: attempt(torch.OutOfMemoryError("full")))
+    assert choose_quietly().entry is not None
+    with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="broken"):
+        rules.with_fallback(lambda: attempt(ValueError("broken")))
+
+
+def test_a_forced_choice_is_every_problems(tmp_path: Path) -> None:
+    """Of each operator that has choices; also where there is an entry, and as `record` hears."""
+    product, other = uniform_problem(), varied_problem((64, 64, 64))
+    put(named(tmp_path), entry(), entry_of("bmm", uniform.bucket_of(product), []))
+    assert choose_quietly().entry is not None and uniform.choose(product).entry is not None
+    forced: Any
+    for choose, problem, forced in (
+        (rules.choose, PROBLEM, rules.rule(DECODE)),
+        (uniform.choose, product, uniform.by_kernel(product)),
+        (varied.choose, other, varied.make(1, 256, 128, 64, 8, 3, 1)),
+    ):
+        assert choose(problem) != forced
+        with rules.record() as made, rules.force(forced):
+            assert rules.forced() is forced
+            assert choose(problem) is forced
+        assert made == [(problem, forced)] and made[0][1] is forced
+        assert rules.forced() is None
+        assert choose(problem) != forced
+
+
+def test_a_forced_choice_has_no_fallback(tmp_path: Path) -> None:
+    put(named(tmp_path), entry())
+    tuned = choose_quietly()
+    tried = []
+
+    def attempt() -> None:
+        tried.append(rules.choose(PROBLEM))
+        raise RuntimeError("out of resource: shared memory")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with rules.force(tuned), pytest.raises(RuntimeError, match="shared memory"):
+            rules.with_fallback(attempt)
+    assert tried == [tuned]
+    assert choose_quietly() == tuned  # the entry is not discarded
+
+
+def write_many(file: Path, start: int, count: int) -> None:
+    for i in range(start, start + count):
+        entries.write(file, GPU.name, [entry(replace(PROBLEM, N=1000 + i))])
+
+
+def test_two_writers_lose_nothing_and_readers_see_whole_files(tmp_path: Path) -> None:
+    file, count = named(tmp_path), 25
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_many, args=(file, i * count, count)) for i in range(2)]
+    for writer in writers:
+        writer.start()
+    seen = [0]
+    while any(writer.is_alive() for writer in writers):
+        found = len(entries.read(file, GPU.name))  # raises if it is half a file
+        assert found >= seen[-1]
+        seen.append(found)
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert {made.bucket.N for made in entries.read(file, GPU.name)} == set(range(1000, 1000 + 2 * count))
+    assert not list(file.parent.glob("*.tmp"))
+
+
+def test_writing_replaces_the_entry_of_the_same_bucket(tmp_path: Path) -> None:
+    file = put(put(named(tmp_path), entry(), entry(DECODE)), entry(us=90.0))
+    assert sorted(made.us for made in entries.read(file, GPU.name)) == [90.0, 100.0]
+
+
+def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
+    file = named(tmp_path)
+    broken(file, "corrupt")
+    with pytest.warns(RuntimeWarning, match="is now"):
+        put(file, entry())
+    assert len(entries.read(file, GPU.name)) == 1
+    assert file.with_name(f"{file.name}.bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"rows": 512, "M": 65536}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 1024, "M": 131072, "K": 7168}, ("tails", 128, [64], 8, 4)),
+        ({}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 512, "M": 65536, "N": 1408}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 65536}, ("persistent", 64, [256, 64], 4, 5)),
+        ({"K": 4096}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 256, "M": 4096, "G": 16}, ("persistent", 64, [256, 64], 4, 5)),
+        ({"K": 4096, "rows": 256, "M": 4096, "G": 17}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 128, "M": 2048, "G": 16}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 65536, "N": 2880}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 65536, "tma_out": False}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 65536, "out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),
+        ({"rows": 128, "M": 16384}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 512, "M": 65536, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 1024, "M": 131072, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 8192, "G": 16, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"K": 4096, "rows": 512, "M": 4096, "G": 8, "gpu": SLOW}, ("persistent", 64, [256, 64], 4, 5)),
+        ({"rows": 64, "M": 8192}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
+        ({"rows": 4, "M": 512}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
+        ({"rows": 0, "M": 8, "tma_A": False}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
+        ({"out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),
+        ({"tma_B": False}, ("persistent", 128, [128, 32], 8, 3)),
+        ({"dtype": torch.float32}, ("persistent", 128, [64, 32], 8, 3)),
+        ({"N": 97, "K": 3, "tma_A": False, "tma_B": False}, ("persistent", 128, [64, 16], 8, 3)),
+    ],
+    ids=str,
+)
+def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    problem = replace(PROBLEM, **{"gpu": None, **changed})
+    choice = rules.rule(problem)
+    values = choice.config.config
+    got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
+    assert got == expected
+    assert rules.why_illegal(choice, problem) is None
+
+
+@pytest.mark.parametrize(
+    ("clock", "width", "slow"), [(2_619_000, 5120, True), (3_201_000, 6144, False), (0, 6144, False)]
+)
+def test_slow_memory(clock: int, width: int, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an H100, that of an H200, and one that is not told."""
+    properties = SimpleNamespace(
+        name="NVIDIA Test 9000",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        shared_memory_per_block_optin=232448,
+        memory_clock_rate=clock,
+        memory_bus_width=width,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert targets.of_device.__wrapped__("cuda", 0) == replace(GPU, slow_memory=slow)
+    assert not targets.of_device("cpu", 0).slow_memory
+
+
+def test_bundled_files_are_read_and_legal() -> None:
+    files = list(Path(entries.__file__).parent.glob("*.json"))
+    assert files
+    for file in files:
+        gpu = json.loads(file.read_text())["gpu"]
+        assert entries.file_in(file.parent, gpu) == file
+        for made in entries.read(file, gpu):
+            bucket = made.bucket
+            if bucket.op != "grouped_gemm":
+                continue  # compiled in tests/lowering/test_lowered_tune.py
+            problem = replace(
+                PROBLEM,
+                **{name: getattr(bucket, name) for name in ("rows", "N", "K", "G", "transposed")},
+                M=rules.floor_power_of_2(made.M),
+                dtype=torch.float32 if bucket.dtype == "tf32" else getattr(torch, bucket.dtype),
+                tf32=bucket.dtype == "tf32",
+            )
+            choice = rules._adapted(entries.Found(made, file, 0.0), problem)
+            assert rules.why_illegal(choice, problem) is None
+
+
+def test_an_outer_record_hears_of_what_an_inner_one_did() -> None:
+    problem, choice = object(), object()
+    with rules.record() as outer:
+        with rules.record() as inner:
+            rules.note(problem, choice)
+        rules.with_fallback(lambda: rules.note(problem, None))
+    rules.note(problem, choice)
+    assert inner == [(problem, choice)] and outer == [(problem, choice), (problem, None)]
+
+
+def test_neither_rules_nor_entries_import_a_compiler() -> None:
+    code = """
+import sys
+from moe_kernels import rules
+from moe_kernels.rules import uniform, varied
+from moe_kernels.runtime import cache
+from moe_kernels.tuning import search
+rules.reload()
+cache.reload()
+sys.exit("helion" in sys.modules or "triton" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+OPERATOR = Operator("drawn", "no planner", ("x",), (), lambda *_: Counts(0))
+
+
+class Machine:
+    """Stand-ins for a planner, the compiler and a GPU, which has no room for the 7 stages of `entry`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path):
+        monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(folder))
+        monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
+        from moe_kernels.runtime import compile as compiler
+
+        monkeypatch.setattr(targets, "of_device", lambda kind, index: GPU)
+        monkeypatch.setattr(cache, "draw", self.draw)
+        monkeypatch.setattr(compiler, "binaries", self.binaries)
+        monkeypatch.setattr(launch, "compiled_kernel", lambda binary: binary.key)
+        monkeypatch.setattr(launch, "launcher", self.launcher)
+        self.monkeypatch = monkeypatch
+        self.error: Exception = RuntimeError("out of resource: shared memory")
+        self.drawn: list[str] = []
+        self.ran: list[str] = []
+        self.begin_a_process()
+
+    def begin_a_process(self) -> None:
+        """Which has nothing but the store, and the files of entries."""
+        rules.reload()
+        self.monkeypatch.setattr(cache, "plans", cache.PlanCache())
+        self.drawn.clear()
+
+    def draw(self, operator: Operator, inputs: Any, options: Any, gpu: Any) -> tuple[Plan, dict[str, Any]]:
+        key = f"stages{rules.choose(replace(PROBLEM, gpu=gpu)).config.config['num_stages']}"
+        self.drawn.append(key)
+        return Plan(operator.inputs, (Launch(key, (1,), ()),), (0,)), {key: None}
+
+    def binaries(self, specialized: dict[str, Any], gpu: Any) -> dict[str, store.Binary]:
+        made = {key: store.Binary(key, (), (), "{}", "cubin", key.encode()) for key in specialized}
+        for binary in made.values():
+            store.write_binary(binary)
+        return made
+
+    def launcher(self, key: str) -> Any:
+        if key == "stages7":
+            raise self.error
+        return SimpleNamespace(
+            before=lambda *_: [], statement=lambda _, body: f"{body.named('ran', self.ran)}.append({key!r})"
+        )
+
+    @property
+    def kept(self) -> set[str]:
+        """What the plans of the store launch."""
+        files = list(store.folder().glob("*/plans/*.json"))
+        assert len(files) <= 1
+        return {step["launch"] for file in files for step in json.loads(file.read_text())["payload"]["plan"]["steps"]}
+
+    def run(self) -> str:
+        """The kernel that a call runs."""
+        self.ran.clear()
+        x = torch.zeros(1)
+        assert cache.call(OPERATOR, (x,), None) is x
+        [ran] = self.ran
+        return ran
+
+    def run_quietly(self) -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return self.run()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path / "plans")
+
+
+BY_RULE = f"stages{rules.rule(PROBLEM).config.config['num_stages']}"
+
+
+def test_an_entry_that_cannot_be_loaded_gives_way_to_the_rule(machine: Machine, tmp_path: Path) -> None:
+    put(named(tmp_path), entry())
+    with pytest.warns(RuntimeWarning, match="shared memory") as caught:
+        assert machine.run() == BY_RULE
+    assert len(caught) == 1 and machine.drawn == ["stages7", BY_RULE]
+    assert machine.kept == {BY_RULE}  # a plan is kept after it has been loaded
+    machine.begin_a_process()
+    assert machine.run_quietly() == BY_RULE and not machine.drawn
+
+
+def test_a_plan_of_the_store_that_cannot_be_loaded_is_drawn_again(machine: Machine, tmp_path: Path) -> None:
+    """As one is that was made ahead, on another machine."""
+    put(named(tmp_path), entry())
+    text = cache.portable(cache.signature(OPERATOR, (torch.zeros(1),), None))
+    cache.plan_of(OPERATOR, (None,), None, text, GPU)
+    assert machine.kept == {"stages7"}
+    machine.begin_a_process()
+    with pytest.warns(RuntimeWarning, match="shared memory") as caught:
+        assert machine.run() == BY_RULE
+    assert len(caught) == 1 and machine.drawn == ["stages7", BY_RULE]
+    assert machine.kept == {BY_RULE}
+    machine.begin_a_process()
+    assert machine.run_quietly() == BY_RULE and not machine.drawn
+
+
+def test_what_no_other_config_can_help_is_raised(machine: Machine, tmp_path: Path) -> None:
+    put(named(tmp_path), entry())
+    machine.error = torch.OutOfMemoryError("full")
+    text = cache.portable(cache.signature(OPERATOR, (torch.zeros(1),), None))
+    for drawn, kept in ((["stages7"], set()), ([], {"stages7"})):  # without a plan in the store, and with one
+        with pytest.raises(torch.OutOfMemoryError):
+            machine.run()
+        assert machine.drawn == drawn and machine.kept == kept
+        cache.plan_of(OPERATOR, (None,), None, text, GPU)
+        machine.begin_a_process()
+    assert choose_quietly().entry is not None  # nothing is discarded
+    machine.begin_a_process()
+    machine.monkeypatch.setattr(launch, "launcher", lambda key: 1 // 0)
+    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"), pytest.raises(ZeroDivisionError):
+        machine.run()
+
+
+def test_plans_under_a_forced_choice_are_not_of_the_store(machine: Machine) -> None:
+    with pytest.warns(RuntimeWarning, match="no config has been tuned"):
+        assert machine.run() == BY_RULE
+    forced = rules.rule(PROBLEM, "basic", 32)
+    forced = replace(forced, config=rules.Config(**{**forced.config.config, "num_stages": 2}))
+    with cache.set_aside(), rules.force(forced):
+        assert machine.run_quietly() == "stages2"
+    assert machine.kept == {BY_RULE}
+    assert machine.run_quietly() == BY_RULE and machine.drawn == [BY_RULE, "stages2"]
+    machine.begin_a_process()
+    with cache.set_aside(), rules.force(forced):
+        assert machine.run_quietly() == "stages2"  # nor is it that of the store
+    assert machine.run_quietly() == BY_RULE and machine.drawn == ["stages2"]
+
+
+def test_reload_makes_plans_by_what_the_files_say_now(machine: Machine, tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="no config has been tuned"):
+        assert machine.run() == BY_RULE
+    put(named(tmp_path), with_config(num_stages=6))
+    assert machine.run_quietly() == BY_RULE
+    cache.reload()
+    assert machine.run_quietly() == "stages6"
+
+
+@pytest.mark.parametrize("name", ["tuning/entries.py", "rules/uniform.py", "rules/config.py"])
+def test_plans_are_of_the_sources_by_which_configs_are_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    before = store.environment.__wrapped__()
+    package = tmp_path / "package"
+    shutil.copytree(store._PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "compiled"))
+    monkeypatch.setattr(store, "_PACKAGE", package)
+    assert store.environment.__wrapped__() == before
+    with (package / name).open("a") as file:
+        file.write("# another version\n")
+    assert store.environment.__wrapped__() != before
+
+
+def test_a_varied_entry_that_does_not_work_gives_way_to_the_rule(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its choice is made before there is a plan, because the table on the device depends on it."""
+    tuned = varied.make(2, 32, 16, 64, 4, 5, 2)
+    problem = varied_problem(*[(64, 64, 64)] * 2)
+    put(named(tmp_path), entry_of("varied", varied.bucket_of(problem), [], **varied.stored(tuned)))
+    tried: list[Any] = []
+
+    def find(operator: Operator, tensors: Sequence[torch.Tensor], options: Any) -> Callable[..., None]:
+        tried.append(options[3])
+        if options[3] == tuned.config:
+            raise RuntimeError("out of resource: shared memory")
+        return lambda *_: None
+
+    monkeypatch.setattr(cache, "find", find)
+    monkeypatch.setattr(targets, "of_tensor", lambda tensor: GPU)
+    operands = [torch.zeros(64, 64, dtype=torch.float16) for _ in range(2)]
+    with pytest.warns(RuntimeWarning, match=r"varied, float16.*shared memory") as caught:
+        varied_launch(operands, operands, [torch.empty_like(x) for x in operands])
+    assert len(caught) == 1 and tried == [tuned.config, varied.rule(problem).config]

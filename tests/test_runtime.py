@@ -1,0 +1,997 @@
+"""Plans as data: symbolic integers, signatures, JSON, the function of a plan, the plan cache and its replays."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_kernels import grouped_gemm
+from moe_kernels.checks import clamp_offsets
+from moe_kernels.ops.products import GROUPED_GEMM
+from moe_kernels.runtime import cache, torch_internals
+from moe_kernels.runtime.emit import emit, emit_replay
+from moe_kernels.runtime.launch import DirectWay, TritonWay
+from moe_kernels.runtime.plan import Alloc, Call, Constant, Descriptor, Launch, Plan, Pointer, plan_from_json
+from moe_kernels.runtime.signature import (
+    MAX_ROWS,
+    Counts,
+    Operator,
+    portable,
+    rows_bounds,
+    rows_class,
+    signature,
+    symbolic,
+)
+from moe_kernels.runtime.symbolic import SymbolicInt, int_from_json, int_to_json, least, most, text
+from moe_kernels.runtime.torch_internals import autocast, can_bypass_dispatcher, eager
+
+CPU = torch.device("cpu")
+Number = tuple[Any, int]  # an int or a SymbolicInt, and what it is in a call
+
+# Symbolic integers
+
+
+@st.composite
+def extents(draw: st.DrawFn) -> Number:
+    low, value, high = sorted(draw(st.lists(st.integers(0, 2000), min_size=3, max_size=3)))
+    return SymbolicInt.extent(value, 1, low, high), value  # `x[value][1]` below
+
+
+def operations(numbers: st.SearchStrategy[Number]) -> st.SearchStrategy[Number]:
+    known = (st.integers(0, 1) | st.integers(0, 300)).map(lambda n: (n, n))
+    either = st.tuples(numbers, numbers | known) | st.tuples(known, numbers)
+
+    def total(pair: tuple[Number, Number]) -> Number:
+        return pair[0][0] + pair[1][0], pair[0][1] + pair[1][1]
+
+    def product(pair: tuple[Number, Number]) -> Number:
+        return pair[0][0] * pair[1][0], pair[0][1] * pair[1][1]
+
+    def union(pair: tuple[Number, int]) -> Number:
+        return pair[0][0] | pair[1], pair[0][1] | pair[1]
+
+    def union_of_two(pair: tuple[Number, Number]) -> Number:
+        return pair[0][0] | pair[1][0], pair[0][1] | pair[1][1]
+
+    def quotient(pair: tuple[Number, Number]) -> Number:
+        return pair[0][0] // (pair[1][0] + 1), pair[0][1] // (pair[1][1] + 1)
+
+    def difference(pair: tuple[Number, Number]) -> Number:
+        (n, value), (m, other) = pair
+        return n + most(m) - m, value + most(m) - other
+
+    return st.one_of(
+        either.map(total),
+        either.map(product),
+        st.tuples(numbers, st.integers(0, 300)).map(union),
+        st.tuples(numbers, numbers).map(union_of_two),
+        st.tuples(numbers, numbers | known).map(quotient),
+        st.tuples(numbers, numbers | known).map(difference),
+    )
+
+
+def evaluated(n: Any) -> int:
+    value: int = eval(text(n, lambda i, dim: f"({i} * {dim})"))
+    return value
+
+
+@given(st.recursive(extents(), operations, max_leaves=6))
+def test_arithmetic_and_bounds_are_those_of_integers(number: Number) -> None:
+    n, value = number
+    assert least(n) <= value <= most(n)
+    assert evaluated(n) == value
+
+
+@given(st.recursive(st.integers(0, 63).map(lambda i: (SymbolicInt.extent(i, 1, i, i), i)), operations, max_leaves=6))
+def test_integers_survive_json(number: Number) -> None:
+    n, value = number
+    assert evaluated(int_from_json(json.loads(json.dumps(int_to_json(n))))) == value
+
+
+def test_what_is_not_known_yet_decides_nothing() -> None:
+    M = SymbolicInt.extent(0, 0, 1, 200)
+    assert str((M // 16 + M + 2) | 1) == "((((extent(0, 0) // 16) + extent(0, 0)) + 2) | 1)"
+    decisions: list[Callable[[Any], Any]] = [
+        bool,
+        hash,
+        lambda M: M == 100,
+        lambda M: M != 100,
+        lambda M: M < 100,
+        lambda M: max(M, 3),
+        lambda M: range(M),
+    ]
+    for decide in decisions:
+        with pytest.raises(TypeError):
+            decide(M)
+
+
+@pytest.mark.parametrize("other", [-1, 1.5, True, "1", None], ids=repr)
+def test_only_integers_of_at_least_0_are_reckoned_with(other: Any) -> None:
+    M = SymbolicInt.extent(0, 0, 1, 200)
+    for operation in (lambda: M + other, lambda: M * other, lambda: M // other, lambda: M | other, lambda: other + M):
+        with pytest.raises(TypeError):
+            operation()
+
+
+# Signatures
+
+sizes = st.integers(0, 300) | st.integers(900, 1200) | st.integers(0, MAX_ROWS)
+
+
+@st.composite
+def counts_of_calls(draw: st.DrawFn) -> tuple[Callable[[int], Counts], int, int]:
+    """Counts by the number of rows, such a number, and what all of them are multiples of."""
+    k, groups, n = draw(st.integers(1, 16)), draw(st.integers(0, 300)), draw(sizes)
+    kind = draw(st.sampled_from(["rows", "tokens", "slots"]))
+    if kind == "tokens":  # and their slots
+        return (lambda n: Counts(n, (n * k,), groups)), n // k, 1
+    if kind == "slots":  # and their tokens
+        return (lambda n: Counts(n, (n // k,), groups)), n // k * k, k
+    return (lambda n: Counts(n, groups=groups)), n, 1
+
+
+@given(counts_of_calls(), st.randoms(use_true_random=False))
+def test_bounds_are_those_of_the_class(of_call: tuple[Callable[[int], Counts], int, int], random: Any) -> None:
+    counts, n, step = of_call
+    low, high = rows_bounds(counts(n))
+    wanted = rows_class(counts(n))
+    assert 0 <= low <= n <= high
+    inside = [-(-low // step) * step, high // step * step, random.randint(-(-low // step), high // step) * step]
+    for rows in inside:
+        assert rows_class(counts(rows)) == wanted
+    for rows in (inside[0] - step, inside[1] + step):
+        assert rows < 0 or rows_class(counts(rows)) != wanted
+
+
+@given(counts_of_calls(), st.randoms(use_true_random=False))
+def test_extents_of_a_plan_hold_those_of_its_calls(
+    of_call: tuple[Callable[[int], Counts], int, int], random: Any
+) -> None:
+    counts, n, step = of_call
+    operator = Operator("op", "", ("x", "y"), ("x", "y"), lambda *_: counts(n))
+
+    def others(n: int) -> int:
+        return (counts(n).others or (n,))[0]
+
+    x, y = symbolic(operator, [torch.empty(rows, 3, device="meta") for rows in (n, others(n))], None)
+    assert x is not None and y is not None and x.shape[1] == y.shape[1] == 3
+    low, high = (
+        -(-end // step) * step if i == 0 else end // step * step for i, end in enumerate(rows_bounds(counts(n)))
+    )
+    for rows in (low, high, random.randint(low // step, high // step) * step):
+        assert least(x.shape[0]) <= rows <= most(x.shape[0])
+        assert least(y.shape[0]) <= others(rows) <= most(y.shape[0])
+
+
+M, K, N, G = 100, 64, 32, 8
+Given = tuple[Tensor, Tensor, Tensor, "torch.dtype | None", str]
+
+
+def call(**changed: Any) -> Given:
+    """The arguments of a `grouped_gemm`."""
+    A = torch.zeros(M, K, dtype=torch.bfloat16)
+    B = torch.nn.Parameter(torch.zeros(G, K, N, dtype=torch.bfloat16))
+    values = {"A": A, "B": B, "offsets": torch.zeros(G + 1, dtype=torch.int32), "out_dtype": None, "variant": "auto"}
+    A, B, offsets, out_dtype, variant = {**values, **changed}.values()
+    return A, B, offsets, out_dtype, variant
+
+
+class Subclass(Tensor):
+    pass
+
+
+ALIKE: dict[str, Callable[[], Given]] = {
+    "other memory": call,
+    "more rows": lambda: call(A=torch.zeros(127, K, dtype=torch.bfloat16)),
+    "fewer rows": lambda: call(A=torch.zeros(64, K, dtype=torch.bfloat16)),
+}
+OTHER: dict[str, Callable[[], Given]] = {
+    "another variant": lambda: call(variant="basic"),
+    "another result": lambda: call(out_dtype=torch.float32),
+    "twice the rows": lambda: call(A=torch.zeros(128, K, dtype=torch.bfloat16)),
+    "half the rows": lambda: call(A=torch.zeros(63, K, dtype=torch.bfloat16)),
+    "no rows": lambda: call(A=torch.zeros(0, K, dtype=torch.bfloat16)),
+    "another contraction": lambda: call(
+        A=torch.zeros(M, 2 * K, dtype=torch.bfloat16), B=torch.zeros(G, 2 * K, N, dtype=torch.bfloat16)
+    ),
+    "a slice": lambda: call(A=torch.zeros(M, 2 * K, dtype=torch.bfloat16)[:, :K]),
+    "not aligned": lambda: call(A=torch.zeros(M * K + 1, dtype=torch.bfloat16)[1:].view(M, K)),
+    "weights not aligned": lambda: call(B=torch.zeros(G * K * N + 1, dtype=torch.bfloat16)[1:].view(G, K, N)),
+    "another dtype": lambda: call(A=torch.zeros(M, K, dtype=torch.float16)),
+    "transposed": lambda: call(B=torch.zeros(G, N, K, dtype=torch.bfloat16).mT),
+    "shared": lambda: call(B=torch.zeros(K, N, dtype=torch.bfloat16)),
+    "int64": lambda: call(offsets=torch.zeros(G + 1, dtype=torch.int64)),
+    "one group more": lambda: call(
+        B=torch.zeros(G + 1, K, N, dtype=torch.bfloat16), offsets=torch.zeros(G + 2, dtype=torch.int32)
+    ),
+}
+NO_CALLS: dict[str, Callable[[], Given]] = {
+    "a subclass": lambda: call(A=torch.zeros(M, K, dtype=torch.bfloat16).as_subclass(Subclass)),
+    "offsets of a subclass": lambda: call(offsets=torch.zeros(G + 1, dtype=torch.int32).as_subclass(Subclass)),
+    "a negated view": lambda: call(A=torch.zeros(M, K, dtype=torch.complex64).conj().imag),
+    "on another device": lambda: call(A=torch.zeros(M, K, dtype=torch.bfloat16, device="meta")),
+    "one group too many": lambda: call(offsets=torch.zeros(G + 2, dtype=torch.int32)),
+    "one dimension more": lambda: call(A=torch.zeros(M, K, 1, dtype=torch.bfloat16)),
+    "no dimension": lambda: call(A=torch.zeros((), dtype=torch.bfloat16)),
+    "no tensor": lambda: call(offsets=[0] * (G + 1)),
+    "no offsets": lambda: call(offsets=None),
+    "no rows at all": lambda: call(A=None),
+}
+
+
+def signature_of(given: Given) -> tuple[Any, ...]:
+    *tensors, out_dtype, variant = given
+    return signature(GROUPED_GEMM, (*tensors, None), (out_dtype, variant))
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_calls_that_share_a_signature(name: str) -> None:
+    assert signature_of(ALIKE[name]()) == signature_of(call())
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_calls_that_do_not(name: str) -> None:
+    assert signature_of(OTHER[name]()) != signature_of(call())
+
+
+def test_what_products_of_float32_may_use_is_in_their_signature() -> None:
+    def signatures(precision: str) -> list[tuple[Any, ...]]:
+        torch.backends.cuda.matmul.fp32_precision = precision
+        return [signature_of(x) for x in (call(), call(A=torch.zeros(M, K)), call(B=torch.zeros(G, K, N)))]
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        of_two = list(zip(signatures("tf32"), signatures("ieee"), strict=True))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert [tf32 == ieee for tf32, ieee in of_two] == [True, False, False]
+
+
+def test_a_signature_on_disk_names_no_device() -> None:
+    key = signature_of(call())
+    elsewhere = tuple(3 if type(part) is int else part for part in key)
+    assert elsewhere != key and portable(elsewhere) == portable(key)
+    assert len({portable(signature_of(x())) for x in (call, *OTHER.values())}) == 1 + len(OTHER)
+
+
+# Plans
+
+ROWS = SymbolicInt.extent(0, 0, 1, 1000)
+PLAN = Plan(
+    ("A", "offsets", "out"),
+    (
+        Alloc(3, ((ROWS // 16 + 5) | 1, 3), torch.int32),
+        Call("zero", 3, ()),
+        Call("clamp_offsets", 4, (1, 0)),
+        Call("bmm", 5, (0, 2), torch.float32, groups=2),
+        Launch("first", (7,), (Pointer(4, 0), Pointer(3, -8), (ROWS // 16 + 5) | 1, ROWS * 2 + 1)),
+        Launch("second", (ROWS, 2), (Descriptor(0, 16, (ROWS, 3), (3, 1), (16, 4), torch.bfloat16), Constant(None), 1)),
+    ),
+    (3, 2),
+)
+
+
+def test_a_plan_survives_json() -> None:
+    value = json.loads(json.dumps(PLAN.to_json()))
+    again = plan_from_json(value)
+    assert again.to_json() == value
+    assert again.inputs == PLAN.inputs and again.results == PLAN.results
+    assert again.binaries == PLAN.binaries == ["first", "second"]
+    assert [type(step) for step in again.steps] == [type(step) for step in PLAN.steps]
+    assert again.steps[1:4] == PLAN.steps[1:4]
+    assert [str(n) for n in again.steps[0].shape] == [str(n) for n in PLAN.steps[0].shape]  # type: ignore[union-attr]
+
+
+def changed(path: str, value: Any) -> Any:
+    """The JSON of PLAN with something else at a path such as "steps.0.alloc"."""
+    plan: Any = json.loads(json.dumps(PLAN.to_json()))
+    *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
+    inner = plan
+    for part in parents:
+        inner = inner[part]
+    assert last in inner if isinstance(inner, dict) else last < len(inner)
+    inner[last] = value
+    return plan
+
+
+MALFORMED: list[tuple[str, Any]] = [
+    ("steps.2.call", "system"),
+    ("steps.2.call", ["zero"]),
+    ("steps.2.variable", -1),
+    ("steps.2.variable", "4"),
+    ("steps.2.variable", True),
+    ("steps.2.arguments", [1, 9]),
+    ("steps.2.arguments", [1, "0"]),
+    ("steps.2.arguments", None),
+    ("steps.1.variable", 9),  # to be filled, and not there
+    ("steps.3.dtype", "object"),
+    ("steps.3.groups", "2"),
+    ("steps.0.alloc", -1),
+    ("steps.0.alloc", "3"),
+    ("steps.0.alloc", 3.0),
+    ("steps.0.shape", "33"),
+    ("steps.0.shape", [["__import__('os')", 0, 0]]),
+    ("steps.0.shape", [["extent", 3, 0]]),  # of what is no input
+    ("steps.0.shape", [["extent", -1, 0]]),
+    ("steps.0.shape", [["extent", "0", 0]]),
+    ("steps.0.shape", [["extent", 0, "0"]]),
+    ("steps.0.shape", [["extent", 0, -1]]),
+    ("steps.0.shape", [["+", 1, ["extent", 7, 0]]]),
+    ("steps.0.shape", [["**", 9, 9]]),
+    ("steps.0.shape", [1.5]),
+    ("steps.0.dtype", "uint8"),
+    ("steps.4.launch", "../../binary"),
+    ("steps.4.launch", 3),
+    ("steps.4.grid", ["n0_0"]),
+    ("steps.4.arguments.0.pointer", 9),
+    ("steps.4.arguments.0.pointer", "4"),
+    ("steps.4.arguments.0.offset", "0"),
+    ("steps.4.arguments.0.offset", None),
+    ("steps.4.arguments.2", "rows"),
+    ("steps.4.arguments.2", {"address": 0}),
+    ("steps.5.arguments.0.descriptor", 9),
+    ("steps.5.arguments.0.strides", ["3", 1]),
+    ("steps.5.arguments.0.block_shape", [16, 4.0]),
+    ("steps.5.arguments.0.shape", [["extent", 5, 0], 3]),
+    ("steps.5.arguments.1.constant", [1]),
+    ("steps.5", {"run": "ls"}),
+    ("steps.5", []),
+    ("steps", 5),
+    ("inputs", [0, 1, 2]),
+    ("results", [9]),
+    ("results", ["2"]),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), MALFORMED, ids=str)
+def test_a_malformed_plan_is_refused(path: str, value: Any) -> None:
+    with pytest.raises(ValueError):
+        plan_from_json(changed(path, value))
+
+
+ALLOC = {"alloc": 1, "shape": [1], "dtype": "int32"}
+CONTIGUOUS = {"call": "contiguous", "variable": 1, "arguments": [0], "dtype": None, "groups": 0}
+
+
+@pytest.mark.parametrize("step", [ALLOC, CONTIGUOUS])
+def test_a_variable_is_a_number(step: dict[str, Any]) -> None:
+    for key in ("alloc", "variable"):
+        if key in step:
+            plan_from_json({"inputs": ["A"], "steps": [step], "results": [1]})
+            for variable in (-1, "1", 1.0, True, None, [1]):
+                with pytest.raises(ValueError):
+                    plan_from_json({"inputs": ["A"], "steps": [step | {key: variable}], "results": [0]})
+
+
+@pytest.mark.parametrize("value", [None, [], "plan", {}, {"inputs": [], "steps": []}], ids=str)
+def test_what_is_no_plan_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError):
+        plan_from_json(value)
+
+
+class Noting:
+    """A launcher that notes the grid and the arguments of each launch."""
+
+    def __init__(self, seen: list[Any]):
+        self.note = lambda *launch: seen.append(launch)
+
+    def before(self, device: torch.device, named: Callable[[str, Any], str]) -> list[str]:
+        return []
+
+    def statement(self, launch: Launch, body: Any) -> str:
+        grid = "".join(f"{body.number(n)}, " for n in launch.grid)
+        arguments = ", ".join(self.argument(x, body) for x in launch.arguments)
+        return f"{body.named('note', self.note)}(({grid}), {arguments})"
+
+    def argument(self, x: Any, body: Any) -> str:
+        if isinstance(x, (Pointer, Descriptor)):
+            return str(body.address(x.variable, x.offset))
+        return str(body.named("constant", x.value)) if isinstance(x, Constant) else str(body.number(x))
+
+
+def test_a_plan_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    allocated: list[Any] = []
+
+    def allocator(device: torch.device) -> Callable[..., Tensor]:
+        def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            allocated.append((shape, strides, dtype, device))
+            return torch.full(shape, 7, dtype=dtype)
+
+        return allocate
+
+    monkeypatch.setattr(torch_internals, "allocator", allocator)
+    noting = Noting(seen)
+    launchers = {"first": noting, "second": noting}
+    for plan in (PLAN, plan_from_json(PLAN.to_json())):
+        steps = [step for step in plan.steps if step != PLAN.steps[3]]  # of which a CPU knows nothing
+        run = emit(Plan(plan.inputs, tuple(steps), plan.results), launchers, CPU)
+        for rows in (40, 34, 2):
+            A, out = torch.ones(rows, 4, dtype=torch.bfloat16), torch.ones(8, 3, dtype=torch.bfloat16)
+            offsets = torch.tensor([0, 5, 99, 3])
+            table, result = run(A, offsets, out)
+            max_tiles = (rows // 16 + 5) | 1
+            assert result is out
+            assert table.shape == (max_tiles, 3) and not table.any()
+            assert allocated == [((max_tiles, 3), (3, 1), torch.int32, CPU)]
+            (first, at_offsets, at_table, tiles, odd), second = seen
+            assert (first, at_table, tiles, odd) == ((7,), table.data_ptr() - 8, max_tiles, 2 * rows + 1)
+            assert at_offsets != offsets.data_ptr()  # but where the clamped ones are
+            assert second == ((rows, 2), A.data_ptr() + 16, None, 1)
+            seen.clear(), allocated.clear()
+
+
+def test_functions_of_pytorch_in_a_plan() -> None:
+    A, B, offsets = torch.randn(6, 4), torch.randn(2, 4, 5), torch.tensor([3, 99, 2, 5], dtype=torch.int32)
+    steps = (
+        Alloc(3, (ROWS, 5), torch.float32),
+        Call("mm", 3, (0, 1)),
+        Call("bmm", 4, (0, 1), None, groups=2),
+        Call("contiguous", 5, (1,)),
+        Call("clamp_offsets", 6, (2, 0)),
+        Alloc(7, (3, 2), torch.int64),
+        Call("zero", 7, ()),
+    )
+    # The groups of A lie one below the other.
+    product, products, flat, clamped, zeros = emit(Plan(("A", "B", "offsets"), steps, (3, 4, 5, 6, 7)), {}, CPU)(
+        A, B.transpose(1, 2).contiguous().transpose(1, 2), offsets
+    )
+    torch.testing.assert_close(product, A @ B[0])
+    torch.testing.assert_close(products, torch.bmm(A.view(2, 3, 4), B).view(6, 5))
+    assert torch.equal(flat, B.flatten()) and flat.is_contiguous()
+    assert torch.equal(clamped, clamp_offsets(offsets, 6))
+    assert torch.equal(zeros, torch.zeros(3, 2, dtype=torch.int64))
+    both = emit(Plan(("A", "B"), (Call("bmm", 2, (0, 1), None, groups=2),), (2,)), {}, CPU)(A.view(2, 3, 4), B)
+    assert torch.equal(both, torch.bmm(A.view(2, 3, 4), B))
+
+
+def test_new_memory_is_pytorchs_where_its_private_allocator_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fast(*_: Any) -> Tensor:
+        return torch.ones(1)
+
+    monkeypatch.setattr(torch_internals, "empty_strided_cuda", fast)
+    cuda = torch.device("cuda", 0)
+    assert torch_internals.allocator(cuda) is fast
+    made = torch_internals.allocator(CPU)((2, 3), (1, 2), torch.float16)
+    assert (made.shape, made.stride(), made.dtype, made.device) == ((2, 3), (1, 2), torch.float16, CPU)
+    monkeypatch.setattr(torch_internals, "empty_strided_cuda", None)
+    assert callable(torch_internals.allocator(cuda)) and torch_internals.allocator(cuda) is not fast
+
+
+# The plan cache
+
+
+def entry() -> cache._Entry:
+    return cache._Entry(lambda: None, PLAN, {})
+
+
+def test_the_least_recently_used_plan_is_evicted() -> None:
+    plans = cache.PlanCache(limit=3)
+    for i in range(3):
+        plans.put((i,), entry())
+    assert plans.get((0,)) is plans.entries[0,]
+    plans.put((3,), entry())
+    assert list(plans.entries) == [(2,), (0,), (3,)]
+    plans.put((2,), entry())
+    assert set(plans.entries) == {(2,), (0,), (3,)}
+    assert plans.get((1,)) is None
+
+
+def test_plans_are_set_aside_and_come_back() -> None:
+    plans = cache.plans
+    with cache.set_aside():
+        kept = entry()
+        plans.put((1,), kept)
+        plans.recent["op"] = (len,)
+        with pytest.raises(RuntimeError), cache.set_aside():
+            assert not plans.entries and not plans.recent
+            plans.put((1,), entry())
+            plans.recent["op"] = (max,)
+            raise RuntimeError
+        assert dict(plans.entries) == {(1,): kept} and plans.recent == {"op": (len,)}
+        cache.clear()
+        assert not plans.entries and not plans.recent
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The numbers of rows that kernels have been launched for, on CPU tensors taken for those of the current GPU."""
+    seen: list[int] = []
+    noting = Noting([])
+    noting.note = lambda grid: seen.append(*grid)
+
+    def load(operator: Operator, inputs: Sequence[Any], options: Any, *_: Any) -> tuple[Plan, dict[str, Any]]:
+        A, B, *_ = inputs
+        steps = Alloc(4, (A.shape[0], B.shape[-1]), options[0]), Launch("kernel", (A.shape[0],), ())
+        return Plan(operator.inputs, steps, (4,)), {"kernel": noting}
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(cache, "_load", load)
+    monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
+    with cache.set_aside(), torch.no_grad():
+        yield seen
+
+
+def run(*given: Any) -> Tensor:
+    A, B, offsets, out_dtype, variant = given
+    return grouped_gemm(A, B, offsets, out_dtype=out_dtype, variant=variant)
+
+
+def again(*given: Any) -> Tensor | None:
+    """The result of a call if it is a replay."""
+    *tensors, out_dtype, variant = given
+    out: Tensor | None = cache.replay(GROUPED_GEMM, (*tensors, None), (out_dtype, variant))
+    return out
+
+
+def replays() -> tuple[Any, ...]:
+    return cache.plans.recent.get("grouped_gemm", ())
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_call_like_an_earlier_one_is_a_replay(name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("no replay")
+
+    run(*call())
+    calls.clear()
+    monkeypatch.setattr(cache, "call", refuse)
+    for function in (again, run, again):
+        given = ALIKE[name]()
+        rows = len(given[0])
+        out = function(*given)
+        assert out is not None and out.dtype == torch.bfloat16 and out.shape == (rows, N) and out.is_contiguous()
+        assert calls.pop() == rows and not calls
+    assert len(replays()) == len(cache.plans.entries) == 1
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_call_is_not(name: str, calls: list[int]) -> None:
+    run(*call())
+    calls.clear()
+    given = OTHER[name]()
+    assert again(*given) is None and not calls
+    out = run(*given)
+    A, B, _, out_dtype, _ = given
+    assert out.shape == (len(A), N) and out.dtype == (out_dtype or torch.promote_types(A.dtype, B.dtype))
+    assert calls == [len(A)] and len(cache.plans.entries) == 2
+
+
+@pytest.mark.parametrize("name", NO_CALLS)
+def test_what_the_checks_or_torch_library_have_to_see_is_not(name: str, calls: list[int]) -> None:
+    run(*call())
+    calls.clear()
+    assert again(*NO_CALLS[name]()) is None and not calls
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "gradients": torch.enable_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "a dispatch mode": lambda: FlopCounterMode(display=False),
+    "forward derivatives": forward_ad.dual_level,
+    "a profiler": lambda: profile(activities=[ProfilerActivity.CPU]),
+    "plans set aside": cache.set_aside,
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_nor_is_one_that_somebody_records(name: str, calls: list[int]) -> None:
+    run(*call())
+    calls.clear()
+    with MODES[name]():
+        assert again(*call()) is None and not calls
+    assert again(*call()) is not None and calls == [M]
+
+
+@pytest.mark.parametrize("name", ["gradients", "autocast", "a dispatch mode", "forward derivatives", "a profiler"])
+def test_nor_is_there_a_replay_of_one_that_somebody_records(name: str, calls: list[int]) -> None:
+    with MODES[name]():
+        run(*call())
+    assert not replays()
+
+
+def test_nor_is_one_inside_a_transform(calls: list[int]) -> None:
+    A, *rest = call()
+    run(A, *rest)
+    calls.clear()
+
+    def inside(A: Tensor) -> Tensor:
+        assert again(A, *rest) is None
+        return A
+
+    torch.func.vmap(inside)(torch.stack([A, A]))
+    torch.func.vjp(inside, A)
+    assert not calls
+
+
+def test_nor_is_one_that_needs_a_gradient(calls: list[int]) -> None:
+    with torch.enable_grad():
+        A, _, *rest = call()
+        B = torch.zeros(G, K, N, dtype=torch.bfloat16)
+        run(A, B, *rest)
+        assert again(A, B, *rest) is not None
+        calls.clear()
+        for a, b in ((A.clone().requires_grad_(), B), (A, B.clone().requires_grad_())):
+            assert again(a, b, *rest) is None and not calls
+
+
+def test_inference_mode_is_a_kind_of_its_own(calls: list[int]) -> None:
+    with torch.inference_mode():
+        given = call()
+        run(*given)
+        assert again(*given) is not None
+    assert again(*call()) is None
+    run(*call())
+    assert again(*call()) is not None and len(replays()) == 2
+    with torch.inference_mode():
+        assert again(*given) is not None
+
+
+def test_a_few_kinds_are_looked_at_first(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those beyond the few are not made again: that takes much longer than a call."""
+    made: list[Any] = []
+
+    def noted(*args: Any) -> Any:
+        made.append(args)
+        return emit_replay(*args)
+
+    monkeypatch.setattr(cache, "emit_replay", noted)
+    every = [M << i for i in range(20)]
+    for rows in every * 3:
+        out = run(*call(A=torch.zeros(1, K, dtype=torch.bfloat16).expand(rows, K)))
+        assert len(out) == rows
+    assert calls == every * 3 and len(replays()) == 16 and len(made) == 20
+
+
+def test_not_very_many_kinds_share_a_plan(calls: list[int]) -> None:
+    for options in (
+        list(itertools.product((None, torch.bfloat16), ("A", "B", "both", "none"), *[(False, True)] * 2)) * 2
+    ):
+        out_dtype, of, parameter, inference = options
+        A, B, *rest = call(out_dtype=out_dtype)
+        A, B = A.requires_grad_(of in ("A", "both")), (B if parameter else B.data).requires_grad_(of in ("B", "both"))
+        with torch.inference_mode() if inference else nullcontext():
+            assert run(A, B, *rest).shape == (M, N)
+    (known,) = cache.plans.entries.values()
+    assert len(known.replays) == len(replays()) == 8 and len(calls) == 64
+
+
+FLOAT32: dict[str, Callable[[], Given]] = {
+    "rows": lambda: call(A=torch.zeros(M, K)),
+    "weights": lambda: call(B=torch.zeros(G, K, N)),
+    "all": lambda: call(A=torch.zeros(M, K), B=torch.zeros(G, K, N)),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_products_of_float32_are_not_replayed(name: str, calls: list[int]) -> None:
+    """A setting of PyTorch decides what they may use."""
+    for _ in range(2):
+        run(*FLOAT32[name]())
+    assert calls == [M, M] and not replays()
+
+
+@pytest.mark.parametrize("name", ["not aligned", "weights not aligned"])
+def test_tensors_that_are_not_aligned_are_not_replayed(name: str, calls: list[int]) -> None:
+    for _ in range(2):
+        run(*OTHER[name]())
+    assert calls == [M, M] and not replays()
+
+
+def test_a_call_from_another_device_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one with tensors of another device: these are guarded."""
+    seen: list[Any] = []
+    current = [1]
+    monkeypatch.setattr(torch_internals, "current_device", lambda: current[0])
+    plan = Plan(("A", "B"), (Launch("kernel", (ROWS,), ()),), (0,))
+    device = torch.device("cuda", 1)
+    A = torch.zeros(4, 8, dtype=torch.float16)
+    made = emit_replay(plan, {"kernel": Noting(seen)}, device, (A, None), (True, True), "asked", (1, 9))
+    assert made is not None and made("asked", A, None) is A and seen.pop() == ((4,),)
+    assert made("else", A, None) is None and made("asked", A, A) is None
+    current[0] = 0
+    assert made("asked", A, None) is None and not seen
+
+
+@pytest.mark.parametrize(
+    ("like", "alike", "others"),
+    [
+        ((8, 24), [(8, 24), (9, 27), (30, 90)], [(8, 25), (8, 23), (11, 24), (5, 15), (31, 93)]),
+        ((24, 8), [(24, 8), (27, 9), (6, 2), (30, 10)], [(24, 9), (25, 8), (27, 8), (3, 1), (33, 11)]),
+        ((8, 8), [(8, 8), (6, 6), (30, 30)], [(8, 9), (9, 8), (5, 5), (31, 31)]),
+    ],
+    ids=str,
+)
+def test_rows_that_are_multiples_of_rows(like: Any, alike: Any, others: Any) -> None:
+    seen: list[Any] = []
+    plan = Plan(("A", "B", "C"), (Launch("kernel", (ROWS, SymbolicInt.extent(2, 0, 0, 99)), ()),), (0,))
+
+    def inputs(rows: int, others: int) -> tuple[Tensor, Tensor, Tensor]:
+        empty = torch.zeros(100, 8, dtype=torch.float16)
+        return empty[:rows], torch.zeros(3, dtype=torch.int64), empty[:others]
+
+    made = emit_replay(plan, {"kernel": Noting(seen)}, CPU, inputs(*like), (True, False, True), None, (6, 30))
+    assert made is not None
+    for rows in alike:
+        assert made(None, *inputs(*rows)) is not None and seen.pop() == (rows,)
+    for rows in others:
+        assert made(None, *inputs(*rows)) is None and not seen
+    for rows in ((8, 25), (8, 7), (0, 8), (8, 0)):
+        none = emit_replay(plan, {"kernel": Noting(seen)}, CPU, inputs(*rows), (True, False, True), None, (0, 30))
+        assert none is None
+
+
+@pytest.mark.parametrize("guards", [None, lambda *_, **__: int("no such argument"), lambda *_, **__: object()])
+def test_without_guards_calls_go_on(guards: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_internals, "tensor_guards", guards)
+    for _ in range(2):
+        assert run(*call()).shape == (M, N)
+    assert calls == [M, M] and not replays()
+
+
+def test_what_fails_in_a_replay_is_raised_and_not_done_again(calls: list[int]) -> None:
+    run(*call())
+    (replay,) = replays()
+    (name,) = (name for name in replay.__globals__ if name.startswith("note"))
+
+    def fails(grid: Any) -> None:
+        calls.append(-1)
+        raise RuntimeError("out of memory")
+
+    note, replay.__globals__[name] = replay.__globals__[name], fails
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(*call())
+    replay.__globals__[name] = note
+    assert run(*call()).shape == (M, N) and calls == [M, -1, M]
+
+
+@pytest.mark.usefixtures("calls")
+def test_replays_are_freed_with_their_plans() -> None:
+    run(*call())
+    gone = weakref.ref(replays()[0])
+    gc.disable()
+    try:
+        cache.clear()
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Direct(DirectWay):
+    """A direct launch that does `launch`, of a kernel that Triton launches otherwise."""
+
+    def __init__(self, launch: Callable[[], None], by_triton: Callable[..., None], text: str | None = None):
+        self.launch, self.text = launch, text
+        self.kernel = type("Kernel", (), {"__getitem__": lambda self, grid: by_triton})()
+
+    def before(self, device: torch.device, named: Callable[[str, Any], str]) -> list[str]:
+        return []
+
+    def statement(self, launch: Launch, body: Any) -> str:
+        if self.text is not None:
+            raise ImportError(self.text)
+        return f"{body.named('raw', self.launch)}()"
+
+
+@pytest.fixture
+def launched(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None], Any], list[str]]:
+    """Makes plans launch a kernel by a `Direct`: what it has done, in order."""
+    done: list[str] = []
+    noted = cache._load
+
+    def set_up(fails: Callable[[], None], text: str | None = None, triton_fails: Any = lambda: None) -> list[str]:
+        def launch() -> None:
+            done.append("direct")
+            fails()
+
+        def by_triton(*_: Any) -> None:
+            done.append("triton")
+            triton_fails()
+
+        monkeypatch.setattr(cache.plans, "launchers", {})
+        way = Direct(launch, by_triton, text)
+        monkeypatch.setattr(cache, "_load", lambda *args: (noted(*args)[0], {"kernel": way}))
+        return done
+
+    return set_up
+
+
+def raises(*errors: Exception | None) -> Callable[[], None]:
+    """What raises these, one after another, and then nothing more."""
+    rest = list(errors)
+
+    def fail() -> None:
+        if rest and (error := rest.pop(0)) is not None:
+            raise error
+
+    return fail
+
+
+def test_kernels_are_launched_directly(launched: Any) -> None:
+    done = launched(raises())
+    for _ in range(3):
+        run(*call())
+    assert done == ["direct"] * 3 and len(replays()) == 1 and not cache.plans.launchers
+
+
+@pytest.mark.parametrize("error", [TypeError, IndexError, ValueError, RuntimeError, AttributeError, ImportError])
+@pytest.mark.parametrize("text", [False, True], ids=["when launched", "when its text is made"])
+def test_a_direct_launch_that_fails_at_first_goes_by_triton_from_then_on(
+    error: type[Exception], text: bool, launched: Any
+) -> None:
+    """Also in replays, in calls without one, and in other plans that launch the same kernel."""
+    done = launched(raises(*[error("another launcher")] * 9), text="no such thing" if text else None)
+    for _ in range(2):
+        assert run(*call()).shape == (M, N)
+    assert len(replays()) == 1
+    cache.plans.recent.clear()
+    run(*call())
+    assert done == ["direct"] * (not text) + ["triton"] * 3
+    assert [type(way) for way in cache.plans.launchers.values()] == [TritonWay]
+
+
+def test_a_direct_launch_that_fails_later_is_not_repeated(launched: Any) -> None:
+    done = launched(raises(None, None, RuntimeError("an illegal memory access")))
+    for _ in range(2):
+        run(*call())
+    with pytest.raises(RuntimeError, match="illegal"):
+        run(*call())
+    cache.plans.recent.clear()
+    run(*call())
+    assert done == ["direct"] * 4
+
+
+@pytest.mark.parametrize(
+    ("error", "tried"),
+    [
+        (torch.OutOfMemoryError("no memory"), ["direct"]),
+        (KeyboardInterrupt(), ["direct"]),
+        (RuntimeError("no device"), ["direct", "triton"]),
+    ],
+    ids=repr,
+)
+def test_a_failure_that_has_nothing_to_do_with_the_launcher_changes_no_way(
+    error: Any, tried: list[str], launched: Any
+) -> None:
+    done = launched(raises(error), triton_fails=raises(error))
+    with pytest.raises(type(error)):
+        run(*call())
+    for _ in range(2):
+        run(*call())
+    assert done == [*tried, "direct", "direct"] and not cache.plans.launchers
+
+
+# What observes a call
+
+
+def transformed(transform: Callable[..., Any]) -> Callable[[Tensor], bool]:
+    def found(x: Tensor) -> bool:
+        answers: list[bool] = []
+
+        def inside(x: Tensor) -> Tensor:
+            answers.append(can_bypass_dispatcher(x))
+            return x * 1
+
+        transform(inside, x)
+        return answers[-1]
+
+    return found
+
+
+def within(mode: Callable[[], AbstractContextManager[Any]]) -> Callable[[Tensor], bool]:
+    def found(x: Tensor) -> bool:
+        with mode():
+            return can_bypass_dispatcher(x)
+
+    return found
+
+
+OBSERVED: dict[str, Callable[[Tensor], bool]] = {
+    "a dispatch mode": within(lambda: FlopCounterMode(display=False)),
+    "a profiler": within(lambda: profile(activities=[ProfilerActivity.CPU])),
+    "forward derivatives": within(forward_ad.dual_level),
+    "vmap": transformed(lambda f, x: torch.func.vmap(f)(x)),
+    "vjp": transformed(lambda f, x: torch.func.vjp(f, x)),
+    "functionalize": transformed(lambda f, x: torch.func.functionalize(f)(x)),
+    "tracing": transformed(lambda f, x: torch.jit.trace(f, x, check_trace=False)),
+    "a subclass": lambda x: can_bypass_dispatcher(x.as_subclass(Subclass)),
+    "a negated view": lambda x: can_bypass_dispatcher(torch.complex(x, x).conj().imag),
+    "a gradient": lambda x: can_bypass_dispatcher(x, x.clone().requires_grad_()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", OBSERVED)
+def test_what_observes_a_call(name: str) -> None:
+    x = torch.ones(2, 3)
+    assert can_bypass_dispatcher(x, None, torch.nn.Parameter(x, requires_grad=False))
+    assert not OBSERVED[name](x)
+    assert can_bypass_dispatcher(x)
+
+
+def test_several_upstreams_at_once_are_a_transform() -> None:
+    answers: list[bool] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, d: Tensor) -> Tensor:
+            answers.append(eager(d))
+            return d
+
+    x = torch.ones(3, requires_grad=True)
+    out = Asks.apply(x)
+    torch.autograd.grad(out, x, torch.ones(3), retain_graph=True)
+    torch.autograd.grad(out, x, torch.ones(2, 3), is_grads_batched=True)
+    assert answers == [True, False]
+
+
+def test_gradients_and_profilers_leave_a_call_eager() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert eager(x) and not can_bypass_dispatcher(x)
+    with torch.no_grad():
+        assert can_bypass_dispatcher(x)
+        with profile(activities=[ProfilerActivity.CPU]):
+            assert eager(x) and not can_bypass_dispatcher(x)
+
+
+def test_tangents_are_refused() -> None:
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        for question in (eager, can_bypass_dispatcher):
+            with pytest.raises(NotImplementedError, match="forward-mode"):
+                question(torch.ones(2), None, x)
+
+
+def test_operands_as_autocast_would_have_them() -> None:
+    single, half, double, integers = (
+        torch.ones(2, dtype=x) for x in (torch.float32, torch.float16, torch.float64, torch.int32)
+    )
+    operands = single, half, double, integers, None
+    assert all(x is y for x, y in zip(autocast(*operands), operands, strict=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        a, b, *others = autocast(*operands)
+        assert a.dtype == b.dtype == torch.bfloat16
+        assert all(x is y for x, y in zip(others, operands[2:], strict=True))
+        with torch.autocast("cpu", enabled=False):
+            assert autocast(single)[0] is single
+
+
+def test_without_the_private_names_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.find_spec("moe_kernels.runtime.torch_internals")
+    assert spec is not None and spec.loader is not None
+    bare: Any = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_C", SimpleNamespace())
+        spec.loader.exec_module(bare)
+    x = torch.ones(2, requires_grad=True)
+    assert bare.tensor_guards is None and bare.empty_strided_cuda is None
+    assert bare.current_device is torch.cuda.current_device and not bare.profiled()
+    assert bare.eager(x) and not bare.can_bypass_dispatcher(x) and bare.can_bypass_dispatcher(x.detach())
+    assert not bare.eager(x.as_subclass(Subclass)) and bare.autocast_enabled()
+    with forward_ad.dual_level():
+        assert not bare.eager(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert bare.autocast(x)[0].dtype == torch.bfloat16
+    assert bare.autocast(x)[0] is x
+    with bare.below_autograd():
+        assert not (x * 1).requires_grad

@@ -1,0 +1,1257 @@
+"""Plans and binaries on disk: what is kept is found again, and whatever else lies there is neither used nor harmful.
+
+Failures are injected at os.open, os.write and so on, where mode bits would not stop root.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import stat
+import sys
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_kernels.runtime import emit, launch, store, targets
+from moe_kernels.runtime.plan import Alloc, Call, Constant, Descriptor, Launch, Plan, Pointer, plan_from_json
+from moe_kernels.runtime.store import Binary
+from moe_kernels.runtime.symbolic import SymbolicInt
+
+KEYS = [f"{i:064x}" for i in range(1, 9)]
+PLAN_KEY, LIBRARY_KEY = "a" * 64, "b" * 64
+OTHER = os.getuid() + 1
+
+
+def a_binary(key: str = KEYS[0], code: bytes = b"\x7fELF" + bytes(range(256))) -> Binary:
+    types = ("*bf16", "tensordesc<bf16[128, 64]>", "i32", "i64", "fp32", "constexpr")
+    return Binary(key, types, (2, 5), json.dumps({"name": "jagged", "shared": 1}), "cubin", code)
+
+
+def a_plan(*keys: str) -> Plan:
+    """With each kind of step and argument."""
+    rows = SymbolicInt.extent(0, 0, 1, 64)
+    like = Descriptor(1, 64, (rows + 1, 16), (16, 1), (64, 16), torch.bfloat16)
+    constants = [Constant(value) for value in (0.5, True, None, "text")]
+    arguments = (Pointer(0, 0), like, Pointer(2, -32), rows * 2 - 1, 16, *constants)
+    return Plan(
+        inputs=("A_packed", "B"),
+        steps=(
+            Alloc(2, ((rows + 7) // 8, 16), torch.bfloat16),
+            Call("zero", 2, ()),
+            *(Launch(key, (rows, 3), arguments) for key in keys),
+            Call("bmm", 3, (0, 1), torch.float32, 4),
+        ),
+        results=(2, 3),
+    )
+
+
+PLAN = a_plan(*KEYS[:2])
+BINARIES = {key: a_binary(key, bytes([65 + i]) * 100) for i, key in enumerate(KEYS[:2])}
+LIBRARY = b"\x7fELF library"
+
+
+def write_all() -> None:
+    for binary in BINARIES.values():
+        assert store.write_binary(binary) == binary
+    store.write_plan(PLAN_KEY, PLAN, BINARIES)
+    store.write_library(LIBRARY_KEY, LIBRARY)
+
+
+def read_all() -> dict[str, bool]:
+    """What is found, and is as it was written: nothing else may be."""
+    found = store.read_plan(PLAN_KEY, {})
+    if found is not None:
+        assert found[0].to_json() == PLAN.to_json()
+        assert found[1] == BINARIES
+    binaries = [store.read_binary(key) for key in BINARIES]
+    for binary, expected in zip(binaries, BINARIES.values(), strict=True):
+        assert binary in (None, expected)
+    library = store.read_library(LIBRARY_KEY)
+    assert library in (None, LIBRARY)
+    return {"plan": found is not None, "binaries": None not in binaries, "library": library is not None}
+
+
+ALL = dict.fromkeys(("plan", "binaries", "library"), True)
+NOTHING = dict.fromkeys(ALL, False)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def file_of(root: Path, kind: str) -> Path:
+    environment, libraries = root / store.environment(), root / "libraries" / sysconfig.get_config_var("SOABI")
+    return {
+        "plan": environment / "plans" / f"{PLAN_KEY}.json",
+        "record": environment / "binaries" / f"{KEYS[0]}.json",
+        "code": environment / "binaries" / f"{store._sha256(BINARIES[KEYS[0]].code)}.cubin",
+        "library record": libraries / f"{LIBRARY_KEY}.json",
+        "library": libraries / f"{store._sha256(LIBRARY)}.so",
+    }[kind]
+
+
+KINDS = ("plan", "record", "code", "library record", "library")
+
+
+def left_without(kind: str) -> dict[str, bool]:
+    """What is found when a file of this kind is not."""
+    if kind.startswith("library"):
+        return ALL | {"library": False}
+    return ALL | {"plan": False} | ({} if kind == "plan" else {"binaries": False})
+
+
+@contextmanager
+def one_warning(text: str) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [text in str(warning.message) for warning in caught] == [True], [str(one.message) for one in caught]
+    assert caught[0].category is RuntimeWarning
+
+
+@contextmanager
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """The process that does `work`, for `os.waitpid`."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, function: str, number: int, when: Callable[..., bool] | None = None) -> None:
+    """Let a function of `os` fail."""
+    real = getattr(os, function)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if when is None or when(*args):
+            raise OSError(number, os.strerror(number), str(args[0]))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, function, failing)
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The writable folder, which is not there yet. Whoever unpickles fails."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("something is unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "kept"))
+    for name in ("MOE_KERNELS_CACHE_READONLY", "MOE_KERNELS_CACHE_LIMIT_MB"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(store, "_written", 0)
+    store.forget()
+    yield tmp_path / "kept"
+    monkeypatch.undo()
+    store.forget()
+
+
+def test_what_is_kept_is_found(root: Path) -> None:
+    with no_warning():
+        assert read_all() == NOTHING
+        assert not root.exists()
+        write_all()
+        assert read_all() == ALL
+    assert {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} > {
+        str(file_of(root, kind).relative_to(root)) for kind in KINDS
+    }
+
+
+def test_known_binaries_are_not_read_again(root: Path) -> None:
+    write_all()
+    shutil.rmtree(root / store.environment() / "binaries")
+    with no_warning():
+        assert store.read_plan(PLAN_KEY, {}) is None
+        found = store.read_plan(PLAN_KEY, BINARIES)
+    assert found is not None
+    assert all(found[1][key] is binary for key, binary in BINARIES.items())
+
+
+def test_a_plan_has_the_binaries_that_it_was_made_with() -> None:
+    """Another one by the same key, in memory or on disk, is none."""
+    write_all()
+    other = replace(BINARIES[KEYS[0]], code=b"other")
+    with no_warning():
+        found = store.read_plan(PLAN_KEY, BINARIES | {KEYS[0]: other})
+    assert found is not None
+    assert found[1] == BINARIES
+    file_of(store.folder(), "record").unlink()
+    store.write_binary(other)
+    with one_warning("is not the binary that its plan was made with"):
+        assert store.read_plan(PLAN_KEY, {}) is None
+        assert store.read_plan(PLAN_KEY, {KEYS[0]: other}) is None
+    assert store.read_binary(KEYS[0]) == other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit(root: Path, kind: str) -> None:
+    """In any byte of a file."""
+    write_all()
+    path = file_of(root, kind)
+    good = path.read_bytes()
+    with one_warning("is damaged"):
+        for i, byte in enumerate(good):
+            path.write_bytes(good[:i] + bytes([byte ^ 1]) + good[i + 1 :])
+            if kind.startswith("library"):
+                assert store.read_library(LIBRARY_KEY) is None
+            elif kind == "plan":
+                assert store.read_plan(PLAN_KEY, BINARIES) is None
+            else:
+                assert store.read_binary(KEYS[0]) is None
+        assert read_all() == left_without(kind)
+    path.write_bytes(good)
+    assert read_all() == ALL
+
+
+DAMAGE: dict[str, Callable[[bytes], Any]] = {
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "one byte short": lambda content: content[:-1],
+    "one byte more": lambda content: content + b"}",
+    "zeros": lambda content: bytes(len(content)),
+    "no UTF-8": lambda content: b"\xff" + content,
+    "a list": lambda content: b"[1]",
+    "a number": lambda content: b"1" * 5000,
+    "nested": lambda content: b"[" * 100_000,
+    "no payload": lambda content: b'{"schema": 1}',
+    "a list as payload": lambda content: [1],
+    "an empty payload": lambda content: {},
+    "parts that are no objects": lambda content: {"plan": [], "binaries": 1, "code": 2, "signature": 3},
+}
+
+
+def put(root: Path, path: Path, content: Any) -> None:
+    """Write bytes, or a payload with its checksum."""
+    if not isinstance(content, bytes):
+        checksum = store._checksum(str(path.relative_to(root)), content)
+        content = json.dumps({"schema": store.SCHEMA, "sha256": checksum, "payload": content}).encode()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files_are_made_again(root: Path, kind: str, damage: str) -> None:
+    write_all()
+    path = file_of(root, kind)
+    put(root, path, DAMAGE[damage](path.read_bytes()))
+    with one_warning("is damaged"):
+        assert read_all() == left_without(kind)
+        write_all()
+    with no_warning():
+        assert read_all() == ALL
+
+
+def test_one_warning_for_all_that_is_damaged(root: Path) -> None:
+    write_all()
+    for i, path in enumerate(path for path in root.rglob("*") if path.is_file()):
+        path.write_bytes(path.read_bytes()[: 7 * i])
+    with one_warning("is damaged"):
+        assert read_all() == NOTHING
+
+
+@pytest.mark.parametrize("kind", ["plan", "record", "library record"])
+def test_a_file_of_another_key(root: Path, kind: str) -> None:
+    """Sound as it is, it does not pass for one of this key."""
+    write_all()
+    path = file_of(root, kind)
+    other = path.with_name("c" * 64 + ".json")
+    os.replace(path, other)
+    with one_warning("is damaged, or of another version"):
+        assert store.read_plan(other.stem, {}) is None
+        assert store.read_binary(other.stem) is None
+        assert store.read_library(other.stem) is None
+
+
+def test_another_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all()
+    before = store.environment()
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "9.9.9" if name == "triton" else version(name))
+    store.forget()
+    assert store.environment() != before
+    with no_warning():
+        assert read_all() == NOTHING | {"library": True}
+    os.rename(root / before, root / store.environment())
+    with one_warning("is damaged, or of another version"):
+        assert read_all() == NOTHING | {"library": True}
+
+
+def test_another_schema(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all()
+    before = store.environment()
+    monkeypatch.setattr(store, "SCHEMA", store.SCHEMA + 1)
+    store.forget()
+    assert store.environment() != before
+    os.rename(root / before, root / store.environment())
+    with one_warning("of another version"):
+        assert read_all() == NOTHING
+        write_all()
+    with no_warning():
+        assert read_all() == ALL
+
+
+def test_the_key_of_a_plan() -> None:
+    """Has the signature, the GPU model and the tuned entries in it."""
+    gpu = targets.KNOWN["h200"]
+    keys = [
+        store.plan_key("signature", gpu, "tuned"),
+        store.plan_key("another", gpu, "tuned"),
+        store.plan_key("signature", targets.KNOWN["h100"], "tuned"),
+        store.plan_key("signature", replace(gpu, multiprocessors=114), "tuned"),
+        store.plan_key("signature", gpu, "tuned again"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == store.plan_key("signature", replace(gpu), "tuned")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+    write_all()
+    path = file_of(root, kind)
+    with monkeypatch.context() as patch, one_warning(f"cannot be read ({os.strerror(number)})"):
+        fail(patch, "open", number, lambda opened, *_: Path(opened) == path)
+        assert read_all() == left_without(kind)
+    assert read_all() == ALL
+
+
+@pytest.mark.parametrize("function", ["stat", "lstat"])
+def test_folders_that_cannot_be_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    write_all()
+    store.forget()
+    inner = root if function == "stat" else root / store.environment()
+    with one_warning("cannot be read"):
+        fail(monkeypatch, function, errno.EACCES, lambda path, *_: Path(path) == inner)
+        assert read_all() == NOTHING | {"library": function == "lstat"}
+
+
+FAILURES = [
+    ("mkdir", errno.EROFS),
+    ("mkdir", errno.EACCES),
+    ("open", errno.EROFS),
+    ("open", errno.EACCES),
+    ("open", errno.ENOSPC),
+    ("write", errno.ENOSPC),
+    ("write", errno.EDQUOT),
+    ("close", errno.EIO),
+    ("replace", errno.EACCES),
+    ("replace", errno.EXDEV),
+]
+
+
+@pytest.mark.parametrize(("function", "number"), FAILURES)
+def test_writing_fails(root: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int) -> None:
+    """A full disk, a read-only folder: nothing is kept, nothing is left behind, and nothing is raised."""
+    with one_warning(f"cannot be written to ({os.strerror(number)})"), monkeypatch.context() as patch:
+        real = os.close
+        if function == "close":  # which closes all the same
+            patch.setattr(os, "close", real)
+        fail(patch, function, number, (lambda descriptor: real(descriptor) is None) if function == "close" else None)
+        write_all()
+    with no_warning():
+        assert read_all() == NOTHING
+        assert not list(root.rglob("*.tmp"))
+        write_all()
+        assert read_all() == ALL
+
+
+def test_the_disk_is_full_halfway(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, room = os.write, 150
+
+    def write(descriptor: int, content: Any) -> int:
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(descriptor, content[:room])
+        room -= written
+        return written
+
+    with one_warning("No space left"), monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        write_all()
+    with no_warning():
+        assert read_all() == NOTHING
+    assert not list(root.rglob("*.tmp"))
+
+
+def test_short_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: real(descriptor, content[:7]))
+    write_all()
+    assert read_all() == ALL
+
+
+def test_a_file_system_without_links(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two writers replace each other's binaries there: a plan has its own one, or none."""
+    fail(monkeypatch, "link", errno.EPERM)
+    with no_warning():
+        write_all()
+        assert read_all() == ALL
+    other = store.write_binary(replace(BINARIES[KEYS[0]], code=b"other"))
+    with one_warning("is not the binary that its plan was made with"):
+        assert store.read_plan(PLAN_KEY, {}) is None
+    assert store.read_binary(KEYS[0]) == other
+    assert not list(root.rglob("*.tmp"))
+
+
+def test_a_file_in_place_of_a_folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else is removed, such as a file by the name of what was not made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "None").write_text("mine")
+    root.write_text("mine")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert read_all() == NOTHING
+        write_all()
+        assert read_all() == NOTHING
+    assert len(caught) == 2  # reading, writing
+    assert files(tmp_path) == {"None": b"mine", "kept": b"mine"}
+
+
+def test_a_leftover_by_the_same_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a temporary file: it is not written into, and nothing raises."""
+    monkeypatch.setattr(os, "urandom", bytes)
+    with no_warning():
+        write_all()
+        assert read_all() == ALL
+    left = file_of(root, "plan").with_name(f"{PLAN_KEY}.json.{'00' * 8}.tmp")
+    left.write_text("left")
+    with one_warning("cannot be written to (File exists)"):
+        store.write_plan(PLAN_KEY, a_plan(KEYS[0]), BINARIES)
+    assert read_all() == ALL
+
+
+UNSAFE = {
+    "the folder": lambda root: root,
+    "one above it": lambda root: root.parent,
+    "the environment's": lambda root: root / store.environment(),
+    "the plans'": lambda root: file_of(root, "plan").parent,
+    "the binaries'": lambda root: file_of(root, "record").parent,
+    "the libraries'": lambda root: file_of(root, "library").parent,
+}
+
+
+def unsafe_leaves(which: str) -> dict[str, bool]:
+    if which in ("the folder", "one above it"):
+        return NOTHING
+    if which == "the libraries'":
+        return ALL | {"library": False}
+    return ALL | {"plan": False} | ({} if which == "the plans'" else {"binaries": False})
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+@pytest.mark.parametrize("which", UNSAFE)
+def test_folders_that_others_may_write_to(root: Path, which: str, mode: int) -> None:
+    """Neither read nor written, with one warning for both."""
+    write_all()
+    store.forget()
+    before = files(root)
+    unsafe = UNSAFE[which](root)
+    unsafe.chmod(mode)
+    with one_warning(f"{unsafe} can be written to by others (chmod go-w)"):
+        assert read_all() == unsafe_leaves(which)
+        assert store.write_binary(BINARIES[KEYS[0]]) == BINARIES[KEYS[0]]
+        store.write_plan(PLAN_KEY, a_plan(KEYS[0]), BINARIES)
+        store.write_library(LIBRARY_KEY, b"another")
+    if unsafe in (root, root.parent, root / store.environment()):
+        assert {name: content for name, content in files(root).items() if "libraries" not in name} == {
+            name: content for name, content in before.items() if "libraries" not in name
+        }
+    unsafe.chmod(0o755)
+
+
+def test_a_new_folder_where_others_may_write(root: Path) -> None:
+    """They could put another one in its place."""
+    root.parent.chmod(0o777)
+    with one_warning(f"{root.parent} can be written to by others"):
+        write_all()
+    assert files(root.parent) == {}
+    assert read_all() == NOTHING
+    root.parent.chmod(0o700)
+
+
+def test_a_sticky_folder_above(root: Path) -> None:
+    """As /tmp: others cannot rename in it what is not theirs."""
+    root.parent.chmod(0o1777)
+    with no_warning():
+        write_all()
+        assert read_all() == ALL
+    root.chmod(0o1777)  # but may make files in it
+    store.forget()
+    with one_warning("can be written to by others"):
+        assert read_all() == NOTHING
+    root.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o646])
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_that_others_may_write_to(root: Path, kind: str, mode: int) -> None:
+    write_all()
+    path = file_of(root, kind)
+    path.chmod(mode)
+    with one_warning(f"{path} can be written to by others (chmod go-w)"):
+        assert read_all() == left_without(kind)
+        write_all()  # in its place
+    with no_warning():
+        assert read_all() == ALL
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_links_instead_of_files(root: Path, tmp_path: Path, kind: str) -> None:
+    write_all()
+    path, outside = file_of(root, kind), tmp_path / "outside"
+    os.replace(path, outside)
+    path.symlink_to(outside)
+    content = outside.read_bytes()
+    with one_warning(f"{path} is a symbolic link"):
+        assert read_all() == left_without(kind)
+        write_all()  # in place of the link
+    with no_warning():
+        assert read_all() == ALL
+    assert not path.is_symlink()
+    assert outside.read_bytes() == content
+
+
+@pytest.mark.parametrize("which", [which for which in UNSAFE if which not in ("the folder", "one above it")])
+def test_links_instead_of_folders(root: Path, tmp_path: Path, which: str) -> None:
+    """What they lead to is neither read nor written, nor cleared."""
+    write_all()
+    linked, outside = UNSAFE[which](root), tmp_path / "outside"
+    os.rename(linked, outside)
+    linked.symlink_to(outside)
+    before = files(outside), set(outside.rglob("*"))
+    with one_warning(f"{linked} is a symbolic link"):
+        assert read_all() == unsafe_leaves(which)
+        store.write_binary(a_binary(KEYS[5], b"new"))
+        store.write_plan("d" * 64, a_plan(), {})
+        store.write_library("d" * 64, b"new")
+        assert read_all() == unsafe_leaves(which)
+    store.clear()
+    assert (files(outside), set(outside.rglob("*"))) == before
+
+
+def test_links_to_nothing(root: Path, tmp_path: Path) -> None:
+    root.mkdir()
+    (root / store.environment()).symlink_to(tmp_path / "nothing")
+    with one_warning("is a symbolic link"):
+        write_all()
+        assert read_all() == NOTHING | {"library": True}
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_the_folder_itself_may_be_a_link(root: Path, tmp_path: Path) -> None:
+    """To one that only the user can write to."""
+    (tmp_path / "elsewhere").mkdir(0o755)
+    root.symlink_to(tmp_path / "elsewhere")
+    with no_warning():
+        write_all()
+        assert read_all() == ALL
+    (tmp_path / "elsewhere").chmod(0o777)
+    store.forget()
+    with one_warning(f"{tmp_path / 'elsewhere'} can be written to by others"):
+        assert read_all() == NOTHING
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file(root: Path, kind: str) -> None:
+    """A folder, and a pipe, which would wait for a writer."""
+    write_all()
+    path = file_of(root, kind)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with one_warning(f"{path} is no regular file"):
+        assert read_all() == left_without(kind)
+        path.unlink()
+        path.mkdir()
+        assert read_all() == left_without(kind)
+
+
+def owned(monkeypatch: pytest.MonkeyPatch, path: Path, uid: int) -> None:
+    """Let a file or folder belong to another user."""
+
+    def of_other(status: os.stat_result) -> os.stat_result:
+        return os.stat_result((*status[:4], uid, *status[5:10]))
+
+    inode = os.stat(path).st_ino
+    for name in ("stat", "lstat", "fstat"):
+        real = getattr(os, name)
+
+        def patched(*args: Any, real: Callable[..., os.stat_result] = real, **kwargs: Any) -> os.stat_result:
+            status = real(*args, **kwargs)
+            return of_other(status) if status.st_ino == inode else status
+
+        monkeypatch.setattr(os, name, patched)
+
+
+@pytest.mark.parametrize("which", UNSAFE)
+def test_folders_of_other_users(root: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    write_all()
+    store.forget()
+    before = files(root)
+    other = UNSAFE[which](root)
+    with one_warning(f"{other} belongs to another user"):
+        owned(monkeypatch, other, OTHER)
+        assert read_all() == unsafe_leaves(which)
+        store.write_plan(PLAN_KEY, a_plan(KEYS[0]), BINARIES)
+    if which not in ("the binaries'", "the libraries'"):
+        assert files(root) == before
+
+
+def test_a_sticky_folder_of_another_user(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who owns it can rename what is in it."""
+    write_all()
+    store.forget()
+    root.parent.chmod(0o1777)
+    owned(monkeypatch, root.parent, OTHER)
+    with one_warning("belongs to another user"):
+        assert read_all() == NOTHING
+    root.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_other_users(root: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    write_all()
+    owned(monkeypatch, file_of(root, kind), OTHER)
+    with one_warning(f"{file_of(root, kind)} belongs to another user"):
+        assert read_all() == left_without(kind)
+
+
+def test_what_root_has_made_is_for_everybody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all()
+    store.forget()
+    for name in ("stat", "lstat", "fstat"):
+        real = getattr(os, name)
+
+        def of_root(*args: Any, real: Callable[..., os.stat_result] = real, **kwargs: Any) -> os.stat_result:
+            status = real(*args, **kwargs)
+            return os.stat_result((*status[:4], 0, *status[5:10]))
+
+        monkeypatch.setattr(os, name, of_root)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    with no_warning():
+        assert read_all() == ALL
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    """Others may never write to what is made; they may read it where the umask lets them, as in an image."""
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "a" / "b" / "c"))
+    before = os.umask(umask)
+    try:
+        with no_warning():
+            write_all()
+            assert read_all() == ALL
+    finally:
+        os.umask(before)
+    made = [tmp_path / "a", *(tmp_path / "a").rglob("*")]
+    assert len(made) > 10
+    for path in made:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o755 if path.is_dir() else 0o644) & ~umask
+
+
+def test_two_writers_of_one_binary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of different bytes: who comes second takes the first one's."""
+    mine, other = (replace(BINARIES[KEYS[0]], code=code) for code in (b"mine", b"other"))
+    real = os.link
+
+    def link(*args: Any) -> None:
+        monkeypatch.setattr(os, "link", real)
+        assert store.write_binary(other) is other
+        store.write_plan("e" * 64, a_plan(KEYS[0]), {KEYS[0]: other})
+        real(*args)
+
+    monkeypatch.setattr(os, "link", link)
+    with no_warning():
+        used = store.write_binary(mine)
+        assert used == other
+        store.write_plan("f" * 64, a_plan(KEYS[0]), {KEYS[0]: used})
+        for key in ("e" * 64, "f" * 64):
+            found = store.read_plan(key, {})
+            assert found is not None
+            assert found[1] == {KEYS[0]: other}
+
+
+def test_two_writers_of_one_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they take turns, a record and a library belong together."""
+    real = os.replace
+    for turn in (1, 2):
+        calls = 0
+
+        def replace_(*args: Any, turn: int = turn) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == turn:
+                store.write_library(LIBRARY_KEY, b"other")
+            real(*args)
+
+        monkeypatch.setattr(os, "replace", replace_)
+        with no_warning():
+            store.write_library(LIBRARY_KEY, b"mine")
+            assert store.read_library(LIBRARY_KEY) == b"mine"
+        monkeypatch.setattr(os, "replace", real)
+
+
+def test_two_processes(root: Path) -> None:
+    """Each makes all binaries, with bytes of its own, and a plan of each."""
+    begin_read, begin_write = os.pipe()
+
+    def write(name: str) -> None:
+        os.close(begin_write)
+        os.read(begin_read, 1)  # until both are there
+        warnings.simplefilter("error")
+        for i, key in enumerate(KEYS * 8):
+            used = store.write_binary(a_binary(f"{key[:-4]}{i:04x}", name.encode() * 1000))
+            store.write_plan(f"{name * 60}{i:04x}", a_plan(used.key), {used.key: used})
+
+    children = [in_child(lambda name=name: write(name)) for name in "ab"]
+    os.close(begin_read)
+    os.close(begin_write)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    with no_warning():
+        for i in range(8 * len(KEYS)):
+            both = [store.read_plan(f"{name * 60}{i:04x}", {}) for name in "ab"]
+            assert both[0] is not None and both[1] is not None
+            assert both[0][1] == both[1][1]
+    assert not list(root.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("function", ["write", "replace", "link"])
+def test_a_process_killed_while_writing(root: Path, function: str) -> None:
+    """What it leaves does no harm, is no file of the cache, and is cleared."""
+
+    def write() -> None:
+        setattr(os, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        write_all()
+
+    assert os.WTERMSIG(os.waitpid(in_child(write), 0)[1]) == signal.SIGKILL
+    assert len(list(root.rglob("*.tmp"))) == 1
+    with no_warning():
+        assert read_all() == NOTHING
+        assert {kind: count for kind, (count, _) in store.contents(root).items() if count} == {}
+        written = len(files(root)) - 1
+        write_all()
+        assert read_all() == ALL
+        assert len(list(root.rglob("*.tmp"))) == 1
+        assert written <= 1
+        assert store.clear() == 7
+    assert files(root) == {}
+
+
+def test_the_oldest_files_go_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", "1")
+    (root / "mine").mkdir(parents=True)
+    (root / "mine" / ("9" * 64 + ".json")).write_bytes(bytes(2 << 20))
+    binaries = {key: a_binary(key, bytes([i]) * (300 << 10)) for i, key in enumerate(KEYS[:5])}
+    for i, (key, binary) in enumerate(binaries.items()):
+        store.write_binary(binary)
+        store.write_plan(key, a_plan(key), binaries)
+        for path in root.rglob("*"):
+            if path.is_file() and path.stat().st_mtime > 1e6:
+                os.utime(path, (i, i))
+    with no_warning():
+        found = [store.read_plan(key, {}) is not None for key in binaries]
+        assert found == [False, False, True, True, True]
+        assert sum(size for _, size in store.contents(root).values()) <= 1 << 20
+        assert (root / "mine" / ("9" * 64 + ".json")).exists()
+        # What went is made again.
+        store.write_binary(binaries[KEYS[0]])
+        store.write_plan(KEYS[0], a_plan(KEYS[0]), binaries)
+        assert store.read_plan(KEYS[0], {}) is not None
+
+
+def test_code_that_was_evicted_without_its_record(root: Path) -> None:
+    write_all()
+    file_of(root, "code").unlink()
+    with no_warning():
+        assert read_all() == left_without("code")
+        write_all()
+        assert read_all() == ALL
+        file_of(root, "code").unlink()
+        other = replace(BINARIES[KEYS[0]], code=b"compiled again")
+        assert store.write_binary(other) is other
+        assert store.read_binary(KEYS[0]) == other
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, 2048), ("10", 10), ("0", 1), ("-3", 1), ("many", 2048)])
+def test_the_limit(monkeypatch: pytest.MonkeyPatch, text: str | None, expected: int) -> None:
+    if text is not None:
+        monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", text)
+    assert store.limit_mb() == expected
+
+
+def test_contents_and_clear(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of what the store has made, in a folder that may have other files in it."""
+    assert store.contents(root) == {}
+    assert store.clear() == 0
+    write_all()
+    old = root / ("0" * 16) / "plans" / ("1" * 64 + ".json")
+    old.parent.mkdir(parents=True)
+    old.write_text("of another version")
+    mine = [root / "notes.json", root / "libraries" / "mine.so", root / "project" / "plans" / ("2" * 64 + ".json")]
+    mine += [root / "libraries" / "deep" / "er" / ("3" * 64 + ".so"), file_of(root, "plan").with_name("notes.json")]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    counts = {kind: count for kind, (count, _) in store.contents(root).items()}
+    assert counts == {"plans": 1, "binaries": 2, "libraries": 1, "other versions": 1}
+    size = sum(len(content) for name, content in files(root).items() if content != b"mine")
+    assert sum(size for _, size in store.contents(root).values()) == size
+    assert store.clear() == 8
+    assert set(root.rglob("*")) >= set(mine)
+    assert set(files(root).values()) == {b"mine"}
+    assert store.contents(root) == {}
+    assert read_all() == NOTHING
+
+
+def test_read_only_folders(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read after the writable one, and never written, evicted from or cleared."""
+    write_all()
+    second, third = tmp_path / "second", tmp_path / "third"
+    os.rename(root, third)
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", os.pathsep.join([str(second), str(third)]))
+    monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", "1")
+    before = {path: (path.stat().st_mtime_ns, path.is_dir() or path.read_bytes()) for path in third.rglob("*")}
+    with no_warning():
+        assert read_all() == ALL
+        assert not root.exists()
+        store.write_binary(a_binary(KEYS[6], bytes(2 << 20)))
+        store.write_plan("d" * 64, a_plan(KEYS[0]), BINARIES)
+        assert store.read_plan("d" * 64, {}) is not None  # with a binary of another folder
+        store.clear()
+        assert read_all() == ALL
+    after = {path: (path.stat().st_mtime_ns, path.is_dir() or path.read_bytes()) for path in third.rglob("*")}
+    assert after == before
+    assert not second.exists()
+
+
+def test_folders_stand_in_for_each_other(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first one's file is damaged, or its binary is not the one that the second one's plan names."""
+    write_all()
+    second = tmp_path / "second"
+    os.rename(root, second)
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", str(second))
+    with no_warning():
+        other = store.write_binary(replace(BINARIES[KEYS[0]], code=b"other"))
+        assert store.read_binary(KEYS[0]) == other
+    with one_warning("is not the binary that its plan was made with"):
+        found = store.read_plan(PLAN_KEY, {})
+        assert found is not None
+        assert found[1] == BINARIES
+    file_of(root, "record").write_text("damaged")
+    with one_warning("is damaged"):
+        assert read_all() == ALL
+    shutil.rmtree(root)
+    second.chmod(0o777)
+    store.forget()
+    with one_warning("can be written to by others"):
+        assert read_all() == NOTHING
+
+
+def test_the_folder_of_an_installed_package(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel may carry one."""
+    write_all()
+    (tmp_path / "package").mkdir()
+    os.rename(root, tmp_path / "package" / "compiled")
+    monkeypatch.setattr(store, "_PACKAGE", tmp_path / "package")
+    assert store.read_only_folders() == [tmp_path / "package" / "compiled"]
+    with no_warning():
+        assert read_all() == ALL
+
+
+def test_which_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert store.folder() == tmp_path / "kept"
+    monkeypatch.delenv("MOE_KERNELS_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert store.folder() == tmp_path / "xdg" / "moe_kernels" / "compiled"
+    write_all()
+    assert read_all() == ALL
+    assert (tmp_path / "xdg" / "moe_kernels" / "compiled" / store.environment()).is_dir()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert store.folder() == tmp_path / "home" / ".cache" / "moe_kernels" / "compiled"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MOE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(uid: int) -> Any:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert str(os.getuid()) in store.folder().name
+
+
+def test_what_an_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public versions of Triton and Helion, and not that of PyTorch."""
+    installed = {"torch": "2.13.0", "triton": "3.6.0", "helion": "1.5.0"}
+
+    def environment(**changed: str | None) -> str:
+        versions = installed | changed
+
+        def version(name: str) -> str:
+            if (found := versions[name]) is None:
+                raise metadata.PackageNotFoundError(name)
+            return found
+
+        monkeypatch.setattr(metadata, "version", version)
+        store.forget()
+        return store.environment()
+
+    here = environment()
+    assert environment(torch="2.11.0") == here
+    assert environment(torch="2.13.0+cu130", triton="3.6.0+cu130", helion="1.5.0+cpu") == here
+    assert environment(helion=None) == here
+    assert len({here, environment(triton="3.7.0"), environment(triton=None), environment(helion="1.5.1")}) == 4
+
+
+def test_sources_are_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All that a plan is made by; and not how it is launched."""
+    here = store.environment()
+    package = tmp_path / "package"
+    shutil.copytree(store._PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(store, "_PACKAGE", package)
+
+    def changed(name: str) -> bool:
+        text = (package / name).read_text(encoding="utf-8")
+        (package / name).write_text(text + "\n", encoding="utf-8")
+        store.forget()
+        found = store.environment() != here
+        (package / name).write_text(text, encoding="utf-8")
+        return found
+
+    made_by = ["glu.py", "kernels/route.py", "ops/layer.py", "rules/__init__.py", "runtime/symbolic.py"]
+    assert [name for name in (*made_by, "reference.py", "runtime/launch.py") if changed(name)] == made_by
+    store.forget()
+    assert store.environment() == here
+
+
+# Strings that were read
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all that is no object and no list."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from leaves(part, (*path, key))
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from leaves(part, (*path, i))
+    else:
+        yield path
+
+
+def changed_at(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    changed = json.loads(json.dumps(value))
+    at = changed
+    for part in path[:-1]:
+        at = at[part]
+    at[path[-1]] = new
+    return changed
+
+
+HOSTILE = [
+    "__import__('os').abort()",
+    "t0; raise SystemExit",
+    "extent",
+    "0",
+    "",
+    "\ud800",
+    True,
+    1.5,
+    -1,
+    10**30,
+    None,
+    [],
+    {},
+    ["extent", 0, 0],
+    ["extent", "t0.x", 0],
+    ["extent", 9, 0],
+    ["__import__", 1, 2],
+    ["+", "1", 2],
+    [["+"], 1, 2],
+]
+NAMES = r"def|run|return|None|try|if|or|is|not|except|shape|data_ptr|empty_strided|[tp]\d+|n\d+_\d+"
+NAMED = r"(call|dtype|kernel|constant|descriptor)_\d+"
+
+
+def source_of(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The text that is executed for a plan."""
+    made: list[str] = []
+
+    def define(signature: str, statements: Any, names: Any) -> Any:
+        made.append("\n    ".join([f"def {signature}:", *statements]))
+
+    monkeypatch.setattr(emit, "define", define)
+    launchers = {key: launch.TritonWay(object()) for key in plan.binaries}
+    emit.emit(plan, launchers, torch.device("cpu"))
+    return made[0]
+
+
+def test_no_string_that_was_read_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan with anything else anywhere is refused, or generates text of numbers and of our own names."""
+    good = PLAN.to_json()
+    allowed = re.compile(f"{NAMES}|{NAMED}")
+    refused = 0
+    plain = re.sub(NAMED, r"\1", source_of(plan_from_json(good), monkeypatch))
+    for path in leaves(good):
+        for new in HOSTILE:
+            try:
+                plan = plan_from_json(json.loads(json.dumps(changed_at(good, path, new))))
+            except ValueError:
+                refused += 1
+                continue
+            text = source_of(plan, monkeypatch)
+            compile(text, "plan", "exec")
+            for token in tokenize.generate_tokens(io.StringIO(text).readline):
+                assert token.type != tokenize.STRING, (path, new)
+                assert token.type != tokenize.NAME or allowed.fullmatch(token.string), (path, new, token.string)
+            if isinstance(new, str):
+                assert re.sub(NAMED, r"\1", text) == plain, (path, new)
+    assert refused > 500
+
+
+def test_plans_of_the_wrong_form() -> None:
+    good = PLAN.to_json()
+    for bad in (None, 1, "plan", [], {}, {**good, "steps": 1}, {**good, "steps": [1]}, {**good, "inputs": [1]}):
+        with pytest.raises(ValueError):
+            plan_from_json(bad)
+    for step in ({}, {"alloc": 5}, {"call": "exec", "variable": 1, "arguments": [], "dtype": None, "groups": 0}):
+        with pytest.raises(ValueError):
+            plan_from_json({**good, "steps": [step]})
+    for missing in (7, -1, "t0", True):
+        with pytest.raises(ValueError):
+            plan_from_json({**good, "results": [missing]})
+
+
+def test_hostile_files_that_check_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if their writer had known how: they are refused all the same."""
+    write_all()
+    plan, record = file_of(root, "plan"), file_of(root, "record")
+    good = json.loads(record.read_bytes())["payload"]
+    evil = '*bf16"; system("true"); //'
+    changes = [
+        {"signature": [evil]},
+        {"signature": [1]},
+        {"signature": None},
+        {"constants": ["1"]},
+        {"constants": [1.5]},
+        {"constants": [float("inf")]},
+        {"metadata": {}},
+        {"code": "../../" + good["code"]},
+        {"code": 1},
+        {"extension": "cubin/../" + good["code"] + ".cubin"},
+        {"extension": "py"},
+        {"extension": ["cubin"]},
+    ]
+    shutil.copy(file_of(root, "code"), file_of(root, "code").with_suffix(".py"))
+    shutil.copy(file_of(root, "code"), root)
+    real, opened = os.open, set()
+
+    def open_(path: Any, *rest: Any) -> int:
+        opened.add(Path(path))
+        return real(path, *rest)
+
+    monkeypatch.setattr(os, "open", open_)
+    for change in changes:
+        put(root, record, good | change)
+        store.forget()
+        with one_warning("is damaged"):
+            assert store.read_binary(KEYS[0]) is None, change
+    assert opened == {record, file_of(root, "code")}
+    put(root, record, good)
+    assert read_all() == ALL
+    payload = json.loads(plan.read_bytes())["payload"]
+    for changed in (
+        payload | {"binaries": [KEYS[0], KEYS[1]]},
+        payload | {"binaries": {KEYS[0]: payload["binaries"][KEYS[0]]}},
+        payload | {"binaries": {"../" + KEYS[0]: "x"}},
+        payload | {"plan": None},
+    ):
+        put(root, plan, changed)
+        store.forget()
+        with one_warning("is damaged"):
+            assert store.read_plan(PLAN_KEY, {}) is None, changed
+
+
+@pytest.mark.filterwarnings("ignore:moe_kernels keeps")
+def test_an_expression_of_any_depth(root: Path) -> None:
+    """Read, or refused."""
+    write_all()
+    payload: dict[str, Any] = {"binaries": {}, "plan": {"inputs": ["A"], "results": []}}
+    found = []
+    for depth in range(50, 1500, 50):
+        deep: Any = 1
+        for _ in range(depth):
+            deep = ["+", deep, 1]
+        payload["plan"]["steps"] = [{"alloc": 1, "shape": [deep], "dtype": "float32"}]
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(10 * limit)
+        try:
+            put(root, file_of(root, "plan"), payload)
+        finally:
+            sys.setrecursionlimit(limit)
+        found.append(store.read_plan(PLAN_KEY, {}) is not None)
+    assert found[0]
+
+
+def test_nothing_unpickles_or_evaluates() -> None:
+    """In the files that turn what was read into a plan."""
+    for name in ("store", "plan", "symbolic"):
+        tree = ast.parse((store._PACKAGE / "runtime" / f"{name}.py").read_text(encoding="utf-8"))
+        found = {
+            alias.name.partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        }
+        found |= {
+            node.module.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+        }
+        assert not found & {"pickle", "marshal", "shelve", "dill", "cloudpickle", "ctypes"}
+        called = {
+            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assert not called & {"eval", "exec", "compile", "__import__"}
+
+
+# Triton's launchers
+
+
+class Compiler:
+    """In place of a C compiler."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.built: list[str] = []
+        monkeypatch.setattr("triton.runtime.build._build", self.build)
+        monkeypatch.setenv("CC", "cc")
+
+    def build(self, name: str, src: str, srcdir: str, *_: Any) -> str:
+        text = Path(src).read_text()
+        self.built.append(text)
+        path = os.path.join(srcdir, f"{name}.built.so")
+        Path(path).write_bytes(b"\x7fELF " + text.encode())
+        return path
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    pytest.importorskip("triton")
+    return Compiler(monkeypatch)
+
+
+def build(folder: Path, text: str = "int launch;") -> bytes:
+    """As Triton builds a launcher that is not in its own cache."""
+    from triton import knobs
+
+    folder.mkdir()
+    (folder / "main.c").write_text(text)
+    with launch.libraries():
+        path = knobs.build.impl("launcher", str(folder / "main.c"), str(folder), [], [], [])
+    assert Path(path).parent == folder
+    return Path(path).read_bytes()
+
+
+def test_launchers_are_kept(root: Path, tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    with no_warning():
+        first = build(tmp_path / "1")
+        assert build(tmp_path / "2") == first == b"\x7fELF int launch;"
+        assert compiler.built == ["int launch;"]
+        build(tmp_path / "3", "int other;")
+        assert compiler.built[1:] == ["int other;"]
+    assert knobs.build.impl is None
+    assert store.contents(root)["libraries"][0] == 2
+    real = sysconfig.get_config_var
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "cpython-399" if name == "SOABI" else real(name))
+    build(tmp_path / "4")
+    assert compiler.built[2:] == ["int launch;"]
+
+
+@pytest.mark.parametrize("trouble", ["damaged", "others may write to it"])
+def test_launchers_that_may_not_be_loaded(root: Path, tmp_path: Path, compiler: Compiler, trouble: str) -> None:
+    good = build(tmp_path / "1")
+    (path,) = root.rglob("*.so")
+    path.write_bytes(b"evil")
+    if trouble != "damaged":
+        path.write_bytes(good)
+        path.chmod(0o666)
+    with one_warning("damaged" if trouble == "damaged" else "can be written to by others"):
+        assert build(tmp_path / "2") == good
+        assert build(tmp_path / "3") == good
+    assert len(compiler.built) == 2
+
+
+def test_launchers_without_a_folder(tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(monkeypatch, "link", errno.EROFS)
+    fail(monkeypatch, "replace", errno.EROFS)
+    with one_warning("cannot be written to"):
+        assert build(tmp_path / "1") == build(tmp_path / "2")
+    assert len(compiler.built) == 2
+
+
+def test_launchers_without_a_compiler(tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is used; else the error says what to install, or to run."""
+    from triton import knobs
+
+    first = build(tmp_path / "1")
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert build(tmp_path / "2") == first
+    with pytest.raises(
+        RuntimeError, match=r"apt install gcc\) or make launchers elsewhere: python -m moe_kernels compile"
+    ):
+        build(tmp_path / "3", "int other;")
+    assert knobs.build.impl is None
+
+
+def test_building_ahead_leaves_triton_as_it_was(tmp_path: Path, compiler: Compiler) -> None:
+    from triton import knobs
+    from triton.backends import nvidia
+
+    class Nvidia:
+        include_dirs: tuple[str, ...] = ()
+        libraries: tuple[str, ...] = ()
+
+        @staticmethod
+        def library_dirs() -> list[str]:
+            return []
+
+    assert nvidia
+    launch._build_into_store("int launch;", Nvidia)
+    launch._build_into_store("int launch;", Nvidia)
+    assert compiler.built == ["int launch;"]
+    assert knobs.build.impl is None
+    assert build(tmp_path / "1") == b"\x7fELF int launch;"

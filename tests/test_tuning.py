@@ -1,0 +1,444 @@
+"""The loop of `tune` on a CPU: Helion's autotuner, the clock of the GPU and the kernels are replaced by stand-ins."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import helion
+import pytest
+import torch
+
+from moe_kernels import kernels as exported
+from moe_kernels import reference, rules
+from moe_kernels.ops.products import GROUPED_GEMM
+from moe_kernels.runtime import targets, torch_internals
+from moe_kernels.tuning import entries, search
+
+GPU = targets.Gpu("NVIDIA Test 9000", "cuda", 90, 132, 232448)
+CPU = torch.device("cpu")
+TASKS = [search.Task(4, 512, 96, 64, "float32", transposed) for transposed in (False, True)]
+
+
+def problem_of(rows: int, M: int, N: int, K: int, G: int, dtype: torch.dtype, **changed: Any) -> rules.Problem:
+    flags = dict.fromkeys(("tf32", "int64_A", "int64_B", "int64_out", "has_bias"), False)
+    flags |= dict.fromkeys(("tma_A", "tma_B", "tma_out"), True)
+    return rules.Problem(rows, M, N, K, G, dtype, **flags | changed)
+
+
+class Bench:
+    """Stand-ins for what needs a GPU, and a record of what they were asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.searches: list[tuple[helion.Kernel[Any], Any, str]] = []
+        self.speed: Callable[[rules.Choice], float] = lambda choice: 100.0
+        self.find: Callable[[helion.Kernel[Any]], helion.Config] = lambda kernel: self.seeds(kernel)[0]
+        self.wrong: Callable[[rules.Choice], bool] = lambda choice: False
+        self.made: dict[Any, rules.Choice] = {}
+        memory = types.SimpleNamespace(total_memory=2**37)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+        monkeypatch.setattr(search, "asked", self.asked)
+        monkeypatch.setattr(search, "calls_under", self.calls_under)
+        monkeypatch.setattr(search, "interleaved", self.interleaved)
+        monkeypatch.setattr(search, "kernel_calls", lambda choice, inputs: (exported.jagged, [()] * 3))
+
+    @staticmethod
+    def seeds(kernel: helion.Kernel[Any]) -> Any:
+        return kernel.settings.autotune_seed_configs
+
+    def asked(self, operator: Any, tensors: Sequence[Any], options: Any) -> rules.Problem:
+        A, B, _, _ = tensors
+        (M, K), (G, _, N) = A.shape, B.shape
+        return problem_of(rules.floor_power_of_2(M // G), M, N, K, G, A.dtype)
+
+    def calls_under(self, choice: rules.Choice, inputs: search.Inputs) -> list[Callable[[], torch.Tensor]]:
+        def call(A: torch.Tensor, B: torch.Tensor, offsets: torch.Tensor, bias: None) -> torch.Tensor:
+            out = reference.grouped_gemm(A, B, offsets)
+            if self.wrong(choice):
+                out[-1] += 1
+            return out
+
+        calls = [partial(call, *tensors) for tensors in inputs.tensors()]
+        self.made |= dict.fromkeys(calls, choice)
+        return calls
+
+    def interleaved(self, calls: dict[Any, Any], rounds: int, device: torch.device) -> dict[Any, float]:
+        return {key: self.speed(self.made[call]) for key, call in calls.items()}
+
+    def autotune_multi(self, kernel: helion.Kernel[Any], arg_sets: Any, *, cache_tag: str) -> helion.Config:
+        self.searches.append((kernel, arg_sets, cache_tag))
+        return self.find(kernel)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
+    made = Bench(monkeypatch)
+    # A class keeps a function as a method, and `autotune_multi` has to get the kernel.
+    monkeypatch.setattr(helion.Kernel, "autotune_multi", lambda kernel, *a, **k: made.autotune_multi(kernel, *a, **k))
+    return made
+
+
+def run(file: Path, budget: float = 300.0, force: bool = False, todo: list[search.Task] = TASKS) -> int:
+    return search.tune(todo, file, GPU.name, CPU, budget, force)
+
+
+def stages(choice: rules.Choice) -> Any:
+    return choice.config.config["num_stages"]
+
+
+def found_with_9_stages(kernel: helion.Kernel[Any]) -> helion.Config:
+    return helion.Config(**{**Bench.seeds(kernel)[0].config, "num_stages": 9})
+
+
+def test_a_faster_config_is_written_and_found_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench.find = found_with_9_stages
+    bench.speed = lambda choice: 80.0 if stages(choice) == 9 else 100.0
+    file = entries.file_in(tmp_path, GPU.name)
+    monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    rules.reload()
+    problem = problem_of(128, 512, 96, 64, 4, torch.float32, gpu=GPU)
+    with pytest.warns(RuntimeWarning, match="no config has been tuned"):
+        assert rules.choose(problem).source == "rule"
+    assert run(file) == 0
+    written = entries.read(file, GPU.name)
+    assert [(e.us, e.rule_us, e.config["num_stages"]) for e in written] == [(80.0, 100.0, 9)] * 2
+    assert {e.bucket.transposed for e in written} == {False, True}
+    assert "--shapes 4,512,96,64 --dtype float32 --layout gkn" in written[0].command
+    choice = rules.choose(problem)  # the files are read again
+    assert choice.source == str(file) and stages(choice) == 9
+    rules.reload()
+
+
+def test_how_helion_is_asked(bench: Bench, tmp_path: Path) -> None:
+    run(tmp_path / "f.json", todo=TASKS[:1])
+    [(kernel, arg_sets, tag)] = bench.searches
+    settings = kernel.settings
+    assert len(arg_sets) == len(search.ROUTINGS) and tag
+    assert settings.index_dtype == torch.int32 and settings.dot_precision == "ieee" and not settings.static_shapes
+    assert settings.autotune_force_persistent
+    assert 20 <= settings.autotune_budget_seconds <= 225
+    assert len(Bench.seeds(kernel)) > 5
+    accepts = settings.autotune_config_filter
+    assert accepts is not None and all(accepts(seed) is seed for seed in Bench.seeds(kernel))
+    seed = Bench.seeds(kernel)[0].config
+    assert accepts(helion.Config(**{**seed, "pid_type": "flat"})) is None
+    assert accepts(helion.Config(**{**seed, "block_sizes": [256, 64]})) is None  # more than N = 96
+
+
+@pytest.mark.parametrize(("us", "replaced"), [(99.5, False), (98.5, True)])
+def test_a_gain_of_less_than_a_percent_is_none(bench: Bench, tmp_path: Path, us: float, replaced: bool) -> None:
+    bench.find = found_with_9_stages
+    bench.speed = lambda choice: us if stages(choice) == 9 else 100.0
+    run(tmp_path / "f.json", todo=TASKS[:1])
+    [made] = entries.read(tmp_path / "f.json", GPU.name)
+    assert (made.config["num_stages"] == 9) == replaced
+    assert made.us == (us if replaced else 100.0)
+
+
+def test_a_wrong_result_never_wins(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.find = found_with_9_stages
+    bench.speed = lambda choice: 10.0 if stages(choice) == 9 else 100.0
+    bench.wrong = lambda choice: stages(choice) == 9
+    run(tmp_path / "f.json", todo=TASKS[:1])
+    assert entries.read(tmp_path / "f.json", GPU.name)[0].config["num_stages"] != 9
+    assert "does not work" in capsys.readouterr().out
+
+
+def test_what_is_there_is_skipped_unless_forced(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "f.json"
+    run(file, todo=TASKS[:1])
+    run(file)
+    assert len(bench.searches) == 2
+    assert capsys.readouterr().out.count("there already") == 1
+    run(file, force=True)
+    assert len(bench.searches) == 4 and len(entries.read(file, GPU.name)) == 2
+
+
+def test_entries_of_other_versions_are_tuned_again(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "f.json"
+    run(file, todo=TASKS[:1])
+    [made] = entries.read(file, GPU.name)
+    file.unlink()
+    entries.write(file, GPU.name, [replace(made, versions=replace(made.versions, triton="2.1.0"))])
+    run(file, todo=TASKS[:1])
+    assert len(bench.searches) == 2
+
+
+def test_ctrl_c_keeps_what_is_done(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.json"
+
+    def interrupted(kernel: helion.Kernel[Any]) -> helion.Config:
+        if len(bench.searches) == 2:
+            raise KeyboardInterrupt
+        return Bench.seeds(kernel)[0]
+
+    bench.find = interrupted
+    assert run(file) == 130
+    assert len(entries.read(file, GPU.name)) == 1
+    assert "Interrupted" in capsys.readouterr().err
+    assert run(file) == 0
+    assert len(entries.read(file, GPU.name)) == 2 and len(bench.searches) == 3
+
+
+def test_a_failed_search_leaves_the_best_neighbour(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(kernel: helion.Kernel[Any]) -> helion.Config:
+        raise helion.exc.NoConfigFound
+
+    bench.find = fails
+    bench.speed = lambda choice: 50.0 if choice.block_m == 64 else 100.0
+    assert run(tmp_path / "f.json", todo=TASKS[:1]) == 0
+    [made] = entries.read(tmp_path / "f.json", GPU.name)
+    assert made.block_m == 64 and made.us == 50.0
+    assert "NoConfigFound" in capsys.readouterr().err
+
+
+def test_a_task_that_fails_does_not_stop_the_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.wrong = lambda choice: False
+    one = search.tune_one
+    monkeypatch.setattr(
+        search, "tune_one", lambda task, *rest: one(task, *rest) if task.transposed else torch.empty(-1)
+    )
+    assert run(tmp_path / "f.json") == 1
+    assert len(entries.read(tmp_path / "f.json", GPU.name)) == 1
+    assert "failed: RuntimeError" in capsys.readouterr().err
+
+
+def test_little_time_means_no_search_but_an_entry(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.speed = lambda choice: 60.0 if choice.config.config["l2_groupings"] == [1] else 100.0
+    assert run(tmp_path / "f.json", budget=20, todo=TASKS[:1]) == 0
+    [made] = entries.read(tmp_path / "f.json", GPU.name)
+    assert made.config["l2_groupings"] == [1] and not bench.searches
+    assert "too little time" in capsys.readouterr().out
+
+
+def test_spent_time_leaves_the_rest(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
+
+    def slow(kernel: helion.Kernel[Any]) -> helion.Config:
+        now[0] += 1000
+        return Bench.seeds(kernel)[0]
+
+    bench.find = slow
+    assert run(tmp_path / "f.json") == 0
+    assert len(entries.read(tmp_path / "f.json", GPU.name)) == 1
+    assert "1 problems are left" in capsys.readouterr().out
+
+
+def test_weights_that_are_too_large_are_tuned_with_fewer_groups(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert search.fitting_groups(search.Task(256, 65536, 4096, 7168, "bfloat16", True), CPU) == (64, 16384)
+    assert search.fitting_groups(search.Task(8, 16384, 4096, 7168, "bfloat16", True), CPU) == (8, 16384)
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    search.add_arguments(parser)
+    return parser.parse_args(list(arguments))
+
+
+def test_the_tasks_of_a_model() -> None:
+    todo = search.tasks(options("--model", "qwen3-30b-a3b", "--tokens", "16", "8192"))
+    assert [(t.G, t.M, t.N, t.K) for t in todo] == [
+        (128, 128, 1536, 2048),
+        (128, 128, 2048, 768),
+        (128, 65536, 1536, 2048),
+        (128, 65536, 2048, 768),
+    ]
+    assert all(t.transposed and t.dtype == "bfloat16" for t in todo)
+
+
+def test_the_tasks_of_shapes() -> None:
+    todo = search.tasks(options("--shapes", "8,64,32,16", "4,4,4,4", "8,64,32,16", "--layout", "both"))
+    assert todo == [
+        search.Task(*shape, "bfloat16", transposed)
+        for shape in ((8, 64, 32, 16), (4, 4, 4, 4))
+        for transposed in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400)], ids=lambda value: str(value)
+)
+def test_durations(text: str, expected: float) -> None:
+    assert search.seconds(text) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--model", "qwen3-30b-a3b", "--shapes", "1,1,1,1"],
+        ["--model", "no-such-model"],
+        ["--shapes", "1,2,3"],
+        ["--shapes", "1,2,3,0"],
+        ["--model", "olmoe", "--budget", "soon"],
+        ["--model", "olmoe", "--budget", "0m"],
+    ],
+    ids=str,
+)
+def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        options(*arguments)
+    assert left.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_concise_leaves_out_defaults_alone() -> None:
+    values = {
+        "block_sizes": [0, 0],
+        "range_flattens": [True, None],
+        "range_unroll_factors": [0, 0],
+        "loop_orders": [[0, 1]],
+        "load_eviction_policies": ["", ""],
+        "maxnreg": None,
+        "atomic_indexing": [],
+        "num_sm_multiplier": 1,
+        "num_stages": 1,
+    }
+    assert search.concise(values) == {"block_sizes": [0, 0], "range_flattens": [True, None], "num_stages": 1}
+
+
+@pytest.mark.parametrize("rows", [1, 32, 128, 1024])
+def test_alternatives_and_neighbours_are_legal_and_distinct(rows: int) -> None:
+    problem = problem_of(rows, 64 * rows, 1536, 2048, 64, torch.bfloat16)
+    start = search.alternatives(problem)
+    assert rules.rule(problem) in start
+    for choice in [choice for choice in start if choice.variant != "tails"]:  # which has one config
+        near = search.neighbours(choice, problem)
+        assert 5 <= len(near) <= 12
+        assert all(rules.why_illegal(made, problem) is None and made.block_m == choice.block_m for made in near)
+        assert len(list(search.unique([choice, *near], search.stored))) == len(near) + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_check_close_sees_one_wrong_element_and_changes_nothing(dtype: torch.dtype) -> None:
+    right = torch.randn(20, 30).to(dtype)
+    before = right.clone()
+    search.check_close(right * (1 + torch.finfo(dtype).eps), right)
+    search.check_close((right, 1), (right + 1, 1))  # the arguments, which are not compared
+    for wrong in (0.5, float("nan")):
+        other = right.clone()
+        other[7, 9] += wrong
+        with pytest.raises(AssertionError):
+            search.check_close(other, right)
+    assert torch.equal(right, before)
+
+
+def workload(choices: Sequence[int], calls: Callable[[int], list[Callable[[], torch.Tensor]]]) -> search.Workload:
+    """One in which a choice is a number."""
+    return search.Workload(
+        problem=None,
+        rows=1,
+        choices=choices,
+        calls=calls,
+        near=lambda best, until: [],
+        stored=lambda choice: {"kernel": "kernel", "block_m": 1, "tma": [], "config": {"choice": choice}},
+    )
+
+
+def test_what_a_config_leaves_out_shows() -> None:
+    """Memory that is used again has the right result in it; where calls are timed, nothing fills it."""
+    memory = torch.arange(4.0)
+    filled = []
+
+    def calls(choice: int) -> list[Callable[[], torch.Tensor]]:
+        allocate = torch_internals.allocator(CPU)
+
+        def call() -> torch.Tensor:
+            out = allocate((4,), (1,), torch.float32)
+            filled.append(bool(out.isnan().all()))
+            out[: 4 - choice] = memory[: 4 - choice]
+            return out
+
+        return [call]
+
+    turns = search.Turns(workload([], calls), CPU, math.inf)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch_internals, "allocator", lambda device: lambda *_: memory.clone())
+        assert turns.add([0, 1, 0], at_least=3) == [0]
+    assert filled == [True, False, True]
+    assert turns.choices == [0, 1] and list(turns.calls) == [0]
+
+
+def test_a_choice_of_another_result_than_the_first_that_works_is_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def calls(choice: int) -> list[Callable[[], torch.Tensor]]:
+        if choice == 7:
+            raise RuntimeError("out of resource")
+        return [lambda: torch.full((2,), float(choice % 5))]
+
+    turns = search.Turns(workload([], calls), CPU, math.inf)
+    assert turns.add([7, 1, 2, 6, 1], at_least=1) == [1, 3]
+    assert turns.add([6, 11], at_least=1) == [4]  # what has been looked at is not looked at again
+    assert capsys.readouterr().out.count("does not work") == 2
+
+
+def test_spent_time_leaves_out_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = search.Turns(workload([], lambda choice: [lambda: torch.zeros(1)]), CPU, 0.0)
+    assert turns.add(range(5), at_least=3) == [0, 1, 2]
+    assert turns.add([9, 10], at_least=1) == [3]
+    assert capsys.readouterr().out.count("the time is spent") == 2
+
+
+def test_routings_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "interleaved", lambda calls, *_: {(i, j): 2.0 * (i + 1) * 4**j for i, j in calls})
+    turns = search.Turns(workload([], lambda choice: [lambda: torch.zeros(1)] * 2), CPU, math.inf)
+    turns.add([0, 1], at_least=2)
+    assert turns.times(1) == pytest.approx({0: 4.0, 1: 8.0})
+    assert turns.times(1, [1, 1, 5]) == pytest.approx({1: 8.0})
+
+
+def test_nothing_that_works_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(choice: int) -> list[Callable[[], torch.Tensor]]:
+        raise RuntimeError("out of resource")
+
+    monkeypatch.setitem(search.WORKLOADS, "uniform", lambda task, device: workload([0, 1], calls))
+    with pytest.raises(RuntimeError, match="no config works, not even the rule's"):
+        search.tune_one(search.Task(1, 1, 1, 1, "bfloat16", False, "uniform"), CPU, 1.0)
+
+
+def test_a_config_that_works_is_kept_where_the_rules_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(choice: int) -> list[Callable[[], torch.Tensor]]:
+        if choice == 0:
+            raise RuntimeError("out of resource")
+        return [lambda: torch.zeros(1)]
+
+    monkeypatch.setitem(search.WORKLOADS, "uniform", lambda task, device: workload([0, 1, 2], calls))
+    monkeypatch.setattr(search, "interleaved", lambda calls, *_: {(i, j): 10.0 - i for i, j in calls})
+    made = search.tune_one(search.Task(1, 1, 1, 1, "bfloat16", False, "uniform"), CPU, 1.0)
+    assert (made.config, made.us, made.rule_us) == ({"choice": 2}, 8.0, 8.0)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("G", "M"), [(1, 64), (4, 2), (4, 63), (4, 64), (4, 4096)])
+def test_the_bucket_of_a_task_is_that_of_its_problem(
+    monkeypatch: pytest.MonkeyPatch, G: int, M: int, transposed: bool
+) -> None:
+    """Also of one group, which `grouped_gemm` gives to a dense product."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=2**37))
+    monkeypatch.setattr(targets, "of_tensor", lambda tensor: GPU)
+    monkeypatch.setattr(entries, "near", lambda *_: [])
+    task = search.Task(G, M, 96, 64, "bfloat16", transposed)
+    inputs = search.Inputs(task, CPU)
+    problem = search.asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
+    assert (problem.gpu, problem.tma_A, problem.transposed) == (GPU, True, transposed)
+    assert rules.bucket_of(problem) == search.bucket(task, CPU)
+    assert search.grouped_workload(task, CPU).choices[0] == rules.rule(problem)
