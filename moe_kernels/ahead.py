@@ -184,19 +184,22 @@ def _meta(x: Tensor, gradient: bool) -> Tensor:
 def _call_of_module(module: Any, T: int, training: bool) -> Callable[[], None]:
     def call() -> None:
         parameters = {name: _meta(p, training and p.requires_grad) for name, p in module.named_parameters()}
+        routings: list[tuple[Tensor, ...]] = [()]
         if isinstance(module, MoE):
             H, dtype = module.router.size(1), module.router.dtype
-            hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=training)
-            out = functional_call(module, parameters, (hidden,))
         else:
             down = module.down_proj
             H, dtype, top_k = down.size(2 if module.is_transposed else 1), down.dtype, _top_k(module)
-            hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=training)
             ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
-            weights = torch.empty(T, top_k, dtype=dtype, device="meta", requires_grad=training)
-            out = functional_call(module, parameters, (hidden, ids, weights))
-        if training:
-            out.backward(torch.empty_like(out))
+            like: dict[str, Any] = {"device": "meta", "requires_grad": training}
+            # Some models leave what the router gives in float32.
+            kinds = dict.fromkeys((dtype, torch.float32))
+            routings = [(ids, torch.empty(T, top_k, dtype=kind, **like)) for kind in kinds]
+        for routing in routings:
+            hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=training)
+            out = functional_call(module, parameters, (hidden, *routing))
+            if training:
+                out.backward(torch.empty_like(out))
 
     return call
 

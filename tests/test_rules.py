@@ -737,7 +737,7 @@ class Machine:
 
         monkeypatch.setattr(targets, "of_device", lambda kind, index: GPU)
         monkeypatch.setattr(cache, "draw", self.draw)
-        monkeypatch.setattr(compiler, "binaries", self.binaries)
+        monkeypatch.setattr(compiler, "binary", self.binary)
         monkeypatch.setattr(launch, "compiled_kernel", lambda binary: binary.key)
         monkeypatch.setattr(launch, "launcher", self.launcher)
         self.monkeypatch = monkeypatch
@@ -752,16 +752,15 @@ class Machine:
         self.monkeypatch.setattr(cache, "plans", cache.PlanCache())
         self.drawn.clear()
 
-    def draw(self, operator: Operator, inputs: Any, options: Any, gpu: Any) -> tuple[Plan, dict[str, Any]]:
+    def draw(self, operator: Operator, inputs: Any, options: Any, gpu: Any, begin: Any) -> tuple[Plan, dict[str, Any]]:
         key = f"stages{rules.choose(replace(PROBLEM, gpu=gpu)).config.config['num_stages']}"
         self.drawn.append(key)
+        begin(SimpleNamespace(key=key))
         return Plan(operator.inputs, (Launch(key, (1,), ()),), (0,)), {key: None}
 
-    def binaries(self, specialized: dict[str, Any], gpu: Any) -> dict[str, store.Binary]:
-        made = {key: store.Binary(key, (), (), "{}", "cubin", key.encode()) for key in specialized}
-        for binary in made.values():
-            store.write_binary(binary)
-        return made
+    def binary(self, specialized: Any, gpu: Any) -> store.Binary:
+        key = specialized.key
+        return store.write_binary(store.Binary(key, (), (), "{}", "cubin", key.encode()))
 
     def launcher(self, key: str) -> Any:
         if key == "stages7":

@@ -218,8 +218,9 @@ def plan_of(
     def made() -> tuple[Plan, dict[str, store.Binary]]:
         from moe_kernels.runtime import compile as compiler  # imports Helion
 
-        plan, specialized = draw(operator, inputs, options, gpu)
-        binaries = compiler.binaries(specialized, gpu)
+        compiling = compiler.Compiling(gpu)
+        plan, _ = draw(operator, inputs, options, gpu, compiling.begin)
+        binaries = compiling.binaries()
         load(binaries)
         if kept:
             store.write_plan(key, plan, binaries)
@@ -239,13 +240,17 @@ def plan_of(
 
 
 def draw(
-    operator: Operator, inputs: Sequence[SymbolicTensor | None], options: Any, gpu: Gpu
+    operator: Operator,
+    inputs: Sequence[SymbolicTensor | None],
+    options: Any,
+    gpu: Gpu,
+    begin: Callable[[Any], None] = lambda one: None,
 ) -> tuple[Plan, dict[str, Any]]:
-    """A plan by its planner, and what its binaries are to be compiled from."""
+    """A plan by its planner, and what its binaries are to be compiled from; `begin` is told of each at once."""
     from moe_kernels.runtime import compile as compiler  # imports Helion
 
     builder, results = sketch(operator, inputs, options, gpu)
-    return compiler.finish(builder, results)
+    return compiler.finish(builder, results, begin)
 
 
 def sketch(

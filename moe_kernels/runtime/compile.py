@@ -16,7 +16,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,14 +74,17 @@ class Specialized:
     options: Mapping[str, Any]
 
 
-def finish(builder: Builder, results: Sequence[SymbolicTensor]) -> tuple[Plan, dict[str, Specialized]]:
-    """The plan that was drawn on `builder`, and what its binaries are to be compiled from."""
+def finish(
+    builder: Builder, results: Sequence[SymbolicTensor], begin: Callable[[Specialized], None] = lambda one: None
+) -> tuple[Plan, dict[str, Specialized]]:
+    """The plan that was drawn on `builder`, and what its binaries are to be compiled from; `begin` is told of each."""
     steps: list[Alloc | Call | Launch] = []
     specialized: dict[str, Specialized] = {}
     for step in builder.steps:
         if isinstance(step, Request):
             launch, made = lower(step, builder.gpu)
             specialized[made.key] = made
+            begin(made)
             steps.append(launch)
         else:
             steps.append(step)
@@ -187,13 +190,25 @@ def binary(specialized: Specialized, gpu: Gpu) -> store.Binary:
     return store.write_binary(made)
 
 
-def binaries(specialized: Mapping[str, Specialized], gpu: Gpu) -> dict[str, store.Binary]:
-    """Those of a plan, compiled side by side: Triton's compiler mostly waits for its own threads and for ptxas."""
-    if len(specialized) == 1:
-        return {key: binary(one, gpu) for key, one in specialized.items()}
-    with ThreadPoolExecutor(min(8, max(1, len(specialized)))) as pool:
-        made = {key: pool.submit(binary, one, gpu) for key, one in specialized.items()}
-        return {key: future.result() for key, future in made.items()}
+class Compiling:
+    """Binaries of a plan, compiled side by side while Helion generates the next kernel's code: Triton's compiler mostly
+    waits for its own threads and for ptxas.
+    """
+
+    def __init__(self, gpu: Gpu):
+        self.gpu, self.pool = gpu, ThreadPoolExecutor(8)
+        self.begun: dict[str, Future[store.Binary]] = {}
+
+    def begin(self, one: Specialized) -> None:
+        if one.key not in self.begun:
+            self.begun[one.key] = self.pool.submit(binary, one, self.gpu)
+
+    def binaries(self) -> dict[str, store.Binary]:
+        """All that has begun, by key; waits for them."""
+        try:
+            return {key: future.result() for key, future in self.begun.items()}
+        finally:
+            self.pool.shutdown()
 
 
 # Helion

@@ -50,7 +50,7 @@ def function(plan: Plan, specialized: Mapping[str, compiler.Specialized], device
     if gpu.backend == "interpreter":
         launchers = {name: InterpretedWay(one.function) for name, one in specialized.items()}
     else:
-        binaries = compiler.binaries(specialized, gpu)
+        binaries = {name: compiler.binary(one, gpu) for name, one in specialized.items()}
         launchers = {name: launch.launcher(launch.compiled_kernel(one)) for name, one in binaries.items()}
     return emit(plan, launchers, device)
 

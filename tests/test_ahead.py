@@ -1,0 +1,624 @@
+"""Plans and binaries made ahead, and the commands for it, on a machine without a GPU.
+
+What runs under other conditions than pytest's own process, without Helion or with Triton's interpreter, is a script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from moe_kernels import MoE, ahead, commands
+from moe_kernels.models import MODELS
+from moe_kernels.runtime import cache, store, targets
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = (64, 32, 4, 2)  # H, I, E, top_k
+TOKENS = range(1, 65)
+TRAINED = range(9, 13)
+H200 = targets.KNOWN["h200"]
+
+COMPILE = """
+import argparse, sys
+from moe_kernels import commands
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    commands.add_compile_arguments(parser)
+    sys.exit(commands.compile_main(parser.parse_args()))
+"""
+
+# Calls of the layer in a process that has what it needs: {where: [the modules of a compiler that were imported]}.
+CALLS = """
+import hashlib, json, os, sys, types
+import torch
+from moe_kernels import MoE, ahead
+from moe_kernels.runtime import cache, launch, store, targets
+from moe_kernels.runtime.plan import Alloc
+from moe_kernels.runtime.signature import portable, signature, symbolic
+from moe_kernels.runtime.symbolic import value
+
+GPU = targets.KNOWN[sys.argv[1]]
+shape = ahead.LayerShape(*json.loads(sys.argv[2]))
+plans, binaries = set(), {}
+
+def find(operator, tensors, options):
+    text = portable(signature(operator, tensors, options))
+    plan, found = cache.plan_of(operator, symbolic(operator, tensors, options), options, text, GPU)
+    assert plan.inputs == operator.inputs
+    plans.add(text)
+    binaries.update(found)
+    extents = [() if x is None else tuple(x.shape) for x in tensors]
+    made = {step.variable: step for step in plan.steps if isinstance(step, Alloc)}
+    results = [made[i] for i in plan.results]
+    results = [torch.empty([value(n, extents) for n in x.shape], dtype=x.dtype, device="meta") for x in results]
+    return results[0] if len(results) == 1 else tuple(results)
+
+def draw(operator, *_):
+    raise SystemExit(f"no plan for {operator.name}")
+
+cache.draw = draw
+with cache.collecting(find):
+    for T in json.loads(sys.argv[3]):
+        ahead._call_of_shape(shape, T, False)()
+    for T in json.loads(sys.argv[4]):
+        ahead._call_of_shape(shape, T, True)()
+heavy = ("helion", "torch._inductor", "moe_kernels.kernels", "moe_kernels.runtime.compile")
+imported = [name for name in sys.modules if name.startswith(heavy)]
+
+# As Triton asks for the launcher of each of them, which needs no compiler then.
+from triton.backends.nvidia import driver
+wanted = {open(os.path.join(driver.dirname, "driver.c")).read()}
+if hasattr(driver, "make_launcher"):
+    driver.compile_module_from_src = lambda src, **_: wanted.add(src) or types.SimpleNamespace(launch=None)
+    driver.library_dirs = list
+    for binary in binaries.values():
+        kernel = launch.compiled_kernel(binary)
+        driver.CudaLauncher(kernel.src, kernel.metadata)
+missing = [src for src in wanted if store.read_library(hashlib.sha256(src.encode()).hexdigest()) is None]
+print(json.dumps([imported, len(plans), sorted(binaries), len(wanted), len(missing)]))
+"""
+
+# {name: [signatures of calls on the CPU that are not made ahead, signatures made ahead that these calls do not have]}
+SIGNATURES = """
+import importlib.util, json, os, sys
+os.environ["TRITON_INTERPRET"] = "1"  # so that calls on the CPU are for the kernels
+import torch
+from torch import nn
+from moe_kernels import MoE, ahead, grouped_gemm, moe_mlp
+from moe_kernels.runtime import cache, targets
+from moe_kernels.runtime.signature import portable, signature, symbolic
+from moe_kernels.runtime.symbolic import value
+
+seen = set()
+
+def find(operator, tensors, options):
+    assert all(x is None or x.is_cpu for x in tensors)
+    seen.add(portable(signature(operator, tensors, options)))
+    extents = [() if x is None else tuple(x.shape) for x in tensors]
+    _, results = cache.sketch(operator, symbolic(operator, tensors, options), options, targets.INTERPRETER)
+    made = [torch.zeros([value(n, extents) for n in x.shape], dtype=x.dtype) for x in results]
+    return made[0] if len(made) == 1 else tuple(made)
+
+def compare(name, what, T, training, call):
+    seen.clear()
+    with cache.collecting(find):
+        call()
+    wanted = {one.signature for one in ahead.collect(ahead._calls(what, [T], training))}
+    found[name] = [sorted(seen - wanted), sorted(wanted - seen), len(seen)]
+
+def call_module(module, dtype, T, training):
+    with torch.set_grad_enabled(training):
+        hidden = torch.randn(T, 64, dtype=dtype, requires_grad=training)
+        out = module(hidden)
+        if training:
+            out.backward(torch.randn_like(out))
+
+found = {}
+for dtype in (torch.bfloat16, torch.float32):
+    for gated in (True, False):
+        module = MoE(64, 32, 4, 2, dtype=dtype, gated=gated, activation="silu" if gated else "relu_squared")
+        for T in (1, 2, 20, 600):
+            for training in (False, True):
+                compare(f"{dtype}, {gated}, {T}, {training}", module, T, training,
+                        lambda: call_module(module, dtype, T, training))
+
+def call_shape():
+    call_module(MoE(64, 32, 4, 2, dtype=torch.float16), torch.float16, 20, False)
+    call_module(MoE(64, 32, 4, 2, dtype=torch.float16), torch.float16, 20, True)
+    rows, w_gate_up, w_down = (torch.randn(x, dtype=torch.float16) for x in ((20, 64), (4, 64, 64), (4, 64, 32)))
+    ids, offsets = torch.zeros(20, 2, dtype=torch.int64), torch.zeros(5, dtype=torch.int32)
+    moe_mlp(rows, ids, rows.new_zeros(20, 2), w_gate_up, w_down)
+    grouped_gemm(rows.repeat(2, 1), w_gate_up.mT, offsets)
+    grouped_gemm(rows.repeat(2, 1)[:, :32].contiguous(), w_down.mT, offsets)
+
+compare("a shape", ahead.LayerShape(64, 32, 4, 2, torch.float16), 20, True, call_shape)
+
+if importlib.util.find_spec("transformers") is not None:
+    import transformers
+    from moe_kernels.integrations import transformers as integration
+
+    integration.register()
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2}
+    model = transformers.MixtralForCausalLM._from_config(transformers.MixtralConfig(**sizes)).to(torch.bfloat16)
+    model.set_experts_implementation("moe_kernels")
+    assert len(ahead.layers_of(model)) == 1
+
+    def call_model():
+        out = model(torch.zeros(2, 7, dtype=torch.int64)).logits
+        out.backward(torch.randn_like(out))
+
+    compare("transformers", model, 14, True, call_model)
+print(json.dumps(found))
+"""
+
+
+def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script in a process of its own that sees no GPU."""
+    dropped = ("TRITON_INTERPRET", "MOE_KERNELS_CACHE_DIR", "MOE_KERNELS_CACHE_READONLY", "MOE_KERNELS_CONFIG_DIR")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Sizes and times of the files in a folder."""
+    found = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (status.st_size, status.st_mtime_ns) for path, status in found}
+
+
+class Made(NamedTuple):
+    """What `compile` has made in three runs: for inference, the same again, and some training."""
+
+    folder: Path
+    runs: list[subprocess.CompletedProcess[str]]
+    listings: list[dict[str, tuple[int, int]]]
+    compiled: int  # kernels that Triton has compiled, by its own cache
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    pytest.importorskip("helion")
+    base = tmp_path_factory.mktemp("ahead")
+    folder, environment = base / "folder", {"TRITON_CACHE_DIR": str(base / "triton"), "XDG_CACHE_HOME": str(base)}
+    layer = ["--layer", ",".join(map(str, SIZES)), "--gpu", "h200", "--output", str(folder)]
+    inference = [*layer, "--tokens", f"{TOKENS[0]}:{TOKENS[-1]}"]
+    runs, listings = [], []
+    for arguments in (inference, inference, [*layer, "--tokens", f"{TRAINED[0]}:{TRAINED[-1]}", "--training"]):
+        runs.append(run(COMPILE, *arguments, **environment))
+        assert runs[-1].returncode == 0, runs[-1].stderr
+        listings.append(listing(folder))
+    assert not (base / "moe_kernels" / "compiled").exists()
+    return Made(folder, runs, listings, len(list((base / "triton").rglob("*.cubin"))))
+
+
+def counts(run: subprocess.CompletedProcess[str]) -> list[int]:
+    """The plans, binaries and libraries that `compile` says it has made."""
+    return [int(word) for word in run.stdout.splitlines()[1].split() if word.isdigit()][:3]
+
+
+def calls(made: Made, gpu: str = "h200", **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(CALLS, gpu, json.dumps(SIZES), json.dumps([*TOKENS]), json.dumps([*TRAINED]), **environment)
+
+
+def test_compile_says_what_it_does(made: Made) -> None:
+    first, again, training = made.runs
+    assert first.stdout.startswith(f"Into {made.folder}, for h200:\n")
+    assert "MOE_KERNELS_CACHE_READONLY" in first.stdout
+    plans, binaries, libraries = counts(first)
+    assert f"{plans} of {plans} plans\n" in first.stderr
+    assert counts(again) == [plans, binaries, libraries]
+    assert again.stderr == ""  # nothing had to be made
+    assert min(counts(training)) > 0
+    for each in made.runs:
+        assert "Warning" not in each.stderr
+
+
+def test_nothing_is_made_twice(made: Made) -> None:
+    """Neither in one run nor in the next one, which leaves all files as they are."""
+    first, again, training = made.listings
+    assert again == first
+    assert {name: training[name] for name in first} == first
+    kinds = Counter(Path(name).parent.name + Path(name).suffix for name in first)
+    plans, binaries, libraries = counts(made.runs[0])
+    assert kinds["plans.json"] == plans
+    assert kinds["binaries.json"] == kinds["binaries.cubin"] == binaries
+    assert kinds[f"{store._libraries().partition('/')[2]}.so"] == libraries
+    assert made.compiled == len([name for name in training if name.endswith(".cubin")])
+    assert not [name for name in training if name.endswith(".tmp")]
+
+
+def described(x: Any) -> Any:
+    """What of an argument a specialization depends on at most."""
+    shape = getattr(x, "shape", None)
+    if shape is None:
+        return x if isinstance(x, (bool, int, float, str, torch.dtype, type(None))) else "a number"
+    return x.dtype, tuple(n if type(n) is int else "a number" for n in shape), x.strides, x.aligned, x.tma_clipped
+
+
+def specializations(tokens: Sequence[int]) -> set[Any]:
+    """Kernels with configs and kinds of arguments, of all plans for inference with the layer."""
+    found = set()
+    for one in ahead.collect(ahead._calls(ahead.LayerShape(*SIZES), tokens, False)):
+        builder, _ = cache.sketch(ahead._OPERATORS[one.operator], one.inputs, one.options, H200)
+        for step in builder.steps:
+            if hasattr(step, "kernel"):
+                arguments = tuple(map(described, step.arguments))
+                found.add((step.kernel.name, repr(step.config), step.int64_index, step.tf32, arguments))
+    return found
+
+
+def test_a_binary_for_each_specialization(made: Made) -> None:
+    """However many plans launch it."""
+    _, binaries, _ = counts(made.runs[0])
+    distinct = specializations(TOKENS)
+    assert 0 < binaries <= len(distinct)
+    assert binaries >= len({(name, config) for name, config, *_ in distinct})
+
+
+def test_a_process_that_finds_its_plans_imports_no_compiler(made: Made, tmp_path: Path) -> None:
+    """For every number of tokens, from the folder as an image has it: read only. Launchers are there, too."""
+    empty = tmp_path / "empty"
+    environment = {"MOE_KERNELS_CACHE_DIR": str(empty), "MOE_KERNELS_CACHE_READONLY": str(made.folder)}
+    done = calls(made, **environment)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    imported, plans, binaries, wanted, missing = json.loads(done.stdout)
+    assert imported == []
+    kinds = Counter(Path(name).parent.name for name in made.listings[-1] if name.endswith(".json"))
+    assert plans == kinds["plans"]
+    assert len(binaries) == kinds["binaries"]
+    assert wanted > 1
+    assert missing == 0
+    assert listing(made.folder) == made.listings[-1]
+    assert not empty.exists()
+
+
+def test_plans_are_for_one_gpu_model(made: Made) -> None:
+    done = calls(made, gpu="h100", MOE_KERNELS_CACHE_DIR=str(made.folder))
+    assert done.returncode == 1
+    assert "no plan for moe_layer" in done.stderr
+
+
+@pytest.fixture
+def folder(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that `compile` has filled, in this process; nothing more may be made."""
+    for name in ("MOE_KERNELS_CACHE_READONLY", "MOE_KERNELS_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(made.folder.parent))
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(made.folder))
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("something is made")
+
+    monkeypatch.setattr(ahead, "_make", refuse)
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", refuse)
+    store.forget()
+    ahead.rules.reload()
+    yield made.folder
+    ahead.rules.reload()
+    store.forget()
+    assert listing(made.folder) == made.listings[-1]
+
+
+def bare(*sizes: int, **options: Any) -> MoE:
+    return MoE(*(sizes or SIZES), dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_module_on_the_cpu(folder: Path, made: Made, training: bool) -> None:
+    """Needs no more than its shape, and stays what it was."""
+    module = bare()
+    module.router.requires_grad_(False)
+    before = {name: (p.data_ptr(), p.requires_grad, p.device, p.clone()) for name, p in module.named_parameters()}
+    found = ahead.compile_ahead(module, tokens=TRAINED if training else TOKENS, training=training, gpu="h200")
+    plans, _, _ = counts(made.runs[2 if training else 0])
+    assert 0 < found.plans < plans  # a shape has calls of the products by themselves, too
+    assert found.binaries > 0
+    assert found.libraries > 0
+    for name, parameter in module.named_parameters():
+        address, requires_grad, device, content = before[name]
+        assert (parameter.data_ptr(), parameter.requires_grad, parameter.device) == (address, requires_grad, device)
+        assert torch.equal(parameter, content)
+        assert parameter.grad is None
+
+
+def test_a_module_that_contains_layers(folder: Path) -> None:
+    """The same layer several times is made once."""
+    alone = ahead.compile_ahead(bare(), tokens=TOKENS, gpu="h200")
+    stack = nn.Sequential(nn.Linear(64, 64), bare(), nn.ModuleDict({"inner": bare()}))
+    assert ahead.compile_ahead(stack, tokens=TOKENS, gpu="h200") == alone
+    assert ahead.compile_ahead(ahead.LayerShape(*SIZES), tokens=TOKENS, gpu="h200").plans > alone.plans
+    assert ahead.compile_ahead([ahead.LayerShape(*SIZES)], tokens=[64, 64, 5], gpu="h200").plans < alone.plans * 4
+
+
+def test_layers_of_a_module() -> None:
+    """One of each kind: kinds differ in sizes, dtype, top_k and what an expert computes."""
+    kinds = [
+        bare(),
+        bare(64, 32, 4, 1),
+        bare(64, 32, 8, 2),
+        bare(activation="gelu"),
+        bare(gated=False),
+        bare().float(),
+    ]
+    found = ahead.layers_of(nn.ModuleList([*kinds, *[bare() for _ in range(3)], nn.Linear(3, 3)]))
+    assert found == kinds
+    assert ahead.layers_of(nn.Linear(3, 3)) == []
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"gpu: expected one of a100, .*h200.*, got 'h900'"):
+        ahead.compile_ahead(bare(), tokens=[1], gpu="h900")
+    with pytest.raises(ValueError, match=r"model: expected one of .*qwen3-30b-a3b.*, got 'qwen9'"):
+        ahead.compile_ahead("qwen9", tokens=[1], gpu="h200")
+    with pytest.raises(ValueError, match="module: expected an MoE, or a model that runs its experts by moe_kernels"):
+        ahead.compile_ahead(nn.Linear(3, 3), tokens=[1], gpu="h200")
+    with pytest.raises(RuntimeError, match=r"there is no GPU to compile for: name one of a100, .*h200"):
+        ahead.compile_ahead(bare(), tokens=[1])
+
+
+def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is an error: keeping it is all that was asked."""
+    asked: list[str] = []
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(ahead, "_make_all", lambda wanted, *_: asked.extend(one.operator for one in wanted))
+    with pytest.raises(OSError, match=f"{tmp_path / 'kept'}: plans cannot be kept there"):
+        ahead.compile_ahead(bare(), tokens=[2], gpu="h200")
+    assert asked == ["moe_layer"]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_class_of_token_counts_shares_its_plans(training: bool) -> None:
+    """What is collected for one of each class is what each number of tokens needs."""
+    shape = ahead.LayerShape(*SIZES)
+    every = {one.signature for one in ahead.collect(ahead._call_of_shape(shape, T, training) for T in TOKENS)}
+    few = ahead.collect(ahead._calls(shape, TOKENS, training))
+    assert {one.signature for one in few} == every
+    assert len(few) == len(every)
+    assert len(ahead.classes(TOKENS, 4, 2)) < 10
+
+
+def test_signatures_are_those_of_real_calls() -> None:
+    """On CPU tensors, forward and backward, for modules, a shape, and a model of transformers."""
+    pytest.importorskip("helion")
+    done = run(SIGNATURES)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) >= 33
+    for name, (only_real, only_ahead, number) in found.items():
+        assert number >= (9 if name in ("a shape", "transformers") or name.endswith("True") else 1), name
+        assert only_real == [], name
+        # Models of transformers differ in the dtype of what the router gives: both are made.
+        assert only_ahead == [] or name == "transformers", name
+
+
+def test_output_is_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others have is made for it all the same; afterwards everything is as it was."""
+    for before in ({}, {"MOE_KERNELS_CACHE_DIR": "/mine", "MOE_KERNELS_CACHE_READONLY": "/yours"}):
+        for name in ("MOE_KERNELS_CACHE_DIR", "MOE_KERNELS_CACHE_READONLY"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in before.items():
+            monkeypatch.setenv(name, value)
+        with ahead.output(None):
+            assert {name: os.environ[name] for name in before} == before
+        with pytest.raises(ZeroDivisionError), ahead.output(str(tmp_path)):
+            assert store.folder() == tmp_path
+            assert store.read_only_folders() == [store._PACKAGE / "compiled"]
+            raise ZeroDivisionError
+        names = [name for name in os.environ if name.startswith("MOE_KERNELS_CACHE_") and "LIMIT" not in name]
+        assert {name: os.environ[name] for name in names} == before
+
+
+# Commands
+
+
+def parse(add: Callable[[argparse.ArgumentParser], None], *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1:8192", range(1, 8193)), ("7", range(7, 8)), ("5:5", range(5, 6)), ("3:4", range(3, 5))]
+)
+def test_token_range(text: str, expected: range) -> None:
+    assert commands.token_range(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "0:4", "0", "-1", "5:4", "1:2:3", "1.5", "1:b"])
+def test_no_token_range(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+        commands.token_range(text)
+
+
+def test_layer() -> None:
+    assert commands.layer("64,32,4,2") == ahead.LayerShape(*SIZES)
+    for text in ("", "64,32,4", "64,32,4,2,1", "64,32,4,x", "0,32,4,2", "64,32,4,5", "64,32,4,0", "64,-1,4,2"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+            commands.layer(text)
+
+
+def compile_main(*arguments: str) -> int:
+    return commands.compile_main(parse(commands.add_compile_arguments, *arguments))
+
+
+def test_compile_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compile_main("--list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  qwen3-30b-a3b: 2048, 768, 128, 8" in lines
+    assert "  h200: NVIDIA H200, sm90, 132 multiprocessors" in lines
+    assert len(lines) == len(MODELS) + len(targets.KNOWN) + 2
+
+
+REFUSED = [
+    (["--gpu", "h200"], "give --model or --layer"),
+    (["--model", "olmoe"], "there is no GPU here; name one with --gpu: a100"),
+    (["--model", "olmoe", "--gpu", "h200", "--triton", "3.7"], "3.6.0 is installed here"),
+    (["--model", "olmoe", "--gpu", "h200", "--triton", "3.6.1"], "binaries are for its version alone"),
+    (["--model", "olmoe", "--gpu", "h200", "--triton", "3"], None),
+    (["--model", "olmoe", "--gpu", "h200", "--triton", "3.6"], None),
+    (["--model", "olmoe", "--gpu", "h200", "--triton", "3.6.0+cu130"], None),
+    (["--model", "olmoe", "--gpu", "h200", "--torch", "2.10"], "--torch 2.10: expected 2.11 to 2.15"),
+    (["--model", "olmoe", "--gpu", "h200", "--torch", "2"], "expected 2.11 to 2.15"),
+    (["--model", "olmoe", "--gpu", "h200", "--torch", "2.16.0"], "expected 2.11 to 2.15"),
+    (["--model", "olmoe", "--gpu", "h200", "--torch", "2.11"], None),
+    (["--model", "olmoe", "--gpu", "h200", "--torch", "2.15.1+cu130"], None),
+    (["--layer", "64,32,4,2", "--gpu", "h200", "--torch", "2.12", "--triton", "3.6.0"], None),
+]
+
+
+@pytest.mark.parametrize(("arguments", "problem"), REFUSED)
+def test_compile_refuses(
+    arguments: list[str], problem: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, before anything is made."""
+    asked: list[Any] = []
+
+    def compile_ahead(what: Any, **options: Any) -> ahead.Made:
+        asked.append((what, options))
+        return ahead.Made(3, 2, 1)
+
+    monkeypatch.setattr(commands, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(store, "public_version", lambda name: "3.6.0")
+    code = compile_main(*arguments)
+    captured = capsys.readouterr()
+    if problem is None:
+        assert code == 0
+        assert "3 plans, 2 binaries, 1 launcher libraries" in captured.out
+        ((what, options),) = asked
+        assert what in ([ahead.LayerShape(*MODELS["olmoe"])], [ahead.LayerShape(*SIZES)])
+        assert (options["tokens"], options["training"], options["gpu"]) == (range(1, 8193), False, "h200")
+    else:
+        assert code == 2
+        assert captured.err.startswith("compile: ")
+        assert problem in captured.err
+        assert asked == []
+
+
+def test_compile_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def compile_ahead(what: Any, **options: Any) -> ahead.Made:
+        asked.append((what, options, store.folder()))
+        return ahead.Made(0, 0, 0)
+
+    monkeypatch.setattr(commands, "compile_ahead", compile_ahead)
+    line = "--model olmoe mixtral-8x7b --layer 64,32,4,2 --dtype float16 --tokens 3:9 --training --gpu b200 --jobs 5"
+    assert compile_main(*line.split(), "--output", str(tmp_path)) == 0
+    shapes = [ahead.LayerShape(*sizes, torch.float16) for sizes in (MODELS["olmoe"], MODELS["mixtral-8x7b"], SIZES)]
+    ((what, options, into),) = asked
+    assert what == shapes
+    assert into == tmp_path
+    expected = {"tokens": range(3, 10), "training": True, "gpu": "b200", "jobs": 5}
+    assert {name: options[name] for name in expected} == expected
+
+
+def test_compile_fails_where_nothing_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compile_ahead(*_: Any, **options: Any) -> None:
+        raise OSError("/nowhere: plans cannot be kept there")
+
+    monkeypatch.setattr(commands, "compile_ahead", compile_ahead)
+    assert compile_main("--model", "olmoe", "--gpu", "h200") == 1
+    assert capsys.readouterr().err == "compile: /nowhere: plans cannot be kept there\n"
+
+
+def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    for done in range(1, 5):
+        commands._progress(done, 4)
+    assert capsys.readouterr().err.split("\r")[1:] == [
+        f"  [{'#' * (10 * done)}{' ' * (40 - 10 * done)}] {done} of 4 plans" + "\n" * (done == 4)
+        for done in range(1, 5)
+    ]
+
+
+def test_cache_show_and_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cache_main(*arguments: str) -> list[str]:
+        assert commands.cache_main(parse(commands.add_cache_arguments, *arguments)) == 0
+        return capsys.readouterr().out.splitlines()
+
+    mine, image = tmp_path / "mine", tmp_path / "image"
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(mine))
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", os.pathsep.join([str(image), str(tmp_path / "nowhere")]))
+    monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", "77")
+    store.forget()
+    limit = "limit: 77 MiB (MOE_KERNELS_CACHE_LIMIT_MB)"
+    assert cache_main() == cache_main("show") == [f"{mine}: not there yet", limit]
+    for i in range(3):
+        store.write_binary(store.Binary(f"{i:064x}", ("i32",), (), "{}", "cubin", bytes([i]) * (1 << 20)))
+    store.write_library("a" * 64, bytes(1 << 19))
+    os.rename(mine, image)
+    store.write_library("b" * 64, bytes(1 << 20))
+    libraries = ["  libraries: 1, 1.0 MiB", "  libraries: 1, 0.5 MiB"]
+    shown = [f"{mine}:", libraries[0], f"{image}, read only:", "  binaries: 3, 3.0 MiB", libraries[1], limit]
+    assert cache_main("show") == shown
+    assert cache_main("clear") == [f"2 files removed from {mine}"]
+    assert cache_main("show") == [f"{mine}:", *shown[2:]]
+    assert cache_main("clear") == [f"0 files removed from {mine}"]
+    with pytest.raises(SystemExit):
+        cache_main("remove")
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_info_lists_what_a_layer_launches(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """For all numbers of tokens, nothing of which is compiled: far fewer kernels and configs than launches."""
+    pytest.importorskip("helion")
+    commands.print_layer(parse(commands.add_info_arguments, "--model", model, "--gpu", "h200"))
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"{model} {MODELS[model]} on NVIDIA H200: launches by token counts"
+    at = next(i for i, line in enumerate(lines) if "distinct" in line)
+    covered: list[int] = []
+    launches: Counter[str] = Counter()
+    for line in lines[:at]:
+        numbers, _, names = line.strip().partition(": ")
+        low, _, high = numbers.partition(" to ")
+        covered += range(int(low), int(high or low) + 1)
+        launches.update(name.split()[0] for name in names.split("], "))
+    assert covered == [*range(1, 8193)]
+    requests = ahead.requests(range(1, 8193), ahead.LayerShape(*MODELS[model]), H200)
+    distinct = {(one.kernel.name, repr(one.config)) for steps in requests.values() for one in steps}
+    assert lines[at] == f"{len(distinct)} distinct kernels with configs:"
+    assert len(lines[at + 1 :]) == len(distinct) <= 17
+    listed: Counter[str] = Counter()
+    for line in lines[at + 1 :]:
+        listed[line.strip().partition(":")[0]] += int(line.split()[-2])
+    assert listed == launches
+    assert listed.total() == sum(map(len, requests.values())) > 3 * len(distinct)
+
+
+def test_info_of_a_range_and_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("helion")
+    commands.print_layer(parse(commands.add_info_arguments, "--model", "olmoe", "--tokens", "1:1", "--gpu", "a100"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("on NVIDIA A100-SXM4-80GB: launches by token counts")
+    assert lines[1].startswith("  1: first_half ")
+    assert lines[2] == "2 distinct kernels with configs:"
+
+
+def test_layers_without_a_sort_are_listed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More experts than the kernels of `route` take: the layer has several plans."""
+    pytest.importorskip("helion")
+    shape = ahead.LayerShape(64, 32, 2000, 2)
+    (launches,) = ahead.requests([600], shape, H200).values()
+    operators = [one.operator for one in ahead.collect([ahead._layer_call(shape, 600)])]
+    assert operators == ["moe_mlp"] or len(operators) > 1
+    assert {"swiglu", "combine_rows"} <= {one.kernel.name for one in launches}
