@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import statistics
@@ -158,7 +159,14 @@ def _imported() -> dict[str, bool]:
     return {f"imports {name}": name in sys.modules for name in ("helion", "torch._inductor")}
 
 
-PARTS = {part.__name__: part for part in (layer, training, host)}
+def imports() -> dict[str, Any]:
+    """What making a plan imports."""
+    importlib.import_module("moe_kernels.kernels")
+    importlib.import_module("moe_kernels.runtime.compile")
+    return _imported()
+
+
+PARTS = {part.__name__: part for part in (imports, layer, training, host)}
 
 
 def child(part: str, folders: dict[str, str]) -> dict[str, Any]:
@@ -189,7 +197,7 @@ def main() -> None:
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), **versions, "date": str(datetime.date.today())}
     results["command"] = "python -m benchmarks.start_up --json FILE"
     with tempfile.TemporaryDirectory() as root:
-        child("layer", _folders(f"{root}/warm-up"))  # so that installed packages' files are in the page cache
+        child("imports", _folders(f"{root}/imports"))  # so that installed packages' files are in the page cache
         for part in ("layer", "training"):
             for state in ("nothing cached", "caches filled"):
                 _note(results, f"{part}, {state}", part, _folders(f"{root}/{part}"))
