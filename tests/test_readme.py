@@ -56,3 +56,19 @@ def test_the_numbers_of_uniform_and_varied_groups_are_measured() -> None:
         rows += [[f"| 4 x {n}^3 |", *(f" {varied[f'4 x {n}^3', 'graph', provider]:.2f} |" for provider in providers)]]
     lines = README.read_text().splitlines()
     assert all("".join(row) in lines for row in rows)
+
+
+def test_the_seconds_of_start_up_are_measured() -> None:
+    results = json.loads((ROOT / "benchmarks/results/nvidia-h200/start_up.json").read_text())
+    states = "nothing cached", "caches filled", "compiled on a machine without a GPU"
+    table = README.read_text().partition("<!-- start-up -->")[2].partition("<!-- end of start-up -->")[0]
+    shown = [line.split("|")[2:-1] for line in table.strip().splitlines()[2:]]
+    measured = [
+        [f" {results[f'{part}, {state}'][key]:.2f} " for state in states]
+        for part, keys in {
+            "layer": ("first grouped_gemm", "25 calls", "worst of them"),
+            "training": ("first step", "first step of another T"),
+        }.items()
+        for key in keys
+    ]
+    assert shown == measured

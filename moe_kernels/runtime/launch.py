@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import os
 import shutil
 import subprocess
@@ -152,8 +153,6 @@ def _grid(launch: Launch, body: Text) -> str:
 
 def _inner(launch: Callable[..., Any]) -> Any:
     """The C function in what Triton wraps around it for arguments that are descriptors."""
-    import inspect
-
     return inspect.getclosurevars(launch).nonlocals["launcher"]
 
 

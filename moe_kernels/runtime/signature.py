@@ -46,7 +46,7 @@ class Operator(NamedTuple):
 
 def extent_class(n: int) -> tuple[int, ...]:
     """What rules tell apart of a number of rows."""
-    return n.bit_length(), *(n > limit for limit in _LIMITS)
+    return n.bit_length(), n > FEW_TOKENS, n > RANK_UP_TO
 
 
 def extent_bounds(n: int) -> tuple[int, int]:
@@ -59,9 +59,11 @@ def extent_bounds(n: int) -> tuple[int, int]:
 
 def rows_class(counts: Counts) -> tuple[int, ...]:
     """What rules tell apart of the rows of a call."""
-    mean = max((counts.rows, *counts.others)) // max(counts.groups, 1)
-    classes = [part for n in (counts.rows, *counts.others) for part in extent_class(n)]
-    return (*classes, mean.bit_length())
+    rows, others, groups = counts
+    found, largest = extent_class(rows), rows
+    for n in others:
+        found, largest = found + extent_class(n), max(largest, n)
+    return (*found, (largest // max(groups, 1)).bit_length())
 
 
 def rows_bounds(counts: Counts) -> tuple[int, int]:
