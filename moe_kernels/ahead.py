@@ -82,7 +82,8 @@ def compile_ahead(
         tokens: the numbers of tokens in a call, such as `range(1, 8193)`. Those of one class share a plan.
         training: forward with gradients, and backward, too.
         gpu: the name of a GPU of `compile --list`, which need not be there; by default the current one.
-        jobs: processes that compile side by side.
+        jobs: processes that compile side by side. With more than one, or without the GPU, they import the calling
+            script again, which needs a `__main__` guard.
         progress: called with the plans made so far and their number in all.
 
     Raises:

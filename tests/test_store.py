@@ -171,9 +171,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("MOE_KERNELS_CACHE_READONLY", "MOE_KERNELS_CACHE_LIMIT_MB"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(store, "_written", 0)
+    umask = os.umask(0o022)
     store.forget()
     yield tmp_path / "kept"
     monkeypatch.undo()
+    os.umask(umask)
     store.forget()
 
 

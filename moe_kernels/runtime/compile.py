@@ -148,7 +148,7 @@ def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, A
         if divisible:
             attributes[i,] = [["tt.divisibility", 16]]
     content = (function.cache_key, signature, sorted(constants.items()), sorted(attributes), sorted(kept.items()))
-    key = hashlib.sha256(repr((*content, gpu.backend, gpu.arch, triton.__version__)).encode()).hexdigest()
+    key = hashlib.sha256(repr((*content, gpu.backend, gpu.arch, store.public_version("triton"))).encode()).hexdigest()
     return Specialized(key, function, tuple(signature), constants, attributes, kept)
 
 

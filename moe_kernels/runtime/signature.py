@@ -87,12 +87,12 @@ def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, 
     This is on the way of every call without a replay, where an attribute of a tensor takes some 0.1 us.
     """
     key: list[Any] = [operator.name, options, rows_class(operator.counts(tensors, options))]
-    for tensor, has_rows in zip(tensors, operator.has_rows, strict=True):
+    for tensor, has_rows, name in zip(tensors, operator.has_rows, operator.inputs, strict=True):
         if tensor is None:
             key.append(None)
             continue
         dtype, shape = tensor.dtype, tensor.shape
-        if dtype is torch.float32 and "tf32" not in key:
+        if dtype is torch.float32 and name != "topk_weights" and "tf32" not in key:
             key += ["tf32", torch.backends.cuda.matmul.fp32_precision]
         key += (
             dtype,
