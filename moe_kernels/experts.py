@@ -122,8 +122,8 @@ def moe_mlp(
     if validates:
         checks.validate_ids(topk_ids, num_experts)
     tensors = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases)
-    unobserved = can_bypass_dispatcher(*tensors) and use_kernels(hidden, w_gate_up, w_up, w_down)
-    if unobserved and sorts(topk_ids.numel(), num_experts):
+    bypasses = can_bypass_dispatcher(*tensors) and use_kernels(hidden, w_gate_up, w_up, w_down)
+    if bypasses and sorts(topk_ids.numel(), num_experts):
         check_rows("topk_ids", topk_ids.numel())
         options = (transposed, adjacent(w_gate_up, w_up), spec)
         layer: Tensor = cache.call(MOE_LAYER, tensors, options)

@@ -299,7 +299,7 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
         return f"no kernel {choice.variant!r}"
     addressing = _addressing(problem, choice.variant, choice.block_m)
     if choice.addressing != addressing or (choice.entry is not None and choice.entry.tma != addressing.tma):
-        return "memory is reached in another way"
+        return "other operands are read or written by TMA"
     if any(
         values.get(name) != value
         for name, value in indexing_of(choice.variant, problem.has_bias, choice.addressing).items()

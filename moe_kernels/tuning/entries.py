@@ -84,7 +84,7 @@ class Entry:
     kernel: str  # "basic", "persistent" or "tails", "folded", "batched" or "bmm", "varied"
     bucket: Bucket
     block_m: int
-    tma: list[str]  # which of "A", "B" and "out" were reached by TMA; the config is for problems where the same are
+    tma: list[str]  # which of "A", "B" and "out" TMA read or wrote; the config is for problems where it does the same
     config: dict[str, Any]  # of the `helion.Config`
     us: float  # a call's microseconds, the geometric mean over the routings
     rule_us: float  # those of the rule's config, in turns with it
