@@ -121,29 +121,29 @@ def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> 
         plans.recent[operator.name] = made, *others[: _MOST_REPLAYS - 1]
 
 
-_collector: Callable[[Operator, Tensors, Any], Any] | None = None
+_collectors = threading.local()  # other threads' calls are real
 
 
 @contextmanager
 def collecting(collector: Callable[[Operator, Tensors, Any], Any]) -> Iterator[None]:
-    """In here calls on meta tensors go to `collector(operator, tensors, options)` in place of a plan."""
-    global _collector
-    _collector = collector
+    """In here calls of this thread, on meta tensors, go to `collector(operator, tensors, options)`, not to a plan."""
+    _collectors.current = collector
     try:
         yield
     finally:
-        _collector = None
+        _collectors.current = None
 
 
 def collects() -> bool:
-    """Whether calls on meta tensors are collected."""
-    return _collector is not None
+    """Whether this thread's calls are collected."""
+    return getattr(_collectors, "current", None) is not None
 
 
 def call(operator: Operator, tensors: Tensors, options: Any) -> Any:
     """Run the plan of a call: a tensor, or a tuple of them. Nothing is checked, and nothing is recorded by autograd."""
-    if _collector is not None:
-        return _collector(operator, tensors, options)
+    collector = getattr(_collectors, "current", None)
+    if collector is not None:
+        return collector(operator, tensors, options)
     first = next(x for x in tensors if x is not None)
     if first.is_cpu or torch_internals.on_current_device(first):
         return find(operator, tensors, options)(*tensors)
