@@ -132,8 +132,11 @@ def moe_mlp(
         return layer
     save_preact = differentiated(*tensors)
     w_in, w_up, w_out = (_columns(w, transposed) for w in (w_gate_up, w_up, w_down))
-    plain = torch.compiler.is_dynamo_compiling() or eager(*tensors)
-    if plain and not save_preact and use_kernels(hidden, w_in, w_out):
+    if (
+        not save_preact
+        and use_kernels(hidden, w_in, w_out)
+        and (torch.compiler.is_dynamo_compiling() or eager(*tensors))
+    ):
         T, top_k = topk_ids.shape
         if one_token_is_faster(T, top_k, w_in, w_out):
             one: Tensor = ops.moe_mlp_of_one_token(hidden, topk_ids, topk_weights, w_in, w_up, w_out, *biases, *spec)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from moe_kernels.runtime.symbolic import (
-    SymbolicInt,
     SymbolicTensor,
     contiguous_strides,
     int_from_json,
@@ -281,20 +280,3 @@ def _check_extents(value: Any, inputs: int) -> None:
             raise ValueError(f"an extent of no input: {value}")
         for part in value:
             _check_extents(part, inputs)
-
-
-__all__ = [
-    "DTYPES",
-    "FUNCTIONS",
-    "Alloc",
-    "Builder",
-    "Call",
-    "Constant",
-    "Descriptor",
-    "Launch",
-    "Plan",
-    "Pointer",
-    "Request",
-    "SymbolicInt",
-    "plan_from_json",
-]

@@ -6,7 +6,9 @@ of the mean rows per group, and the limits of a few kernels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,8 @@ class Counts(NamedTuple):
     groups: int = 1  # that share the largest of these
 
 
-class Operator(NamedTuple):
+@dataclass(frozen=True)
+class Operator:
     """A kind of calls that has plans."""
 
     name: str
@@ -39,7 +42,7 @@ class Operator(NamedTuple):
     rows: tuple[str, ...]  # inputs whose first extent changes from call to call
     counts: Callable[[Any, Any], Counts]  # of the tensors and the options
 
-    @property
+    @functools.cached_property
     def has_rows(self) -> tuple[bool, ...]:
         return tuple(name in self.rows for name in self.inputs)
 

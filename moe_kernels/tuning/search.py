@@ -504,7 +504,7 @@ def kernel_calls(choice: rules.Choice, inputs: Inputs) -> tuple[Any, list[tuple[
 
 
 # The plan of `grouped_gemm` up to its last launch.
-_ARGUMENTS = GROUPED_GEMM._replace(name="arguments", planner=__name__)
+_ARGUMENTS = replace(GROUPED_GEMM, name="arguments", planner=__name__)
 
 
 def plan_arguments(
