@@ -57,7 +57,7 @@ def uniform_grouped_gemm(
     a = A if A.dim() == 3 else A.view(G, A.size(0) // max(G, 1), A.size(1))
     b = B if B.dim() == 3 else B.view(G, A.size(-1), B.size(1))
     recorded: Tensor = ops.uniform_grouped_gemm(a, b, dtype)
-    return recorded if A.dim() == 3 else recorded.flatten(0, 1)
+    return recorded if A.dim() == 3 else torch_internals.reshaped(recorded, (A.size(0), B.size(-1)))
 
 
 def varied_grouped_gemm(

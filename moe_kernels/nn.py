@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moe_kernels import checks, expert_modules
 from moe_kernels.experts import moe_mlp
 from moe_kernels.routing import topk_softmax
+from moe_kernels.runtime.torch_internals import reshaped
 
 
 class MoE(nn.Module):
@@ -109,7 +110,7 @@ class MoE(nn.Module):
         out = moe_mlp(
             tokens, topk_ids, topk_weights, self.w_gate_up, self.w_down, activation=self.activation, gated=self.gated
         )
-        return out.view(hidden.shape)
+        return out if hidden.dim() == 2 else reshaped(out, hidden.shape)
 
     def extra_repr(self) -> str:
         """The sizes, for print."""

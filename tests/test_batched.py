@@ -66,6 +66,7 @@ def test_gradients_of_uniform_products(flat: bool) -> None:
 
     assert gradcheck(product, (A, B))
     assert gradgradcheck(product, (A, B))
+    assert not product(A, B)._is_view()
 
 
 ok = torch.zeros(6, 4)

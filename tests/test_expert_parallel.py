@@ -1,7 +1,11 @@
-"""Two gloo ranks in float64: outputs and every gradient are those of one process with all experts."""
+"""Two gloo ranks in float64: outputs and every gradient are those of one process with all experts.
+
+The same ranks also run MoE under FSDP2, because starting them takes longer than all else.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_kernels import grouped_gemm, moe_mlp, swiglu_ffn
+from moe_kernels import MoE, grouped_gemm, moe_mlp, swiglu_ffn
 from moe_kernels.expert_parallel import combine, dispatch
 
 P, E, TOP_K, H, I = 2, 6, 2, 5, 4  # noqa: E741
@@ -26,6 +30,7 @@ CASES = {  # tokens of both ranks, and the ids that they draw from
     "dropped slots": ((6, 7), range(-1, E + 2)),
     "all dropped": ((3, 3), range(E, E + 2)),
 }
+RESIDUALS = [(5, H), (2, 3, H)]  # the hidden states' shapes
 
 
 def make(case: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -48,6 +53,33 @@ def make(case: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     ]
 
 
+def layer() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(MoE(H, I, E, TOP_K, dtype=torch.float64))
+
+
+def gradients_of_residual(model: nn.Module, shape: tuple[int, ...], rank: int) -> list[Any]:
+    """Of what a rank's hidden states become with the layer's result, to which they are added in place."""
+    generator = torch.Generator().manual_seed(rank)
+    x, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    model.zero_grad()
+    h = model(x)
+    h += x
+    h.backward(upstream)
+    return [p.grad for p in model.parameters()]
+
+
+def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, model = init_device_mesh("cpu", (P,)), layer()
+    fully_shard(model[0], mesh=mesh)  # and not the root alone, whose weights stay until the backward
+    fully_shard(model, mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as of a module whose result is a view
+        return [[d.full_tensor() for d in gradients_of_residual(model, shape, rank)] for shape in RESIDUALS]
+
+
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=P)
@@ -65,6 +97,7 @@ def run_rank(rank: int, folder: str) -> None:
         results[case] = [out.detach(), *gradients]
     with pytest.raises(ValueError, match=r"num_experts: expected a multiple of the group's 2 ranks, got 7"):
         dispatch(torch.ones(1, H), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), 7)
+    results["residuals"] = residuals_under_fsdp2(rank)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -87,3 +120,13 @@ def test_ranks_give_what_one_process_gives(case: str, results: list[dict[str, li
     ours = [torch.cat(parts) for parts in zip(*(rank[case] for rank in results), strict=True)]
     for got, want in zip(ours, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+def test_a_residual_in_place_under_fsdp2(results: list[dict[str, Any]]) -> None:
+    for i, shape in enumerate(RESIDUALS):
+        whole = layer()
+        ranks = [[d.clone() for d in gradients_of_residual(whole, shape, rank)] for rank in range(P)]
+        for rank in range(P):
+            for got, *each in zip(results[rank]["residuals"][i], *ranks, strict=True):
+                torch.testing.assert_close(got, sum(each) / P, rtol=1e-12, atol=1e-12)

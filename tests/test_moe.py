@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moe_kernels import MoE, group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
 from moe_kernels.glu import ACTIVATIONS, GLUSpec
 from moe_kernels.ops import layer
+from moe_kernels.runtime import torch_internals
 
 T, H, I, E, TOP_K = 4, 3, 2, 4, 2  # noqa: E741
 IDS = torch.tensor([[0, 2], [4, 1], [2, 2], [-1, 3]])  # two slots are dropped, and a token picks an expert twice
@@ -405,3 +406,18 @@ def test_the_module() -> None:
     layer.float()
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.zeros(2, H, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("shape", [(5, H), (2, 5, H), (H,)])
+def test_the_modules_result_is_no_view(shape: tuple[int, ...], private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not private:
+        monkeypatch.setattr(torch_internals, "_unsafe_view", None)
+    layer, hidden = MoE(H, I, E, TOP_K), torch.randn(shape, requires_grad=True)
+    out = layer(hidden)
+    assert out.shape == shape and not out._is_view()
+    expected, upstream = torch.autograd.grad(out, hidden, torch.ones(shape))[0], torch.ones(shape)
+    h = layer(hidden)
+    h += hidden
+    h.backward(upstream)
+    torch.testing.assert_close(hidden.grad, expected + upstream)

@@ -38,6 +38,7 @@ _key_included: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_ke
 # What torch.autograd.grad(is_grads_batched=True) runs a backward pass in; it is none of torch.func's transforms.
 _VMAP_MODE = getattr(_C, "_dispatch_key_parse", _missing(None))("VmapMode")
 below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowAutograd", torch.no_grad)
+_unsafe_view: Any = getattr(torch.ops.aten, "_unsafe_view", None)
 unpack_dual: Callable[..., Any] = _forward_ad.unpack_dual
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -45,6 +46,21 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 def on_current_device(tensor: Tensor) -> bool:
     """Whether `tensor` is on the CUDA device that launches go to."""
     return tensor.is_cuda and tensor.get_device() == current_device()
+
+NO_FORWARD_MODE = (
+    "moe_kernels has no forward-mode derivatives: use reverse mode, in torch.func vjp for jvp, jacrev for jacfwd, and "
+    "jacrev(jacrev(f)) for hessian(f)"
+)
+
+
+def reshaped(result: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A result that nothing else refers to, in another shape, and not as a view.
+
+    FSDP2 gathers a module's weights for the backward from a hook on its result, which an in-place operation on a view
+    takes out of the graph.
+    """
+    viewed: Tensor = result.reshape(shape).clone() if _unsafe_view is None else _unsafe_view(result, shape)
+    return viewed
 
 
 def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
