@@ -125,7 +125,7 @@ def plan_varied_grouped_gemm(
         )
     group_A, group_B = [a.detach() for a in group_A], [b.detach() for b in group_B]
     out = None if out is None else list(out)
-    if group_A[0].is_cpu and not use_kernels(group_A[0]):
+    if not use_kernels(group_A[0]):
         return partial(reference.varied_grouped_gemm, group_A, group_B, out=out)
     return _Plan(group_A, group_B, out)
 

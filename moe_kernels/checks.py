@@ -293,11 +293,13 @@ def _check_operand(
 
 
 def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
-    """Check the values of `topk_ids` on the host: this waits for the device.
+    """Check the values of `topk_ids` on the host: this waits for the device. Meta tensors have none.
 
     Raises:
         ValueError: an id is outside `0..num_experts - 1`; the text names the first one.
     """
+    if topk_ids.is_meta:
+        return
     outside = ((topk_ids < 0) | (topk_ids >= num_experts)).nonzero()
     if len(outside):
         t, k = outside[0].tolist()
@@ -526,12 +528,14 @@ def clamp_offsets(group_offsets: Tensor, M: int) -> Tensor:
 
 
 def validate_offsets(group_offsets: Tensor, M: int) -> None:
-    """Check the values of `group_offsets [G + 1]` on the host: this waits for the device.
+    """Check the values of `group_offsets [G + 1]` on the host: this waits for the device. Meta tensors have none.
 
     Raises:
         ValueError: the first entry is not 0, or an entry is below the one before it or above `M`; the text
             names the first such index and its value.
     """
+    if group_offsets.is_meta:
+        return
     values = group_offsets.tolist()
     if values and values[0] != 0:
         raise ValueError(f"group_offsets[0]: expected 0, got {values[0]}")

@@ -50,13 +50,16 @@ def unpack_groups(packed: Tensor, group_offsets: Tensor) -> list[Tensor]:
 
     Raises:
         TypeError: an argument is no tensor, or `group_offsets` is neither int32 nor int64.
-        ValueError: wrong rank, no offsets at all, or malformed offsets (see `checks.validate_offsets`).
+        ValueError: wrong rank, no offsets at all, or malformed offsets (see `checks.validate_offsets`); meta tensors,
+            which have no values.
     """
     if not isinstance(packed, Tensor):
         raise TypeError(f"packed: expected a torch.Tensor, got {type(packed).__name__}")
     if packed.dim() != 2:
         raise ValueError(f"packed: expected shape [M, N], got {list(packed.shape)}")
     check_index_vector("group_offsets", group_offsets, min_length=1)
+    if group_offsets.is_meta:
+        raise ValueError("group_offsets: expected values, which the groups' shapes depend on, got a meta tensor")
     validate_offsets(group_offsets, packed.shape[0])
     offsets = group_offsets.tolist()
     sizes = [end - start for start, end in pairwise(offsets)]

@@ -42,6 +42,8 @@ def define(
         tensors = [one for one in every if isinstance(one, Tensor)]
         if not torch_internals.eager(*tensors) or torch_internals.profiled():
             return operator(*args)
+        if tensors[0].is_meta and not cache.collects():
+            return operator(*args)
         return (recorded if torch_internals.differentiated(*tensors) else run)(*args)
 
     call.__name__ = name
