@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import forward_ad, functional, gradcheck, gradgradcheck
 from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_kernels import (
+    MoE,
     grouped_gemm,
     grouped_gemm_wgrad,
     grouped_mm,
@@ -26,6 +27,7 @@ from moe_kernels import (
     permute,
     reference,
     route,
+    swiglu_ffn,
     uniform_grouped_gemm,
     unpermute,
     varied_grouped_gemm,
@@ -395,10 +397,132 @@ def test_forward_mode_is_refused_rather_than_ignored(name: str) -> None:
         function(*(forward_ad.make_dual(x, x) for x in inputs))
 
 
-def test_vmap_loops() -> None:
+def test_forward_over_reverse_is_refused_by_name() -> None:
+    function, inputs = products()["per group"]
+    inputs = tuple(x.detach() for x in inputs)
+    with pytest.raises(NotImplementedError, match=r"jacrev\(jacrev\(f\)\) for hessian\(f\)"):
+        torch.func.hessian(lambda *x: function(*x).square().sum())(*inputs)
+
+
+def transformable() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
+    ids = torch.tensor([[0, 2], [4, 1], [2, 2]])
+    hidden, topk_weights, w_gate_up, w_down = random(3, 2), random(3, 2), random(3, 4, 2), random(3, 2, 2)
+    biases = random(3, 2), random(3, 2), random(3, 2)
+    options: dict[str, Any] = {"activation": "clamped_swiglu", "interleaved": True, "transposed": True}
+
+    def two_weights(h: Tensor, w: Tensor, gate: Tensor, down: Tensor, up: Tensor, *biases: Tensor) -> Tensor:
+        names = ("gate_up_bias", "up_bias", "down_bias")
+        return moe_mlp(h, ids, w, gate, down, w_up=up, **dict(zip(names, biases, strict=True)))
+
+    return {
+        **{name: one for name, one in (products() | moves()).items() if name not in ("scatter_rows", "dot_rows")},
+        "swiglu_ffn": (lambda x, w: swiglu_ffn(x, w, OFFSETS), (random(7, 2), w_gate_up)),
+        "moe_mlp": (lambda h, *w: moe_mlp(h, ids, *w), (hidden, topk_weights, w_gate_up, w_down)),
+        "moe_mlp, transposed": (
+            lambda h, *w: moe_mlp(h, ids, *w, **options),
+            (hidden, topk_weights, w_gate_up.detach().mT.contiguous(), w_down),
+        ),
+        "moe_mlp, two weights": (two_weights, (hidden, topk_weights, w_down, w_down, w_down.detach().clone(), *biases)),
+    }
+
+
+@pytest.mark.parametrize("name", transformable())
+def test_transforms_of_torch_func(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    function, inputs = transformable()[name]
+    inputs = tuple(x.detach() for x in inputs)
+    every = tuple(range(len(inputs)))
+
+    def loss(*values: Tensor) -> Tensor:
+        return function(*values).sin().sum()
+
+    def plain(*values: Tensor) -> tuple[Tensor, ...]:
+        values = tuple(x.detach().requires_grad_() for x in values)
+        found = torch.autograd.grad(loss(*values), values, allow_unused=True)
+        return tuple(torch.zeros_like(x) if d is None else d for x, d in zip(values, found, strict=True))
+
+    close = torch.testing.assert_close
+    first, second, jacobian = plain(*inputs), functional.hessian(loss, inputs), functional.jacobian(function, inputs)
+    close(torch.func.grad(loss, every)(*inputs), first)
+    close(torch.func.jacrev(function, every)(*inputs), jacobian)
+    close(torch.func.jacrev(torch.func.grad(loss, every), every)(*inputs), second)
+    out, pullback = torch.func.vjp(function, *inputs)
+    upstream = torch.randn_like(out)
+    values = [x.clone().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(function(*values), values, upstream, allow_unused=True, materialize_grads=True)
+    close(pullback(upstream), expected)  # outside of the transform
+
+    several = [torch.stack([x, x.cos(), x + 1], dim=-1) for x in inputs]
+    samples = [[x[..., i] for x in several] for i in range(3)]
+    close(torch.func.vmap(function, -1)(*several), torch.stack([function(*one) for one in samples]))
+    for shared in (None, *every[1:][-1:]):  # per-sample gradients, also with a value that the samples share
+        dims = tuple(None if i == shared else -1 for i in every)
+        given = [x[..., 0] if i == shared else x for i, x in enumerate(several)]
+        ones = [plain(*(one[i] if i != shared else samples[0][i] for i in every)) for one in samples]
+        expected = tuple(map(torch.stack, zip(*ones, strict=True)))
+        close(torch.func.vmap(torch.func.grad(loss, every), dims)(*given), expected)
+    batched = [x.requires_grad_() for x in several]
+    out = torch.func.vmap(loss, -1)(*batched)  # autograd outside of the transform
+    found = torch.autograd.grad(out.sum(), batched, allow_unused=True, materialize_grads=True)
+    close(found, tuple(torch.stack(d, dim=-1) for d in zip(*(plain(*one) for one in samples), strict=True)))
+    assert "performance drop" not in capfd.readouterr().err
+
+
+def test_where_nothing_tells_of_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    function, inputs = products()["per group"]
+    expected = torch.autograd.grad(function(*inputs).sin().sum(), inputs)
+    monkeypatch.setattr(torch_internals, "_functorch_level", lambda: torch_internals._unknown_transform)
+    torch.testing.assert_close(torch.autograd.grad(function(*inputs).sin().sum(), inputs), expected)
+    found = torch.func.grad(lambda *x: function(*x).sin().sum(), (0, 1))(*inputs)
+    torch.testing.assert_close(found, expected)
+
+
+def test_per_sample_gradients_of_a_module() -> None:
+    layer = MoE(4, 3, 3, 2, dtype=torch.float64)
+    weights = {name: w.detach() for name, w in layer.named_parameters()}
+    samples = random(3, 5, 4, grad=False)
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, weights, (x,)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, samples)
+    for i, x in enumerate(samples):
+        expected = torch.autograd.grad(layer(x).square().sum(), layer.parameters())
+        for (name, _), d in zip(layer.named_parameters(), expected, strict=True):
+            torch.testing.assert_close(found[name][i], d)
+
+
+@pytest.mark.parametrize("name", ["per group", "varied", "route"])
+def test_vmap_of_operators(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not by this package's functions, as torch.compile calls them."""
     A, B = random(2, 7, 3, grad=False), random(3, 3, 2, grad=False)
-    out = torch.func.vmap(lambda a: grouped_gemm(a, B, OFFSETS))(A)
-    assert torch.equal(out, torch.stack([grouped_gemm(a, B, OFFSETS) for a in A]))
+    ids = torch.tensor([[[0, 2], [4, 1]], [[2, 2], [0, 0]]])
+    function, several = {
+        "per group": (lambda a: OPERATORS.grouped_gemm(a, B, OFFSETS, None, torch.float64, "auto"), A),
+        "varied": (lambda a: tuple(OPERATORS.varied_grouped_gemm([a[:2], a], [B[0], B[1]])), A),
+        "route": (lambda i: OPERATORS.route(i, 4), ids),
+    }[name]
+    results = [function(one) for one in several]
+    expected = torch.stack(results) if name == "per group" else tuple(map(torch.stack, zip(*results, strict=True)))
+    torch.testing.assert_close(torch.func.vmap(function)(several), expected)
+    assert "performance drop" not in capfd.readouterr().err
+    with pytest.raises(ValueError, match="vmap: expected at least one sample"):
+        torch.func.vmap(function)(several[:0])
+
+
+def test_vmap_under_compile() -> None:
+    torch._dynamo.reset()
+    A, B = random(2, 7, 3), random(3, 3, 2, grad=False)
+    vmapped = torch.func.vmap(lambda a: grouped_gemm(a, B, OFFSETS))
+    results = []
+    for call in (vmapped, torch.compile(vmapped, fullgraph=True, backend="aot_eager")):
+        out = call(A)
+        results.append((out, *torch.autograd.grad(out.square().sum(), A)))
+    torch.testing.assert_close(*results)
+
+
+def test_functionalized() -> None:
+    function, inputs = products()["per group"]
+    assert torch.equal(torch.func.functionalize(function)(*inputs), function(*inputs))
 
 
 @pytest.mark.parametrize("grad", [False, True])

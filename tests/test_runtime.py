@@ -947,6 +947,19 @@ def test_several_upstreams_at_once_are_a_transform() -> None:
     assert answers == [True, False]
 
 
+@pytest.mark.parametrize("name", ["grad", "vmap", "functionalize"])
+def test_what_transforms_a_call(name: str) -> None:
+    answers: list[bool] = []
+
+    def inside(x: Tensor) -> Tensor:
+        answers.append(torch_internals.transformed())
+        return x.sum()
+
+    getattr(torch.func, name)(inside)(torch.ones(2, 3))
+    assert answers == [name != "functionalize"]
+    assert not torch_internals.transformed()
+
+
 def test_gradients_and_profilers_leave_a_call_eager() -> None:
     x = torch.ones(2, requires_grad=True)
     assert eager(x) and not can_bypass_dispatcher(x)
@@ -988,6 +1001,7 @@ def test_without_the_private_names_of_pytorch(monkeypatch: pytest.MonkeyPatch) -
     x = torch.ones(2, requires_grad=True)
     assert bare.tensor_guards is None and bare.empty_strided_cuda is None
     assert bare.current_device is torch.cuda.current_device and not bare.profiled()
+    assert bare.transformed()  # and through an autograd.Function that transforms take
     # Where nothing tells whether a call is observed, it goes through torch.library.
     assert not bare.eager(x.detach()) and not bare.can_bypass_dispatcher(x.detach()) and bare.autocast_enabled()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -95,6 +95,11 @@ def _varied_backward(ctx: Any, d_outs: Sequence[Tensor | None]) -> tuple[list[Te
     return grads
 
 
+def _varied_pair_by_pair(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> list[Tensor]:
+    pairs = zip(group_A, group_B, strict=True)
+    return [uniform_grouped_gemm(a.unsqueeze(0), b.unsqueeze(0), a.dtype).squeeze(0) for a, b in pairs]
+
+
 uniform_grouped_gemm = define(
     "uniform_grouped_gemm(Tensor A, Tensor B, ScalarType out_dtype) -> Tensor",
     _uniform,
@@ -108,6 +113,7 @@ varied_grouped_gemm = define(
     _varied_fake,
     _varied_setup,
     _varied_backward,
+    _varied_pair_by_pair,
 )
 
 

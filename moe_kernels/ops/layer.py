@@ -140,27 +140,25 @@ def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
 def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     """The second order, through plain PyTorch."""
     spec = GLUSpec(ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, none of which was made from another: preact depends on the weights where the layer is differentiated.
-        inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
-        inputs = [x.requires_grad_() if ctx.needs_input_grad[i] else x for i, x in enumerate(inputs)]
-        preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets = inputs
-        outputs = list(
+    inputs = ctx.saved_tensors
+    asked = [i for i in range(4) if ctx.needs_input_grad[i]]
+    upstream: list[Tensor] = []
+
+    def outputs(*values: Tensor) -> tuple[Tensor, ...]:
+        given = list(inputs)
+        for i, value in zip(asked, values, strict=True):
+            given[i] = value
+        preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets = given
+        found = list(
             reference.activate_backward(preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, spec)
         )
         if not ctx.weigh:
-            outputs[2] = None
-    asked = [i for i in range(4) if ctx.needs_input_grad[i]]
-    pairs = [(y, d) for y, d in zip(outputs, grads, strict=True) if y is not None and y.requires_grad]
-    found = torch.autograd.grad(
-        [y for y, _ in pairs],
-        [inputs[i] for i in asked],
-        [d for _, d in pairs],
-        create_graph=again,
-        allow_unused=True,
-    )
-    by_input = dict(zip(asked, found, strict=True))
+            found[2] = None
+        upstream[:] = [d for y, d in zip(found, grads, strict=True) if y is not None]
+        return tuple(y for y in found if y is not None)
+
+    pullback: Any = torch.func.vjp(outputs, *(inputs[i] for i in asked))[1]
+    by_input = dict(zip(asked, pullback(tuple(upstream)), strict=True))
     return *(by_input.get(i) for i in range(6)), None, *[None] * len(spec)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,13 @@ def define(
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    transformed: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Register an operator; return the function that calls it, which bypasses torch.library if unobservable."""
+    """Register an operator; return the function that calls it, which bypasses torch.library if unobservable.
+
+    Meta tensors get `fake`, in eager mode too. An operator on lists of tensors, which autograd.Function does not take,
+    names what torch.func is to see instead of it: `transformed`.
+    """
     name = schema.partition("(")[0]
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(schema, tags=tags)
@@ -32,20 +37,23 @@ def define(
     if backward is not None:
         _library.register_autograd(f"moe_kernels::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
     operator = getattr(torch.ops.moe_kernels, name).default
+    _library.register_vmap(f"moe_kernels::{name}", _looped(operator), lib=_LIBRARY)
     takes_lists = "[]" in schema
     recorded = operator
-    if setup_context is not None and backward is not None and not takes_lists:
-        recorded = _recorded(name, run, setup_context, backward)
+    in_transform = transformed or operator
 
     def call(*args: Any) -> Any:
         every = [one for arg in args for one in (arg if isinstance(arg, list) else (arg,))] if takes_lists else args
         tensors = [one for one in every if isinstance(one, Tensor)]
         if not torch_internals.eager(*tensors) or torch_internals.profiled():
-            return operator(*args)
+            return (in_transform if torch_internals.transformed() else operator)(*args)
         if tensors[0].is_meta and not cache.collects():
             return operator(*args)
         return (recorded if torch_internals.differentiated(*tensors) else run)(*args)
 
+    if setup_context is not None and backward is not None and not takes_lists:
+        recorded = _recorded(name, run, setup_context, backward)
+        in_transform = _transformed(name, operator, call, setup_context, backward)
     call.__name__ = name
     return call
 
@@ -66,10 +74,80 @@ def _recorded(
         setup_context(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function: Any = type(name, (torch.autograd.Function,), methods)
+    return _function(name, forward=forward, backward=backward)
+
+
+def _transformed(
+    name: str,
+    operator: Callable[..., Any],
+    call: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The operator as the transforms of torch.func see it, most of which do not take torch.library's gradients."""
+
+    def forward(*args: Any) -> Any:
+        return operator(*args)
+
+    def through_live_tensors(ctx: Any, *grads: Any) -> Any:
+        return backward(_LiveContext(ctx), *grads)
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(torch_internals.NO_FORWARD_MODE)
+
+    return _function(
+        name,
+        forward=forward,
+        setup_context=setup_context,
+        backward=through_live_tensors,
+        jvp=jvp,
+        vmap=_looped(call),
+    )
+
+
+class _LiveContext:
+    """A context whose saved tensors are not wrappers of a transform that has ended, as in the function of a vjp."""
+
+    def __init__(self, ctx: Any):
+        self._ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple([None if x is None else x.view_as(x) for x in self._ctx.saved_tensors])
+
+
+def _function(name: str, **methods: Callable[..., Any]) -> Callable[..., Any]:
+    static = {method: staticmethod(function) for method, function in methods.items()}
+    function: Any = type(name, (torch.autograd.Function,), static)
     apply: Callable[..., Any] = function.apply
     return apply
+
+
+def _looped(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of vmap for an operator: a call for each sample."""
+
+    def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        if info.batch_size == 0:
+            raise ValueError("vmap: expected at least one sample for moe_kernels' operators, got a dimension of size 0")
+        samples = [
+            call(*(_sample(arg, dim, i) for arg, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(samples[0], Tensor):
+            return torch.stack(samples), 0
+        stacked = type(samples[0])(map(torch.stack, zip(*samples, strict=True)))
+        return stacked, type(stacked)([0] * len(stacked))
+
+    return rule
+
+
+def _sample(arg: Any, dim: Any, i: int) -> Any:
+    if isinstance(dim, list):
+        return [_sample(*each, i) for each in zip(arg, dim, strict=True)]
+    return arg if dim is None else arg.select(dim, i)
 
 
 def needs(ctx: Any, i: int, value: Tensor | None) -> Tensor | None:

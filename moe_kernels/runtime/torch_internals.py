@@ -32,7 +32,10 @@ current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.cu
 profiled: Callable[[], bool] = getattr(getattr(_C, "_autograd", None), "_profiler_enabled", _missing(False))
 autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", _missing(True))
 _dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", _missing(1))
-_functorch_level: Callable[[], Any] = getattr(getattr(_C, "_functorch", None), "peek_interpreter_stack", _missing(True))
+_functorch: Any = getattr(_C, "_functorch", None)
+_unknown_transform = SimpleNamespace(key=_missing(None))
+_functorch_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", _missing(_unknown_transform))
+_FUNCTIONALIZE = getattr(getattr(_functorch, "TransformType", None), "Functionalize", "Functionalize")
 _jit_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _missing(None))
 _key_included: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_included", _missing(False))
 # What torch.autograd.grad(is_grads_batched=True) runs a backward pass in; it is none of torch.func's transforms.
@@ -41,11 +44,6 @@ below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowAutograd", to
 _unsafe_view: Any = getattr(torch.ops.aten, "_unsafe_view", None)
 unpack_dual: Callable[..., Any] = _forward_ad.unpack_dual
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-
-
-def on_current_device(tensor: Tensor) -> bool:
-    """Whether `tensor` is on the CUDA device that launches go to."""
-    return tensor.is_cuda and tensor.get_device() == current_device()
 
 NO_FORWARD_MODE = (
     "moe_kernels has no forward-mode derivatives: use reverse mode, in torch.func vjp for jvp, jacrev for jacfwd, and "
@@ -61,6 +59,11 @@ def reshaped(result: Tensor, shape: tuple[int, ...]) -> Tensor:
     """
     viewed: Tensor = result.reshape(shape).clone() if _unsafe_view is None else _unsafe_view(result, shape)
     return viewed
+
+
+def on_current_device(tensor: Tensor) -> bool:
+    """Whether `tensor` is on the CUDA device that launches go to."""
+    return tensor.is_cuda and tensor.get_device() == current_device()
 
 
 def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
@@ -99,13 +102,21 @@ def eager(*tensors: Tensor | None) -> bool:
     if forward_level() >= 0:
         for tensor in tensors:
             if tensor is not None and unpack_dual(tensor).tangent is not None:
-                raise NotImplementedError("moe_kernels has no forward-mode derivatives: use reverse mode")
+                raise NotImplementedError(NO_FORWARD_MODE)
         return False
     if _functorch_level() is not None or _jit_tracing() is not None:
         return False
     if _VMAP_MODE is not None and _key_included(_VMAP_MODE):
         return False
     return all([x is None or (type(x) in _PLAIN and not x.is_neg()) for x in tensors])
+
+
+def transformed() -> bool:
+    """Whether torch.func differentiates a call, or vectorizes it, outside of torch.compile."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    level = _functorch_level()
+    return level is not None and bool(level.key() != _FUNCTIONALIZE)
 
 
 def forward_level() -> int:
