@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,8 @@ LAYOUTS = (
     Layout(("0",), "2", gated=False),  # nn.Sequential(Linear, activation, Linear)
 )
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_WITHOUT_DROPOUT = "turn it off, or call .eval() on the experts first if they are not to be trained"
 _PLAIN = tuple(name for name in ACTIVATIONS if name != "clamped_swiglu")  # whose spec needs no more numbers
 
 
@@ -68,7 +70,7 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
 
     Raises:
         TypeError: weights of several or of unsupported dtypes.
-        ValueError: an unknown layout, a bias, or weights of several shapes or on several devices.
+        ValueError: an unknown layout, a bias, active dropout, or weights of several shapes or on several devices.
     """
     into, back, gated = layout = _layout("experts[0]", experts[0])
     names = (*into, back)
@@ -84,6 +86,7 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
     for e, expert in enumerate(experts):
         if _layout(f"experts[{e}]", expert) != layout:
             raise ValueError(f"experts[{e}]: expected {_names(layout)} as in experts[0], got {_children(expert)}")
+        _check_no_dropout(f"experts[{e}]", expert)
         weights.append([_weight(expert, name) for name in names])
         for name, weight in zip(names, weights[-1], strict=True):
             shape = (H, I) if name == back else (rows, H)
@@ -118,39 +121,82 @@ def _check_alike(name: str, weight: Tensor, shape: tuple[int, ...], like: Tensor
         raise ValueError(f"{name}: expected on {like.device} with {owner}, got on {weight.device}; move it with .to()")
 
 
-def activation_of(expert: nn.Module, stacked: Stacked) -> str:
-    """Find the activation with which the first of the stacked experts gives what `expert` gives, in float64.
+def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
+    """Find the activation with which `stacked` gives what the experts give, by calling each one in float64.
+
+    All are called with the weights of the first, in the mode that they are in.
 
     Raises:
-        ValueError: there is none, or not exactly one, or `expert` cannot be called with hidden states alone.
+        ValueError: for an expert there is none, or not exactly one, or another one than for the first; an expert draws
+            random numbers, or cannot be called with hidden states alone.
     """
-    failure = None
-    found = []
-    try:
-        found = _matching(expert, stacked.w_gate_up[0].double(), stacked.w_down[0].double(), stacked.gated)
-    except Exception as error:
-        failure = error
-    if len(found) != 1:
-        formula = "down(f(gate(x)) * up(x))" if stacked.gated else "down(f(up(x)))"
-        raise ValueError(
-            f"experts[0]: calling this {type(expert).__name__} does not show that it is {formula} with f one of "
-            f"{', '.join(_PLAIN)}; if it is, pass activation=, and else compute it with moe_kernels.route, permute, "
-            "grouped_gemm and unpermute"
-        ) from failure
-    return found[0]
-
-
-def _matching(expert: nn.Module, w_in: Tensor, w_out: Tensor, gated: bool) -> list[str]:
+    into, back, gated = _layout("experts[0]", experts[0])
     with torch.no_grad():
+        w_in, w_out = stacked.w_gate_up[0].double(), stacked.w_down[0].double()
         x = torch.randn(16, w_in.size(1), generator=torch.Generator().manual_seed(0)).to(w_in)
         x *= 2 / (x @ w_in.T).std()  # where activations differ
-        want = copy.deepcopy(expert).double().eval()(x)
-        found = []
-        for name in _PLAIN:
-            act = reference.activate(x @ w_in.T, None, GLUSpec(name, gated, False, 0.0, 0.0))
-            if (act @ w_out.T - want).abs().max() < 1e-5 * want.abs().max():
-                found.append(name)
-    return found
+        specs = [GLUSpec(name, gated, False, 0.0, 0.0) for name in _PLAIN]
+        results = {spec.activation: reference.activate(x @ w_in.T, None, spec) @ w_out.T for spec in specs}
+    weights = dict(zip((*into, back), map(nn.Parameter, (*w_in.chunk(len(into)), w_out)), strict=True))
+    first = None
+    for e, expert in enumerate(experts):
+        failure, matching = None, []
+        try:
+            got = _call(expert, weights, x)
+        except _DrawsRandomNumbers:
+            raise ValueError(
+                f"experts[{e}]: this {type(expert).__name__} draws random numbers when it is called, such as for "
+                f"dropout, which MoE does not have; {_WITHOUT_DROPOUT}"
+            ) from None
+        except Exception as error:
+            failure = error
+        else:
+            matching = [name for name, want in results.items() if _close(got, want)]
+        if len(matching) != 1:
+            formula = "down(f(gate(x)) * up(x))" if gated else "down(f(up(x)))"
+            raise ValueError(
+                f"experts[{e}]: calling this {type(expert).__name__} does not show that it is {formula} with f one of "
+                f"{', '.join(_PLAIN)}; if it is, pass activation=, and else compute it with moe_kernels.route, "
+                "permute, grouped_gemm and unpermute"
+            ) from failure
+        first = first or matching[0]
+        if matching[0] != first:
+            raise ValueError(f"experts[{e}]: expected the activation {first} as in experts[0], got {matching[0]}")
+    assert first is not None
+    return first
+
+
+class _DrawsRandomNumbers(Exception):
+    pass
+
+
+@torch.no_grad()
+def _call(expert: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> Tensor:
+    """What a copy of the expert, with these weights, gives for `x [_, H]`."""
+    instead = {id(_weight(expert, name)): weight for name, weight in weights.items()}
+    copied = copy.deepcopy(expert, instead).double()
+    before = _random_state(x.device)
+    got: Tensor = copied(x)
+    if not torch.equal(before, _random_state(x.device)):
+        raise _DrawsRandomNumbers
+    return got
+
+
+def _close(got: Tensor, want: Tensor) -> bool:
+    return bool((got - want).abs().max() < 1e-5 * want.abs().max())
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _check_no_dropout(where: str, expert: nn.Module) -> None:
+    for name, module in expert.named_modules():
+        if isinstance(module, _DROPOUTS) and module.training and module.p > 0:
+            raise ValueError(f"{where}.{name}: MoE has no dropout, got {module} in training mode; {_WITHOUT_DROPOUT}")
 
 
 def _children(expert: nn.Module) -> str:

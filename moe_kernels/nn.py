@@ -69,18 +69,20 @@ class MoE(nn.Module):
                 `nn.Sequential(Linear, activation, Linear)`.
             router: `[E, H]`, or the module without a bias that has it as its weight; None for a random one.
             top_k, renormalize: as for the class.
-            activation: as for `swiglu_ffn`. By default the first expert is called with random hidden states, in
-                float64, to find out which one it has, and that it computes nothing else.
+            activation: as for `swiglu_ffn`. By default each expert is called with random hidden states, in float64 and
+                with the weights of the first, to find out which one all of them have, and that they compute nothing
+                else. Experts whose activation is given are not called.
 
         Raises:
             TypeError: experts are no modules; weights of several dtypes.
-            ValueError: there are no experts, their layout is not one of these, there are biases, what they compute
-                could not be found out; weights of several shapes or devices.
+            ValueError: there are no experts, their layout is not one of these, there are biases, dropout is active
+                (p above 0, in training mode), what they compute could not be found out, or differs; weights of several
+                shapes or devices.
         """
         modules = expert_modules.listed(experts)
         stacked = expert_modules.stack(modules)
         if activation is None:
-            activation = expert_modules.activation_of(modules[0], stacked)
+            activation = expert_modules.activation_of(modules, stacked)
         E, H, I = stacked.w_down.shape  # noqa: E741
         gated = stacked.gated
         layer = cls(H, I, E, top_k, activation=activation, gated=gated, renormalize=renormalize, device="meta")

@@ -123,6 +123,38 @@ def test_an_activation_that_is_named_is_not_looked_for() -> None:
     assert layer.activation == "gelu" and layer.w_gate_up.is_meta
     with pytest.raises(ValueError, match=r"^experts\[0\]: calling this FFN does not show .* pass activation="):
         MoE.from_experts(experts, top_k=TOP_K)
+    with pytest.raises(ValueError, match=r"^experts\[0\]\.drop: MoE has no dropout"):
+        MoE.from_experts([with_module(nn.Dropout(0.1))], top_k=1, activation="silu")
+
+
+class Dropping(FFN):
+    """With dropout of its own between the products, by a function."""
+
+    def __init__(self, p: float):
+        super().__init__("w1 w3 w2", lambda x: F.dropout(F.silu(x), p, self.training))
+
+
+def with_module(module: nn.Module) -> nn.Module:
+    expert = FFN("w1 w3 w2", lambda x: module(F.silu(x))).double()
+    expert.drop = module
+    return expert
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Dropping(0.3).eval(), lambda: Dropping(0.0), lambda: with_module(nn.Dropout(0.0))]
+)
+def test_dropout_that_does_nothing_is_taken(make: Callable[[], nn.Module]) -> None:
+    assert MoE.from_experts([make().double() for _ in range(E)], top_k=TOP_K).activation == "silu"
+
+
+def test_finding_the_activation_leaves_the_experts_and_the_random_numbers_alone() -> None:
+    experts = [ffn() for _ in range(E)]
+    weights = [(w, w.clone()) for expert in experts for w in expert.parameters()]
+    before = torch.get_rng_state()
+    MoE.from_experts(experts, torch.zeros(E, H, dtype=torch.float64), top_k=TOP_K)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(w, kept) and w.requires_grad for w, kept in weights)
+    assert all(expert.training for expert in experts)
 
 
 def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
@@ -179,6 +211,22 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
         ),
         "quantized": ([int8], TypeError, "expected bfloat16, .* got torch.int8; dequantize"),
         "unknown activation": ([other], ValueError, "does not show that it is .*silu, gelu, .* pass activation="),
+        "two activations": (
+            [ffn(), ffn(), ffn(f=F.gelu)],
+            ValueError,
+            r"^experts\[2\]: expected the activation silu as in experts\[0\], got gelu$",
+        ),
+        "one unknown activation": ([ffn(), other], ValueError, r"^experts\[1\]: calling this FFN does not show"),
+        "dropout": (
+            [ffn(), with_module(nn.Dropout(0.1))],
+            ValueError,
+            r"^experts\[1\]\.drop: MoE has no dropout, got Dropout\(p=0\.1.* in training mode; .* call \.eval\(\)",
+        ),
+        "dropout by a function": (
+            [ffn(), Dropping(1e-9).double()],
+            ValueError,
+            r"^experts\[1\]: this Dropping draws random numbers when it is called, such as for dropout, .*\.eval\(\)",
+        ),
         "gate and up swapped": ([swapped], ValueError, "does not show that it is"),
         "router with a bias": (([ffn()] * E, biased), ValueError, "^router: MoE's has no bias"),
         "router's shape": (([ffn()] * E, torch.ones(E, H + 1)), ValueError, rf"^router: expected shape \[{E}, {H}\]"),
