@@ -395,6 +395,10 @@ def test_forward_mode_is_refused_rather_than_ignored(name: str) -> None:
         torch.func.jvp(function, inputs, inputs)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="reverse mode"):
         function(*(forward_ad.make_dual(x, x) for x in inputs))
+    with forward_ad.dual_level(), Calls(), pytest.raises(NotImplementedError, match="reverse mode"):
+        function(*(forward_ad.make_dual(x, x) for x in inputs))
+    with pytest.raises(NotImplementedError, match="reverse mode"):
+        torch.func.linearize(function, *inputs)
 
 
 def test_forward_over_reverse_is_refused_by_name() -> None:

@@ -97,14 +97,14 @@ def eager(*tensors: Tensor | None) -> bool:
     Raises:
         NotImplementedError: a tensor has a tangent, which torch.library's operators would drop silently.
     """
-    if torch.compiler.is_dynamo_compiling() or _dispatch_modes():
+    if torch.compiler.is_dynamo_compiling():
         return False
     if forward_level() >= 0:
         for tensor in tensors:
             if tensor is not None and unpack_dual(tensor).tangent is not None:
                 raise NotImplementedError(NO_FORWARD_MODE)
         return False
-    if _functorch_level() is not None or _jit_tracing() is not None:
+    if _dispatch_modes() or _functorch_level() is not None or _jit_tracing() is not None:
         return False
     if _VMAP_MODE is not None and _key_included(_VMAP_MODE):
         return False
