@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -387,36 +388,13 @@ def test_a_profiler_shows_what_a_layer_calls() -> None:
     assert forward | backward | {"grouped_gemm_wgrad"} <= names
 
 
-@pytest.mark.parametrize("name", ["per group", "bias", "wgrad", "2-D x 2-D", "3-D x 2-D", "permute", "unpermute"])
-def test_forward_mode_is_refused_rather_than_ignored(name: str) -> None:
-    function, inputs = (products() | moves())[name]
-    inputs = tuple(x.detach() for x in inputs)
-    with pytest.raises(NotImplementedError, match="reverse mode"):
-        torch.func.jvp(function, inputs, inputs)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="reverse mode"):
-        function(*(forward_ad.make_dual(x, x) for x in inputs))
-    with forward_ad.dual_level(), Calls(), pytest.raises(NotImplementedError, match="reverse mode"):
-        function(*(forward_ad.make_dual(x, x) for x in inputs))
-    with pytest.raises(NotImplementedError, match="reverse mode"):
-        torch.func.linearize(function, *inputs)
-
-
-def test_forward_over_reverse_is_refused_by_name() -> None:
-    function, inputs = products()["per group"]
-    inputs = tuple(x.detach() for x in inputs)
-    with pytest.raises(NotImplementedError, match=r"jacrev\(jacrev\(f\)\) for hessian\(f\)"):
-        torch.func.hessian(lambda *x: function(*x).square().sum())(*inputs)
-
-
 def transformable() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
     ids = torch.tensor([[0, 2], [4, 1], [2, 2]])
     hidden, topk_weights, w_gate_up, w_down = random(3, 2), random(3, 2), random(3, 4, 2), random(3, 2, 2)
-    biases = random(3, 2), random(3, 2), random(3, 2)
     options: dict[str, Any] = {"activation": "clamped_swiglu", "interleaved": True, "transposed": True}
 
-    def two_weights(h: Tensor, w: Tensor, gate: Tensor, down: Tensor, up: Tensor, *biases: Tensor) -> Tensor:
-        names = ("gate_up_bias", "up_bias", "down_bias")
-        return moe_mlp(h, ids, w, gate, down, w_up=up, **dict(zip(names, biases, strict=True)))
+    def two_weights(h: Tensor, w: Tensor, gate: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+        return moe_mlp(h, ids, w, gate, down, w_up=up, down_bias=bias)
 
     return {
         **{name: one for name, one in (products() | moves()).items() if name not in ("scatter_rows", "dot_rows")},
@@ -426,7 +404,10 @@ def transformable() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]
             lambda h, *w: moe_mlp(h, ids, *w, **options),
             (hidden, topk_weights, w_gate_up.detach().mT.contiguous(), w_down),
         ),
-        "moe_mlp, two weights": (two_weights, (hidden, topk_weights, w_down, w_down, w_down.detach().clone(), *biases)),
+        "moe_mlp, two weights": (
+            two_weights,
+            (hidden, topk_weights, *(random(3, 2, 2) for _ in range(3)), random(3, 2)),
+        ),
     }
 
 
@@ -449,6 +430,8 @@ def test_transforms_of_torch_func(name: str, capfd: pytest.CaptureFixture[str]) 
     close(torch.func.grad(loss, every)(*inputs), first)
     close(torch.func.jacrev(function, every)(*inputs), jacobian)
     close(torch.func.jacrev(torch.func.grad(loss, every), every)(*inputs), second)
+    close(torch.func.hessian(loss, every)(*inputs), second)
+    close(torch.func.jacfwd(function, every)(*inputs), jacobian)
     out, pullback = torch.func.vjp(function, *inputs)
     upstream = torch.randn_like(out)
     values = [x.clone().requires_grad_() for x in inputs]
@@ -469,6 +452,50 @@ def test_transforms_of_torch_func(name: str, capfd: pytest.CaptureFixture[str]) 
     found = torch.autograd.grad(out.sum(), batched, allow_unused=True, materialize_grads=True)
     close(found, tuple(torch.stack(d, dim=-1) for d in zip(*(plain(*one) for one in samples), strict=True)))
     assert "performance drop" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["per group", "wgrad", "uniform", "varied", "unpermute", "moe_mlp"])
+def test_forward_mode(name: str) -> None:
+    function, inputs = transformable()[name]
+    tangents = tuple(map(torch.randn_like, inputs))
+    grads = torch.autograd.grad(function(*inputs).sin().sum(), inputs, allow_unused=True, materialize_grads=True)
+    expected = sum((d * t).sum() for d, t in zip(grads, tangents, strict=True))
+    inputs = tuple(x.detach() for x in inputs)
+
+    def loss(*values: Tensor) -> Tensor:
+        return function(*values).sin().sum()
+
+    for mode in (nullcontext(), Calls()):
+        with forward_ad.dual_level(), mode:
+            out = loss(*map(forward_ad.make_dual, inputs, tangents))
+            torch.testing.assert_close(forward_ad.unpack_dual(out).tangent, expected)
+    torch.testing.assert_close(torch.func.jvp(loss, inputs, tangents)[1], expected)
+    torch.testing.assert_close(torch.func.linearize(loss, *inputs)[1](*tangents), expected)
+    if name == "per group":
+        assert gradcheck(function, tuple(x.requires_grad_() for x in inputs), check_forward_ad=True)
+
+
+def test_forward_mode_twice() -> None:
+    function, inputs = products()["per group"]
+    inputs = tuple(x.detach() for x in inputs)
+
+    def loss(*values: Tensor) -> Tensor:
+        return function(*values).sin().sum()
+
+    found = torch.func.jacfwd(torch.func.jacfwd(loss, (0, 1)), (0, 1))(*inputs)
+    torch.testing.assert_close(found, functional.hessian(loss, inputs))
+
+
+def test_forward_mode_is_refused_rather_than_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    function, inputs = products()["per group"]
+    inputs = tuple(x.detach() for x in inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: torch.func.jvp(function, x, x), fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"no forward-mode derivatives under torch\.compile"):
+        compiled(*inputs)
+    monkeypatch.setattr(torch_internals, "enable_forward_mode", torch_internals._no_forward_mode)
+    with pytest.raises(NotImplementedError, match="with this PyTorch: use reverse mode"):
+        torch.func.jvp(function, inputs, inputs)
 
 
 def test_where_nothing_tells_of_transforms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -969,14 +969,6 @@ def test_gradients_and_profilers_leave_a_call_eager() -> None:
             assert eager(x) and not can_bypass_dispatcher(x)
 
 
-def test_tangents_are_refused() -> None:
-    with forward_ad.dual_level():
-        x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
-        for question in (eager, can_bypass_dispatcher):
-            with pytest.raises(NotImplementedError, match="forward-mode"):
-                question(torch.ones(2), None, x)
-
-
 def test_operands_as_autocast_would_have_them() -> None:
     single, half, double, integers = (
         torch.ones(2, dtype=x) for x in (torch.float32, torch.float16, torch.float64, torch.int32)

@@ -92,13 +92,33 @@ def _transformed(
     def through_live_tensors(ctx: Any, *grads: Any) -> Any:
         return backward(_LiveContext(ctx), *grads)
 
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        setup_context(ctx, inputs, output)
+        if torch_internals.forward_level() < 0:
+            return
+        ctx.save_for_forward(*(x if isinstance(x, Tensor) else None for x in inputs))
+        ctx.inputs = [None if isinstance(x, Tensor) else x for x in inputs]
+
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(torch_internals.NO_FORWARD_MODE)
+        """The adjoint of the backward, which is linear in the results' gradients."""
+        saved = zip(ctx.saved_tensors, ctx.inputs, strict=True)
+        inputs = [other if tensor is None else torch_internals.unpack_dual(tensor).primal for tensor, other in saved]
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+        def of_moving(*values: Tensor) -> Any:
+            by_input = dict(zip(moving, values, strict=True))
+            return call(*(by_input.get(i, x) for i, x in enumerate(inputs)))
+
+        with torch_internals.enable_forward_mode(True):  # for transforms around this one
+            out, pullback, *_ = torch.func.vjp(of_moving, *(inputs[i] for i in moving))
+            zeros = torch.zeros_like(out) if isinstance(out, Tensor) else tuple(map(torch.zeros_like, out))
+            adjoint: Any = torch.func.vjp(pullback, zeros)[1]
+            return adjoint(tuple(tangents[i] for i in moving))[0]
 
     return _function(
         name,
         forward=forward,
-        setup_context=setup_context,
+        setup_context=save,
         backward=through_live_tensors,
         jvp=jvp,
         vmap=_looped(call),

@@ -40,15 +40,17 @@ _jit_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _missing(Non
 _key_included: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_included", _missing(False))
 # What torch.autograd.grad(is_grads_batched=True) runs a backward pass in; it is none of torch.func's transforms.
 _VMAP_MODE = getattr(_C, "_dispatch_key_parse", _missing(None))("VmapMode")
+unpack_dual: Callable[..., Any] = _forward_ad.unpack_dual
 below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowAutograd", torch.no_grad)
 _unsafe_view: Any = getattr(torch.ops.aten, "_unsafe_view", None)
-unpack_dual: Callable[..., Any] = _forward_ad.unpack_dual
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
-NO_FORWARD_MODE = (
-    "moe_kernels has no forward-mode derivatives: use reverse mode, in torch.func vjp for jvp, jacrev for jacfwd, and "
-    "jacrev(jacrev(f)) for hessian(f)"
-)
+
+def _no_forward_mode(_: bool) -> Any:
+    raise NotImplementedError("moe_kernels has no forward-mode derivatives with this PyTorch: use reverse mode")
+
+
+enable_forward_mode: Callable[[bool], Any] = getattr(_forward_ad, "_set_fwd_grad_enabled", _no_forward_mode)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def reshaped(result: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -95,16 +97,19 @@ def eager(*tensors: Tensor | None) -> bool:
     conjugate.
 
     Raises:
-        NotImplementedError: a tensor has a tangent, which torch.library's operators would drop silently.
+        NotImplementedError: torch.compile traces in forward mode, whose tangents torch.library's operators would drop
+            silently.
     """
     if torch.compiler.is_dynamo_compiling():
+        if forward_level() >= 0:
+            raise NotImplementedError(
+                "moe_kernels has no forward-mode derivatives under torch.compile: leave the function uncompiled, or "
+                "differentiate what the compiled one returns by backward() or torch.autograd.grad"
+            )
         return False
-    if forward_level() >= 0:
-        for tensor in tensors:
-            if tensor is not None and unpack_dual(tensor).tangent is not None:
-                raise NotImplementedError(NO_FORWARD_MODE)
+    if forward_level() >= 0 or _dispatch_modes():
         return False
-    if _dispatch_modes() or _functorch_level() is not None or _jit_tracing() is not None:
+    if _functorch_level() is not None or _jit_tracing() is not None:
         return False
     if _VMAP_MODE is not None and _key_included(_VMAP_MODE):
         return False
@@ -112,11 +117,11 @@ def eager(*tensors: Tensor | None) -> bool:
 
 
 def transformed() -> bool:
-    """Whether torch.func differentiates a call, or vectorizes it, outside of torch.compile."""
+    """Whether a call is in forward mode, or torch.func differentiates or vectorizes it, outside of torch.compile."""
     if torch.compiler.is_dynamo_compiling():
         return False
     level = _functorch_level()
-    return level is not None and bool(level.key() != _FUNCTIONALIZE)
+    return forward_level() >= 0 or (level is not None and bool(level.key() != _FUNCTIONALIZE))
 
 
 def forward_level() -> int:

@@ -57,6 +57,23 @@ def test_a_view_that_is_negated_when_it_is_read(device: str) -> None:
         assert_grouped_gemm_close(out, A.resolve_neg(), B, group_offsets)
 
 
+def test_transforms_of_torch_func(device: str) -> None:
+    A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float32, device=device)
+
+    def product(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(A, B, group_offsets)
+
+    out, pullback = torch.func.vjp(product, A, B)
+    d_out = torch.randn_like(out)
+    given = [x.clone().requires_grad_() for x in (A, B)]
+    expected = torch.autograd.grad(product(*given), given, d_out)
+    assert all(map(torch.equal, pullback(d_out), expected))  # the transform has ended
+    both = torch.stack([A, -A])
+    assert torch.equal(torch.func.vmap(product, (0, None))(both, B), torch.stack([out, -out]))
+    tangent = torch.func.jvp(product, (A, B), (A, B))[1]
+    torch.testing.assert_close(tangent, 2 * out)
+
+
 def _refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("a search, or a plan, was begun")
 
