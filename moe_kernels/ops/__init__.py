@@ -17,7 +17,7 @@ Every operator is functional, and every gradient is made of the same operators, 
 `moe_mlp_of_one_token` is the same for one token, by two kernels of its own, without a gradient. The second order of
 `activate` goes through plain PyTorch. The functions of these names here are what the rest of the package calls. In
 eager mode they bypass torch.library, which costs the host more than some kernels take, unless a profiler is to show
-them by their names.
+them by their names. In transforms of torch.func and in forward mode they go through an autograd.Function each.
 """
 
 from moe_kernels.ops.batched import uniform_grouped_gemm, varied_grouped_gemm
