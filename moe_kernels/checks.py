@@ -463,6 +463,7 @@ def check_varied(
         TypeError: something is no sequence of tensors, a dtype is not supported or differs from that of `group_A[0]`.
         ValueError: lengths, ranks, shapes or devices do not match, or `out` has elements that share memory by a
             stride of 0.
+        RuntimeError: there is `out`, and autograd would record the products.
     """
     lists = {"group_A": group_A, "group_B": group_B} | ({} if out is None else {"out": out})
     for name, tensors in lists.items():
@@ -496,6 +497,14 @@ def check_varied(
             raise ValueError(f"out[{p}]: expected shape {[a.shape[0], b.shape[1]]}, got {list(out[p].shape)}")
         if any(stride == 0 and size > 1 for size, stride in zip(out[p].shape, out[p].stride(), strict=True)):
             raise ValueError(f"out[{p}]: expected every element in memory of its own, got strides {out[p].stride()}")
+    if out is not None and torch.is_grad_enabled():
+        for name, tensors in lists.items():
+            for p, tensor in enumerate(tensors):
+                if tensor.requires_grad:
+                    raise RuntimeError(
+                        f"{name}[{p}]: out= has no gradients, but this tensor requires grad: leave out= away, detach "
+                        "the tensor, or call under torch.no_grad()"
+                    )
 
 
 def check_index_vector(name: str, value: Tensor, min_length: int = 0) -> None:

@@ -169,6 +169,24 @@ def test_gradients_of_varied_products() -> None:
     assert gradgradcheck(product, tensors)
 
 
+@pytest.mark.parametrize("of", ["group_A", "group_B", "out"])
+@varied_functions
+def test_varied_products_have_no_gradients_with_out(function: Any, of: str) -> None:
+    """As torch.mm(out=) has none."""
+    A, B = varied_inputs([(2, 3, 4), (1, 2, 2)])
+    out = [torch.full((2, 3), float("nan"), dtype=torch.float64), torch.full((1, 2), float("nan"), dtype=torch.float64)]
+    {"group_A": A, "group_B": B, "out": out}[of][1].requires_grad_()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        torch.mm(A[1], B[1], out=out[1])
+    with pytest.raises(RuntimeError, match=rf"^{of}\[1\]: out= has no gradients, but this tensor requires grad"):
+        function(A, B, out=out)
+    assert all(o.isnan().all() for o in out)
+    with torch.no_grad():
+        result = function(A, B, out=out)
+        for o, a, b in zip(result() if function is plan_varied_grouped_gemm else result, A, B, strict=True):
+            torch.testing.assert_close(o, a @ b)
+
+
 def test_the_schedules_example() -> None:
     assert doctest.testmod(schedule).attempted > 0
     assert doctest.testmod(schedule).failed == 0
