@@ -29,9 +29,9 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int,
         *,
+        renormalize: bool,
         activation: str = "silu",
         gated: bool = True,
-        renormalize: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -56,8 +56,8 @@ class MoE(nn.Module):
         router: nn.Linear | Tensor | None = None,  # [E, H]
         *,
         top_k: int,
+        renormalize: bool,
         activation: str | None = None,
-        renormalize: bool = True,
     ) -> MoE:
         """The layer of experts that are modules, with trainable copies of their weights.
 

@@ -73,7 +73,7 @@ def test_the_same_as_a_loop(name: str) -> None:
     make, activation = LAYOUTS[name]
     experts = [make() for _ in range(E)]
     router = nn.Linear(H, E, bias=False).double()
-    layer = MoE.from_experts(experts, router, top_k=TOP_K)
+    layer = MoE.from_experts(experts, router, top_k=TOP_K, renormalize=True)
     assert layer.activation == activation
     hidden = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(T, H, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_weights_are_copies() -> None:
 
 
 def test_a_router_of_its_own() -> None:
-    layer = MoE.from_experts(nn.ModuleList(ffn() for _ in range(E)), top_k=TOP_K)
+    layer = MoE.from_experts(nn.ModuleList(ffn() for _ in range(E)), top_k=TOP_K, renormalize=True)
     assert layer.router.shape == (E, H) and layer.router.dtype == torch.float64
     assert layer.router.any() and bool((layer.router.abs() <= H**-0.5).all())
 
@@ -119,10 +119,10 @@ def test_a_router_of_its_own() -> None:
 def test_an_activation_that_is_named_is_not_looked_for() -> None:
     """Which is how weights without values, or a module that is called otherwise, are taken."""
     experts = [FFN("w1 w3 w2", torch.tanh, device="meta") for _ in range(E)]
-    layer = MoE.from_experts(experts, top_k=TOP_K, activation="gelu")
+    layer = MoE.from_experts(experts, top_k=TOP_K, renormalize=True, activation="gelu")
     assert layer.activation == "gelu" and layer.w_gate_up.is_meta
     with pytest.raises(ValueError, match=r"^experts\[0\]: calling this FFN does not show .* pass activation="):
-        MoE.from_experts(experts, top_k=TOP_K)
+        MoE.from_experts(experts, top_k=TOP_K, renormalize=True)
 
 
 def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
@@ -198,4 +198,4 @@ def test_refusals_say_what_to_do(case: str) -> None:
     given, error, text = refusals()[case]
     arguments = given if isinstance(given, tuple) else (given,)
     with pytest.raises(error, match=text):
-        MoE.from_experts(*arguments, top_k=TOP_K)
+        MoE.from_experts(*arguments, top_k=TOP_K, renormalize=True)

@@ -13,7 +13,16 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_kernels import MoE, group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
+from moe_kernels import (
+    MoE,
+    group_offsets_from_sizes,
+    moe_mlp,
+    reference,
+    route,
+    swiglu_ffn,
+    topk_sigmoid,
+    topk_softmax,
+)
 from moe_kernels.glu import ACTIVATIONS, GLUSpec
 from moe_kernels.ops import layer
 
@@ -371,7 +380,7 @@ def test_validation() -> None:
 
 def test_the_module() -> None:
     torch.manual_seed(0)
-    layer = MoE(H, I, E, TOP_K, dtype=torch.float64)
+    layer = MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.float64)
     hidden = torch.randn(2, 5, H, dtype=torch.float64, requires_grad=True)
     out = layer(hidden)
     assert out.shape == hidden.shape
@@ -388,9 +397,10 @@ def test_the_module() -> None:
     assert all(bool((w.abs() <= w.size(-1) ** -0.5).all()) for w in layer.parameters())
     assert "num_experts=4, top_k=2" in repr(layer)
     assert [layer(hidden[:, :tokens]).shape for tokens in (0, 1)] == [(2, 0, H), (2, 1, H)]
-    assert [tuple(w.shape) for w in MoE(H, I, E, 1, gated=False).parameters()] == [(E, H), (E, I, H), (E, H, I)]
+    ungated = MoE(H, I, E, 1, renormalize=True, gated=False)
+    assert [tuple(w.shape) for w in ungated.parameters()] == [(E, H), (E, I, H), (E, H, I)]
     with pytest.raises(ValueError, match=r"^top_k: expected 1 to num_experts = 4, got 5"):
-        MoE(H, I, E, 5)
+        MoE(H, I, E, 5, renormalize=True)
     with pytest.raises(
         ValueError, match=r"^hidden: expected on cpu with the layer, got on meta; move one with \.to\(\)"
     ):
@@ -405,3 +415,23 @@ def test_the_module() -> None:
     layer.float()
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.zeros(2, H, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+EXPERTS = [torch.nn.Sequential(torch.nn.Linear(3, 2, False), torch.nn.ReLU(), torch.nn.Linear(2, 3, False))]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **options: MoE(H, I, E, TOP_K, **options),
+        lambda **options: MoE.from_experts(EXPERTS, top_k=1, **options),
+        lambda **options: topk_softmax(torch.zeros(2, 3), 2, **options),
+        lambda **options: topk_sigmoid(torch.zeros(2, 3), 2, **options),
+    ],
+)
+def test_renormalize_has_no_default(call: Any) -> None:
+    """Models differ in it, and a wrong guess would change the results without a word."""
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'renormalize'"):
+        call()
+    for renormalize in (False, True):
+        call(renormalize=renormalize)
