@@ -134,16 +134,8 @@ def topk_sigmoid(
         ValueError: logits or bias have a wrong shape, `num_groups` does not divide E, or the chosen groups hold fewer
             than top_k experts.
     """
-    checks.check_gating(logits, top_k)
+    checks.check_gating(logits, top_k, bias, num_groups, top_groups)
     T, E = logits.shape
-    if not 1 <= top_groups <= num_groups or E % num_groups:
-        raise ValueError(
-            f"num_groups, top_groups: expected a divisor of E = {E} and at most as many, got {num_groups}, {top_groups}"
-        )
-    if top_k > top_groups * (E // num_groups):
-        raise ValueError(f"top_k: expected 1 to {top_groups * (E // num_groups)}, got {top_k}")
-    if bias is not None and bias.shape != (E,):
-        raise ValueError(f"bias: expected shape [E] = [{E}], got {list(bias.shape)}")
     scores = logits.to(_gate_dtype(logits)).sigmoid()
     choice = scores if bias is None else scores + bias
     if num_groups > 1:

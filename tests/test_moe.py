@@ -332,12 +332,24 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"w_gate_up": torch.zeros(E, 2 * I)}, ValueError, r"w_gate_up: expected shape \[E, 2I, H\] with H = 3, got"),
     ({"w_gate_up": torch.zeros(E, 2 * I + 1, H)}, ValueError, r"w_gate_up: expected shape .* with an even 2I"),
     ({"transposed": True}, ValueError, r"w_gate_up: expected shape \[E, H, 2I\] with H = 3, got \[4, 4, 3\]"),
-    ({"w_up": torch.zeros(E, I + 1, H)}, ValueError, r"w_up: expected shape \[4, 4, 3\], got \[4, 3, 3\]"),
-    ({"w_down": torch.zeros(E, I, H)}, ValueError, r"w_down: expected shape \[4, 3, 2\], got \[4, 2, 3\]"),
+    (
+        {"w_up": torch.zeros(E, I + 1, H)},
+        ValueError,
+        r"w_up: expected shape \[E, I, H\] = \[4, 4, 3\], got \[4, 3, 3\]$",
+    ),
+    (
+        {"w_down": torch.zeros(E, I, H)},
+        ValueError,
+        r"w_down: .* \[E, H, I\] = \[4, 3, 2\], got \[4, 2, 3\]; pass w_down.mT$",
+    ),
     ({"w_down": torch.zeros(E, H, I).int()}, TypeError, "w_down: expected one of .*got torch.int32"),
     ({"w_down": None}, TypeError, "w_down: expected a torch.Tensor, got NoneType"),
-    ({"down_bias": torch.zeros(E, I)}, ValueError, r"down_bias: expected shape \[4, 3\], got \[4, 2\]"),
-    ({"gate_up_bias": torch.zeros(E, I)}, ValueError, r"gate_up_bias: expected shape \[4, 4\], got \[4, 2\]"),
+    ({"down_bias": torch.zeros(E, I)}, ValueError, r"down_bias: expected shape \[E, H\] = \[4, 3\], got \[4, 2\]"),
+    (
+        {"gate_up_bias": torch.zeros(E, I)},
+        ValueError,
+        r"gate_up_bias: expected shape \[E, 2I\] = \[4, 4\], got \[4, 2\]",
+    ),
     ({"w_down": torch.zeros(E, H, I, device="meta")}, ValueError, "w_down: expected on cpu with hidden, got on meta"),
     ({"topk_ids": IDS.float()}, TypeError, "topk_ids: expected int32 or int64, got torch.float32"),
     (
@@ -363,7 +375,7 @@ def test_refusals(changes: dict[str, Any], error: type[Exception], message: str)
 
 def test_swiglu_ffn_refusals() -> None:
     rows, w = torch.zeros(5, H), torch.zeros(E, 2 * I, H)
-    with pytest.raises(ValueError, match=r"^group_offsets: expected length E \+ 1 = 5, got 4"):
+    with pytest.raises(ValueError, match=r"^group_offsets: expected length E \+ 1 = 5 for w_gate_up .*, got 4"):
         swiglu_ffn(rows, w, torch.zeros(4, dtype=torch.int32))
     with pytest.raises(TypeError, match=r"^group_offsets: expected int32 or int64"):
         swiglu_ffn(rows, w, torch.zeros(5))
@@ -399,7 +411,7 @@ def test_the_module() -> None:
     assert [layer(hidden[:, :tokens]).shape for tokens in (0, 1)] == [(2, 0, H), (2, 1, H)]
     ungated = MoE(H, I, E, 1, renormalize=True, gated=False)
     assert [tuple(w.shape) for w in ungated.parameters()] == [(E, H), (E, I, H), (E, H, I)]
-    with pytest.raises(ValueError, match=r"^top_k: expected 1 to num_experts = 4, got 5"):
+    with pytest.raises(ValueError, match=r"^top_k: expected 1 to 4, got 5"):
         MoE(H, I, E, 5, renormalize=True)
     with pytest.raises(
         ValueError, match=r"^hidden: expected on cpu with the layer, got on meta; move one with \.to\(\)"

@@ -15,6 +15,12 @@ from triton.runtime import interpreter
 
 from moe_kernels.runtime.plan import Constant, Launch, Pointer
 
+if not isinstance(tl.cdiv, interpreter.InterpretedFunction):
+    raise RuntimeError(
+        "TRITON_INTERPRET=1 was set after Triton had been imported, and Triton has no interpreter then: set it before, "
+        "as in `TRITON_INTERPRET=1 python program.py`"
+    )
+
 _one_at_a_time = threading.Lock()  # what replaces functions of Triton meanwhile
 
 
