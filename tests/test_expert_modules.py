@@ -189,7 +189,7 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
             "^router: expected on cpu with the experts, got on meta; move it with",
         ),
         "router's type": (([ffn()] * E, "softmax"), TypeError, r"^router: expected a tensor \[E, H\] or an nn.Linear"),
-        "top_k": ([ffn()], ValueError, "^top_k: expected 1 to num_experts = 1, got 2"),
+        "top_k": ([ffn()], ValueError, "^top_k: expected 1 to 1, got 2"),
     }
 
 
