@@ -260,7 +260,7 @@ def check_moe_mlp(
     if topk_ids.shape[0] != T:
         raise ValueError(f"topk_ids: expected T = {T} as in hidden {[T, H]}, got {list(topk_ids.shape)}")
     _check_same_device("topk_ids", topk_ids, "hidden", hidden)
-    width = W // 2 if spec.gated and w_up is None else W
+    width = spec.width(W, w_up is not None)
     form, down = ("[E, I, H]", (E, width, H)) if transposed else ("[E, H, I]", (E, H, width))
     _check_floats((("hidden", hidden), ("w_down", w_down)), reference, (("down_bias", down_bias),))
     _check_shape("w_down", w_down, form, down)
