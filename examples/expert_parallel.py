@@ -35,7 +35,7 @@ def main() -> None:
     mine = slice(rank * E // dist.get_world_size(), (rank + 1) * E // dist.get_world_size())
     torch.manual_seed(rank + 1)  # other tokens everywhere
     hidden = torch.randn(T + rank, H).to(device, dtype).requires_grad_()
-    topk_ids, topk_weights = topk_softmax(torch.randn(T + rank, E, device=device), TOP_K)
+    topk_ids, topk_weights = topk_softmax(torch.randn(T + rank, E, device=device), TOP_K, renormalize=True)
 
     rows, exchange = dispatch(hidden, topk_ids, topk_weights, E)
     act = swiglu_ffn(rows, w_gate_up[mine], exchange.group_offsets)

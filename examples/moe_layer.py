@@ -21,7 +21,8 @@ def plain(layer: MoE, hidden: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     torch.manual_seed(0)
-    layer = MoE(hidden_size=256, intermediate_size=128, num_experts=16, top_k=2, device=device, dtype=dtype)
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 16}
+    layer = MoE(**sizes, top_k=2, renormalize=True, device=device, dtype=dtype)
     print(layer)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3)
     hidden = torch.randn(512, 256, device=device, dtype=dtype)

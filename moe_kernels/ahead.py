@@ -138,20 +138,23 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
             raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {what!r}")
         what = LayerShape(*MODELS[what])
     if isinstance(what, LayerShape):
-        return [_call_of_shape(what, T, training) for T in classes(tokens, what.num_experts, what.top_k)]
+        return [_call_of_shape(what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]
     found = [
         _call_of_module(module, T, training)
         for module in layers_of(what)
-        for T in classes(tokens, _num_experts(module), _top_k(module))
+        for T, *_ in classes(tokens, _num_experts(module), _top_k(module))
     ]
     if not found:
         raise ValueError(f"module: expected an MoE, or a model that runs its experts by moe_kernels, got {type(what)}")
     return found
 
 
-def classes(tokens: Iterable[int], E: int, top_k: int) -> list[int]:
-    """A token count of each class among `tokens`."""
-    return list({rows_class(Counts(T, (T * top_k,), E)): T for T in sorted(set(tokens), reverse=True)}.values())[::-1]
+def classes(tokens: Iterable[int], E: int, top_k: int) -> list[list[int]]:
+    """The token counts by class, in ascending order."""
+    found: dict[Any, list[int]] = {}
+    for T in sorted(set(tokens)):
+        found.setdefault(rows_class(Counts(T, (T * top_k,), E)), []).append(T)
+    return list(found.values())
 
 
 def layers_of(module: nn.Module) -> list[Any]:
@@ -292,12 +295,8 @@ def output(folder: str | None) -> Iterator[None]:
 
 def requests(tokens: Iterable[int], shape: LayerShape, gpu: Gpu) -> dict[tuple[int, int], list[Any]]:
     """By a range of token counts: what the layer's plan for these has to compile; nothing is compiled."""
-    counts = sorted(set(tokens))
     found: dict[tuple[int, int], list[Any]] = {}
-    by_class: dict[Any, list[int]] = {}
-    for T in counts:
-        by_class.setdefault(rows_class(Counts(T, (T * shape.top_k,), shape.num_experts)), []).append(T)
-    for members in by_class.values():
+    for members in classes(tokens, shape.num_experts, shape.top_k):
         launches = found[members[0], members[-1]] = []
         for one in collect([_layer_call(shape, members[0])]):
             builder, _ = cache.sketch(_OPERATORS[one.operator], one.inputs, one.options, gpu)

@@ -75,7 +75,7 @@ def varied_grouped_gemm(
         group_A: list of `[M_p, K_p]`; all tensors of one dtype, bfloat16, float16 or float32, and on one device; any
             sizes, 0 among them, and any strides. On a CPU float64 too.
         group_B: list of `[K_p, N_p]`.
-        out: list of `[M_p, N_p]` to write to, any strides; by default new tensors. Without gradients.
+        out: list of `[M_p, N_p]` to write to, any strides; by default new tensors.
 
     Returns:
         list of `[M_p, N_p]`: `out`, or new contiguous tensors.
@@ -83,7 +83,8 @@ def varied_grouped_gemm(
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         ImportError: the kernels are needed and a package they need is missing or too old.
-        RuntimeError: the call is being captured into a CUDA graph.
+        RuntimeError: the call is being captured into a CUDA graph; or there is `out`, and a tensor requires grad
+            outside of `torch.no_grad()`, as for `torch.mm`.
     """
     if out is None and isinstance(group_A, (list, tuple)) and isinstance(group_B, (list, tuple)):
         cast = autocast(*group_A, *group_B)
@@ -92,12 +93,11 @@ def varied_grouped_gemm(
     if not group_A:
         return []
     if out is not None:
-        with torch.no_grad():
-            if use_kernels(group_A[0]):
-                varied_launch(group_A, group_B, out)()
-                _changed(out)
-            else:
-                reference.varied_grouped_gemm(group_A, group_B, out=out)
+        if use_kernels(group_A[0]):
+            varied_launch(group_A, group_B, out)()
+            _changed(out)
+        else:
+            reference.varied_grouped_gemm(group_A, group_B, out=out)
         return list(out)
     outs: list[Tensor] = ops.varied_grouped_gemm(list(group_A), list(group_B))
     return outs

@@ -7,20 +7,25 @@ and fake tensors pass through them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from moe_kernels.glu import ACTIVATIONS, GLUSpec
 from moe_kernels.routing_maps import Routing
+from moe_kernels.runtime import torch_internals
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
-_PROMOTED = {(a, b): torch.promote_types(a, b) for a in _ALL_DTYPES for b in _ALL_DTYPES}
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _INTS = (int, torch.SymInt)
+_PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+_VALIDATION_READS = (
+    "validate=True (or MOE_KERNELS_VALIDATE=1) reads values on the host, which fullgraph=True and torch.export "
+    "rule out: turn it off there"
+)
 _VALIDATE = os.environ.get("MOE_KERNELS_VALIDATE") == "1"  # read once: this is on the way of every call
 
 
@@ -46,10 +51,16 @@ def check_grouped_gemm(
         TypeError: an argument is no tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device.
     """
-    result = _result_dtype(A_packed, B, group_offsets, 1, out_dtype, reference)
-    if result is None:
-        _refuse(("A_packed", "B", "group_offsets"), (A_packed, B, group_offsets), 1, out_dtype, reference)
-    return result
+    _check_floats((("A_packed", A_packed), ("B", B)), reference)
+    check_index_vector("group_offsets", group_offsets, 1, "A_packed", A_packed)
+    if A_packed.dim() != 2:
+        raise ValueError(f"A_packed: expected shape [M, K], got {list(A_packed.shape)}")
+    if B.dim() not in (2, 3):
+        raise ValueError(f"B: expected shape [K, N] or [G, K, N], got {list(B.shape)}")
+    _check_contraction("B", B, "A_packed", A_packed)
+    if B.dim() == 3:
+        _check_offsets_length("G", "B", B, group_offsets)
+    return _result_dtype(A_packed, B, out_dtype, reference)
 
 
 def check_grouped_gemm_wgrad(
@@ -66,23 +77,18 @@ def check_grouped_gemm_wgrad(
         TypeError: an argument is no tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device.
     """
-    for name, value in (("A_packed", A_packed), ("d_out", d_out), ("group_offsets", group_offsets)):
-        _check_is_tensor(name, value)
-    for name, value in (("A_packed", A_packed), ("d_out", d_out)):
-        _check_float_dtype(name, value.dtype, A_packed, reference)
+    operands = ("A_packed", A_packed), ("d_out", d_out)
+    _check_floats(operands, reference)
+    for name, value in operands:
         if value.dim() != 2:
             raise ValueError(f"{name}: expected a 2-D tensor, got shape {list(value.shape)}")
-    check_index_vector("group_offsets", group_offsets, min_length=1)
+    check_index_vector("group_offsets", group_offsets, 1, "A_packed", A_packed)
     if d_out.shape[0] != A_packed.shape[0]:
         raise ValueError(
             f"d_out: expected M = {A_packed.shape[0]} as in A_packed {list(A_packed.shape)}, "
             f"got shape {list(d_out.shape)}"
         )
-    for name, value in (("d_out", d_out), ("group_offsets", group_offsets)):
-        check_same_device(name, value, "A_packed", A_packed)
-    if out_dtype is not None and out_dtype not in _supported(A_packed, reference):
-        raise TypeError(_dtype_error("out_dtype", out_dtype, A_packed, reference))
-    return torch.promote_types(A_packed.dtype, d_out.dtype) if out_dtype is None else out_dtype
+    return _result_dtype(A_packed, d_out, out_dtype, reference)
 
 
 def check_route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> None:
@@ -92,36 +98,62 @@ def check_route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Non
         TypeError: an argument is no tensor or has a wrong dtype, or `num_experts` is no int.
         ValueError: wrong rank, shape or device, no slots per token, or a negative number of experts.
     """
-    for name, value in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        _check_is_tensor(name, value)
-    if topk_ids.dtype not in _INDEX_DTYPES:
-        raise TypeError(f"topk_ids: expected int32 or int64, got {topk_ids.dtype}")
-    _check_float_dtype("topk_weights", topk_weights.dtype, topk_weights, False)
+    _check_indices("topk_ids", topk_ids)
+    _check_floats((("topk_weights", topk_weights),), False)
     if topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
         raise ValueError(f"topk_ids: expected shape [T, top_k] with top_k of at least 1, got {list(topk_ids.shape)}")
     if topk_weights.shape != topk_ids.shape:
         raise ValueError(
             f"topk_weights: expected shape {list(topk_ids.shape)} as topk_ids, got {list(topk_weights.shape)}"
         )
-    check_same_device("topk_weights", topk_weights, "topk_ids", topk_ids)
-    if isinstance(num_experts, bool) or not isinstance(num_experts, (int, torch.SymInt)):
-        raise TypeError(f"num_experts: expected an int, got {type(num_experts).__name__}")
-    if num_experts < 0:
-        raise ValueError(f"num_experts: expected at least 0, got {num_experts}")
+    _check_same_device("topk_weights", topk_weights, "topk_ids", topk_ids)
+    check_int("num_experts", num_experts, 0)
 
 
-def check_gating(logits: Tensor, top_k: int) -> None:
-    """Check the arguments of a gating: logits `[T, E]` floating-point, 1 to E experts per token.
+def check_gating(
+    logits: Tensor,  # [T, E]
+    top_k: int,
+    bias: Tensor | None = None,  # [E]
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> None:
+    """Check the arguments of a gating, as `topk_sigmoid` has them.
 
     Raises:
-        TypeError, ValueError: wrong dtype; wrong rank, or as many experts as there are not.
+        TypeError: an argument is no tensor or no int, or has a wrong dtype.
+        ValueError: wrong rank, shape or device, `num_groups` does not divide E, or the chosen groups hold fewer than
+            top_k experts.
     """
-    _check_is_tensor("logits", logits)
-    _check_float_dtype("logits", logits.dtype, logits, True)
+    _check_floats((("logits", logits),), True)
     if logits.dim() != 2:
         raise ValueError(f"logits: expected shape [T, E], got {list(logits.shape)}")
-    if not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(f"top_k: expected 1 to {logits.shape[1]}, got {top_k}")
+    E = logits.shape[1]
+    check_int("num_groups", num_groups)
+    check_int("top_groups", top_groups)
+    if not 1 <= top_groups <= num_groups or E % num_groups:
+        raise ValueError(
+            f"num_groups, top_groups: expected a divisor of E = {E} and at most as many, got {num_groups}, {top_groups}"
+        )
+    check_int("top_k", top_k, 1, top_groups * (E // num_groups))
+    if bias is not None:
+        _check_floats((("logits", logits), ("bias", bias)), True)
+        _check_shape("bias", bias, "[E]", (E,))
+
+
+def check_moe(
+    hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, activation: str, gated: bool
+) -> None:
+    """Check what a layer of experts is made with.
+
+    Raises:
+        TypeError: a size or `top_k` is no int.
+        ValueError: a size below 1, more experts per token than there are, or an unknown activation.
+    """
+    check_int("hidden_size", hidden_size, 1)
+    check_int("intermediate_size", intermediate_size, 1)
+    check_int("num_experts", num_experts, 1)
+    check_int("top_k", top_k, 1, num_experts)
+    _check_spec(GLUSpec(activation, gated, False, 0.0, 0.0), False, False)
 
 
 def check_layer(hidden: Tensor, router: Tensor) -> None:
@@ -130,8 +162,9 @@ def check_layer(hidden: Tensor, router: Tensor) -> None:
     Raises:
         TypeError, ValueError: wrong dtype; wrong rank, shape or device.
     """
-    _check_is_tensor("hidden", hidden)
-    check_same_device("hidden", hidden, "the layer", router)
+    _check_tensor("router", router)
+    _check_tensor("hidden", hidden)
+    _check_same_device("hidden", hidden, "the layer", router)
     H = router.shape[1]
     if hidden.dim() == 0 or hidden.shape[-1] != H:
         raise ValueError(f"hidden: expected shape [..., H] with H = {H}, got {list(hidden.shape)}")
@@ -145,7 +178,7 @@ def check_permute(hidden: Tensor, routing: Routing) -> None:
     Raises:
         TypeError, ValueError: wrong dtype; wrong rank, shape or device.
     """
-    _check_moved("hidden", hidden, "T", routing.topk_weights.shape[0], routing)
+    _check_moved("hidden", hidden, "T", routing)
 
 
 def check_unpermute(rows: Tensor, routing: Routing) -> None:
@@ -154,15 +187,17 @@ def check_unpermute(rows: Tensor, routing: Routing) -> None:
     Raises:
         TypeError, ValueError: wrong dtype; wrong rank, shape or device.
     """
-    _check_moved("rows", rows, "R", routing.slot_to_row.shape[0], routing)
+    _check_moved("rows", rows, "R", routing)
 
 
-def _check_moved(name: str, value: Tensor, extent: str, expected: int, routing: Routing) -> None:
-    _check_is_tensor(name, value)
-    _check_float_dtype(name, value.dtype, value, False)
+def _check_moved(name: str, value: Tensor, extent: str, routing: Routing) -> None:
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing: expected the Routing that route returns, got {type(routing).__name__}")
+    _check_floats(((name, value),), False)
+    expected = (routing.topk_weights if extent == "T" else routing.slot_to_row).shape[0]
     if value.dim() != 2 or value.shape[0] != expected:
         raise ValueError(f"{name}: expected shape [{extent}, H] with {extent} = {expected}, got {list(value.shape)}")
-    check_same_device(name, value, "routing", routing.slot_to_row)
+    _check_same_device(name, value, "routing", routing.slot_to_row)
     R = routing.topk_weights.numel()
     for field, indices in (("slot_to_row", routing.slot_to_row), ("group_offsets", routing.group_offsets)):
         if indices.dtype != torch.int32:
@@ -170,8 +205,7 @@ def _check_moved(name: str, value: Tensor, extent: str, expected: int, routing: 
     if routing.topk_weights.dim() != 2 or routing.slot_to_row.shape != (R,):
         raise ValueError(
             f"routing: expected topk_weights [T, top_k] and slot_to_row [T * top_k], got shapes "
-            f"{list(routing.topk_weights.shape)} "
-            f"and {list(routing.slot_to_row.shape)}"
+            f"{list(routing.topk_weights.shape)} and {list(routing.slot_to_row.shape)}"
         )
 
 
@@ -194,11 +228,8 @@ def check_swiglu_ffn(
         ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
     """
     _check_first_weights("rows", "M", rows, w_gate_up, w_up, gate_up_bias, up_bias, spec, transposed, reference)
-    check_index_vector("group_offsets", group_offsets)
-    E = w_gate_up.shape[0]
-    if group_offsets.shape[0] != E + 1:
-        raise ValueError(f"group_offsets: expected length E + 1 = {E + 1}, got {group_offsets.shape[0]}")
-    check_same_device("group_offsets", group_offsets, "rows", rows)
+    check_index_vector("group_offsets", group_offsets, 1, "rows", rows)
+    _check_offsets_length("E", "w_gate_up", w_gate_up, group_offsets)
 
 
 def check_moe_mlp(
@@ -228,12 +259,13 @@ def check_moe_mlp(
     T, H = hidden.shape
     if topk_ids.shape[0] != T:
         raise ValueError(f"topk_ids: expected T = {T} as in hidden {[T, H]}, got {list(topk_ids.shape)}")
-    check_same_device("topk_ids", topk_ids, "hidden", hidden)
-    width = W // 2 if spec.gated and w_up is None else W
-    down = (E, width, H) if transposed else (E, H, width)
-    _check_operand("w_down", w_down, down, "hidden", hidden, reference)
+    _check_same_device("topk_ids", topk_ids, "hidden", hidden)
+    width = spec.width(W, w_up is not None)
+    form, down = ("[E, I, H]", (E, width, H)) if transposed else ("[E, H, I]", (E, H, width))
+    _check_floats((("hidden", hidden), ("w_down", w_down)), reference, (("down_bias", down_bias),))
+    _check_shape("w_down", w_down, form, down)
     if down_bias is not None:
-        _check_operand("down_bias", down_bias, (E, H), "hidden", hidden, reference)
+        _check_shape("down_bias", down_bias, "[E, H]", (E, H))
 
 
 def _check_first_weights(
@@ -249,24 +281,28 @@ def _check_first_weights(
     reference: bool,
 ) -> None:
     _check_spec(spec, w_up is not None, up_bias is not None)
-    for operand_name, operand in ((name, inputs), ("w_gate_up", w_gate_up)):
-        _check_is_tensor(operand_name, operand)
-        _check_float_dtype(operand_name, operand.dtype, inputs, reference)
+    optional = ("w_up", w_up), ("gate_up_bias", gate_up_bias), ("up_bias", up_bias)
+    _check_floats(((name, inputs), ("w_gate_up", w_gate_up)), reference, optional)
     if inputs.dim() != 2:
         raise ValueError(f"{name}: expected shape [{count}, H], got {list(inputs.shape)}")
     width = "2I" if spec.gated and w_up is None else "I"
     shape = f"[E, H, {width}]" if transposed else f"[E, {width}, H]"
     H = inputs.shape[1]
     if w_gate_up.dim() != 3 or w_gate_up.shape[1 if transposed else 2] != H:
-        raise ValueError(f"w_gate_up: expected shape {shape} with H = {H}, got {list(w_gate_up.shape)}")
+        hint = ""
+        if w_gate_up.dim() == 3 and w_gate_up.shape[2 if transposed else 1] == H:
+            other = f"[E, {width}, H]" if transposed else f"[E, H, {width}]"
+            hint = f"; for {other} pass transposed={not transposed}"
+        raise ValueError(f"w_gate_up: expected shape {shape} with H = {H}, got {list(w_gate_up.shape)}{hint}")
     E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
     if width == "2I" and W % 2:
         raise ValueError(f"w_gate_up: expected shape {shape} with an even 2I, got {list(w_gate_up.shape)}")
-    check_same_device("w_gate_up", w_gate_up, name, inputs)
-    optional = (("w_up", w_up, w_gate_up.shape), ("gate_up_bias", gate_up_bias, (E, W)), ("up_bias", up_bias, (E, W)))
-    for operand_name, value, expected in optional:
-        if value is not None:
-            _check_operand(operand_name, value, expected, name, inputs, reference)
+    if w_up is not None:
+        _check_shape("w_up", w_up, shape, w_gate_up.shape)
+    if gate_up_bias is not None:
+        _check_shape("gate_up_bias", gate_up_bias, f"[E, {width}]", (E, W))
+    if up_bias is not None:
+        _check_shape("up_bias", up_bias, "[E, I]", (E, W))
 
 
 def _check_spec(spec: GLUSpec, two_weights: bool, up_bias: bool) -> None:
@@ -282,16 +318,6 @@ def _check_spec(spec: GLUSpec, two_weights: bool, up_bias: bool) -> None:
         raise ValueError("up_bias: expected None without w_up, got a value")
 
 
-def _check_operand(
-    name: str, value: Tensor, shape: tuple[int, ...], other_name: str, other: Tensor, reference: bool
-) -> None:
-    _check_is_tensor(name, value)
-    _check_float_dtype(name, value.dtype, other, reference)
-    if tuple(value.shape) != tuple(shape):
-        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
-    check_same_device(name, value, other_name, other)
-
-
 def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
     """Check the values of `topk_ids` on the host: this waits for the device. Meta tensors have none.
 
@@ -300,6 +326,7 @@ def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
     """
     if topk_ids.is_meta:
         return
+    torch_internals.break_graph(_VALIDATION_READS)
     outside = ((topk_ids < 0) | (topk_ids >= num_experts)).nonzero()
     if len(outside):
         t, k = outside[0].tolist()
@@ -324,60 +351,34 @@ def check_grouped_mm(
         TypeError, ValueError: as `check_grouped_gemm`; ValueError also for `offs` that are missing, or given with 3-D
             operands, and for a bias with another form than 2-D x 3-D.
     """
-    if not (isinstance(mat_a, Tensor) and isinstance(mat_b, Tensor) and (mat_a.dim(), mat_b.dim()) in _OTHER_FORMS):
-        if offs is None:
-            raise ValueError("offs: expected the groups' ends, an int32 tensor [G], got None")
-        result = _result_dtype(mat_a, mat_b, offs, 0, out_dtype, reference)
-        if result is None or mat_b.dim() == 2:
-            _refuse(("mat_a", "mat_b", "offs"), (mat_a, mat_b, offs), 0, out_dtype, reference)
-        if bias is not None:
-            _check_bias(bias, mat_a, mat_b, reference)
-        return result
-    return _check_other_form(mat_a, mat_b, offs, bias, out_dtype, reference)
-
-
-_OTHER_FORMS = {
-    (2, 2): ("[M, K]", "[K, N]"),
-    (3, 2): ("[G, M, K]", "[K, N]"),
-    (3, 3): ("[G, M, K]", "[G, K, N]"),
-}
-
-
-def _check_other_form(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-    reference: bool,
-) -> torch.dtype:
-    spec = mat_a.dim(), mat_b.dim()
-    a_form, b_form = _OTHER_FORMS[spec]
-    for name, value in (("mat_a", mat_a), ("mat_b", mat_b)):
-        _check_float_dtype(name, value.dtype, mat_a, reference)
-    if mat_b.shape[-2] != mat_a.shape[-1]:
-        raise ValueError(
-            f"mat_b: expected {b_form} with K = {mat_a.shape[-1]} as in mat_a {list(mat_a.shape)}, "
-            f"got {list(mat_b.shape)}"
-        )
-    check_same_device("mat_b", mat_b, "mat_a", mat_a)
-    if spec == (3, 3):
+    _check_floats((("mat_a", mat_a), ("mat_b", mat_b)), reference, (("bias", bias),))
+    if mat_a.dim() not in (2, 3):
+        raise ValueError(f"mat_a: expected shape [M, K] or [G, M, K], got {list(mat_a.shape)}")
+    if mat_b.dim() not in (2, 3):
+        raise ValueError(f"mat_b: expected shape [K, N] or [G, K, N], got {list(mat_b.shape)}")
+    _check_contraction("mat_b", mat_b, "mat_a", mat_a)
+    stacked = next((mat for mat in (mat_a, mat_b) if mat.dim() == 3), None)
+    G = None if stacked is None else stacked.shape[0]
+    if mat_a.dim() == mat_b.dim() == 3:
         if offs is not None:
             raise ValueError("offs: expected None for two 3-D operands, got a value")
-        if mat_b.shape[0] != mat_a.shape[0]:
-            raise ValueError(f"mat_b: expected G = {mat_a.shape[0]} as in mat_a, got {list(mat_b.shape)}")
+        if mat_b.shape[0] != G:
+            raise ValueError(f"mat_b: expected G = {G} as in mat_a, got {list(mat_b.shape)}")
     else:
         if offs is None:
             raise ValueError("offs: expected the groups' ends, an int32 tensor [G], got None")
-        check_index_vector("offs", offs)
-        if spec == (3, 2) and offs.shape[0] != mat_a.shape[0]:
-            raise ValueError(f"offs: expected length G = {mat_a.shape[0]} for mat_a {a_form}, got {offs.shape[0]}")
-        check_same_device("offs", offs, "mat_a", mat_a)
+        check_index_vector("offs", offs, 0, "mat_a", mat_a)
+        if G is not None and offs.shape[0] != G:
+            hint = "; for group_offsets [G + 1] pass offs_from_group_offsets(group_offsets)"
+            raise ValueError(
+                f"offs: expected length G = {G} as in {list(mat_a.shape)} x {list(mat_b.shape)}, "
+                f"got {offs.shape[0]}{hint if offs.shape[0] == G + 1 else ''}"
+            )
     if bias is not None:
-        raise ValueError(f"bias: expected None for mat_a {a_form} with mat_b {b_form}, got a value")
-    if out_dtype is not None and out_dtype not in _supported(mat_a, reference):
-        raise TypeError(_dtype_error("out_dtype", out_dtype, mat_a, reference))
-    return torch.promote_types(mat_a.dtype, mat_b.dtype) if out_dtype is None else out_dtype
+        if mat_a.dim() != 2 or mat_b.dim() != 3:
+            raise ValueError("bias: expected None unless mat_a is [M, K] and mat_b is [G, K, N], got a value")
+        _check_shape("bias", bias, "[G, N]", (mat_b.shape[0], mat_b.shape[2]))
+    return _result_dtype(mat_a, mat_b, out_dtype, reference)
 
 
 def check_uniform(
@@ -400,56 +401,29 @@ def check_uniform(
         TypeError: an argument is no tensor or no int, or has a wrong dtype.
         ValueError: wrong rank, shape or device, or a negative `num_groups`.
     """
-    if type(num_groups) in _INTS and isinstance(A, Tensor) and isinstance(B, Tensor):
-        dtypes = _supported(A, reference)
-        promoted = _PROMOTED.get((A.dtype, B.dtype))
-        a_shape, b_shape = A.shape, B.shape
-        if (
-            promoted in dtypes
-            and (out_dtype is None or out_dtype in dtypes)
-            and B.device == A.device
-            and num_groups >= 0
-            and _splits(a_shape, num_groups, None)
-            and _splits(b_shape, num_groups, a_shape[-1])
-        ):
-            return promoted if out_dtype is None else out_dtype
-    _refuse_uniform(A, B, num_groups, out_dtype, reference)
-
-
-def _splits(shape: torch.Size, G: int, rows: int | None) -> bool:
-    """Whether a tensor of this shape is G matrices, each of that many rows."""
-    if len(shape) == 3:
-        return shape[0] == G and rows in (None, shape[1])
-    if len(shape) != 2:
-        return False
-    if rows is not None:
-        return shape[0] == G * rows
-    return shape[0] % G == 0 if G else shape[0] == 0
-
-
-def _refuse_uniform(A: Tensor, B: Tensor, G: int, out_dtype: torch.dtype | None, reference: bool) -> NoReturn:
-    """Raise for whatever `check_uniform` does not accept."""
-    for name, value in (("A", A), ("B", B)):
-        _check_is_tensor(name, value)
-    if type(G) not in _INTS:
-        raise TypeError(f"num_groups: expected an int, got {type(G).__name__}")
-    if G < 0:
-        raise ValueError(f"num_groups: expected at least 0, got {G}")
-    _check_float_dtype("A", A.dtype, A, reference)
-    _check_float_dtype("B", B.dtype, A, reference)
-    for name, value, flat, stacked in (("A", A, "[G * M, K]", "[G, M, K]"), ("B", B, "[G * K, N]", "[G, K, N]")):
-        if value.dim() not in (2, 3):
-            raise ValueError(f"{name}: expected shape {flat} or {stacked}, got {list(value.shape)}")
-    if not _splits(A.shape, G, None):
+    check_int("num_groups", num_groups, 0)
+    _check_floats((("A", A), ("B", B)), reference)
+    if A.dim() not in (2, 3):
+        raise ValueError(f"A: expected shape [G * M, K] or [G, M, K], got {list(A.shape)}")
+    if B.dim() not in (2, 3):
+        raise ValueError(f"B: expected shape [G * K, N] or [G, K, N], got {list(B.shape)}")
+    G, K = num_groups, A.shape[-1]
+    if not _splits(A.shape, G):
         expected = f"{G} groups" if A.dim() == 3 else f"rows that {G} groups share evenly"
         raise ValueError(f"A: expected {expected}, got {list(A.shape)}")
-    if not _splits(B.shape, G, A.shape[-1]):
-        K = A.shape[-1]
+    if B.dim() == 3 and B.shape[0] == G:
+        _check_contraction("B", B, "A", A)
+    elif B.dim() == 3 or B.shape[0] != G * K:
         expected = f"[G, K, N] = [{G}, {K}, N]" if B.dim() == 3 else f"[G * K, N] = [{G * K}, N]"
         raise ValueError(f"B: expected shape {expected} for A {list(A.shape)}, got {list(B.shape)}")
-    check_same_device("B", B, "A", A)
-    # Nothing else is left to be wrong.
-    raise TypeError(_dtype_error("out_dtype", out_dtype, A, reference))
+    return _result_dtype(A, B, out_dtype, reference)
+
+
+def _splits(shape: torch.Size, G: int) -> bool:
+    """Whether a 2-D or 3-D tensor of this shape is G matrices of one size."""
+    if len(shape) == 3 or G == 0:
+        return shape[0] == G
+    return shape[0] % G == 0
 
 
 def check_varied(
@@ -465,55 +439,94 @@ def check_varied(
         TypeError: something is no sequence of tensors, a dtype is not supported or differs from that of `group_A[0]`.
         ValueError: lengths, ranks, shapes or devices do not match, or `out` has elements that share memory by a
             stride of 0.
+        RuntimeError: there is `out`, and autograd would record the products.
     """
     lists = {"group_A": group_A, "group_B": group_B} | ({} if out is None else {"out": out})
     for name, tensors in lists.items():
         if not isinstance(tensors, (list, tuple)):
-            raise TypeError(f"{name}: expected a list of tensors, got {type(tensors).__name__}")
+            raise no_list(name, tensors)
         if len(tensors) != len(group_A):
             raise ValueError(f"{name}: expected {len(group_A)} tensors as in group_A, got {len(tensors)}")
     if not group_A:
         return
     first = group_A[0]
-    _check_is_tensor("group_A[0]", first)
-    _check_float_dtype("group_A[0]", first.dtype, first, reference)
+    _check_floats((("group_A[0]", first),), reference)
     for name, tensors in lists.items():
         for p, tensor in enumerate(tensors):
-            _check_is_tensor(f"{name}[{p}]", tensor)
+            if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED or tensor.is_nested:
+                _check_tensor(f"{name}[{p}]", tensor)
             if tensor.dtype != first.dtype:
                 raise TypeError(f"{name}[{p}]: expected {first.dtype} as group_A[0], got {tensor.dtype}")
             if tensor.dim() != 2:
                 raise ValueError(f"{name}[{p}]: expected a 2-D tensor, got shape {list(tensor.shape)}")
             if tensor.device != first.device:
-                check_same_device(f"{name}[{p}]", tensor, "group_A[0]", first)
+                _check_same_device(f"{name}[{p}]", tensor, "group_A[0]", first)
     for p, (a, b) in enumerate(zip(group_A, group_B, strict=True)):
         if a.shape[1] != b.shape[0]:
-            raise ValueError(
-                f"group_B[{p}]: expected K = {a.shape[1]} as in group_A[{p}] {list(a.shape)}, "
-                f"got K = {b.shape[0]} in shape {list(b.shape)}"
-            )
+            _check_contraction(f"group_B[{p}]", b, f"group_A[{p}]", a)
         if out is None:
             continue
         if out[p].shape != (a.shape[0], b.shape[1]):
             raise ValueError(f"out[{p}]: expected shape {[a.shape[0], b.shape[1]]}, got {list(out[p].shape)}")
         if any(stride == 0 and size > 1 for size, stride in zip(out[p].shape, out[p].stride(), strict=True)):
             raise ValueError(f"out[{p}]: expected every element in memory of its own, got strides {out[p].stride()}")
+    if out is not None and torch.is_grad_enabled():
+        for name, tensors in lists.items():
+            for p, tensor in enumerate(tensors):
+                if tensor.requires_grad:
+                    raise RuntimeError(
+                        f"{name}[{p}]: out= has no gradients, but this tensor requires grad: leave out= away, detach "
+                        "the tensor, or call under torch.no_grad()"
+                    )
 
 
-def check_index_vector(name: str, value: Tensor, min_length: int = 0) -> None:
-    """Check that `value` is an int32 or int64 tensor `[at least min_length]`; `name` is for the error's text.
+def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
+    """Check that `value` is an int, and none below `least` or above `most`; `name` is for the error's text.
+
+    Raises:
+        TypeError, ValueError: no int; out of range.
+    """
+    if type(value) not in _INTS:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    assert isinstance(value, _INTS)
+    if least is not None and (value < least or (most is not None and value > most)):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+
+
+def check_index_vector(
+    name: str, value: Tensor, min_length: int = 0, other_name: str = "", other: Tensor | None = None
+) -> None:
+    """Check that `value` is an int32 or int64 tensor `[at least min_length]`, where `other` is if that is given.
 
     Raises:
         TypeError: `value` is no tensor or has another dtype.
-        ValueError: not 1-D, or too short.
+        ValueError: not 1-D, too short, or on another device.
     """
-    _check_is_tensor(name, value)
-    if value.dtype not in _INDEX_DTYPES:
-        raise TypeError(f"{name}: expected int32 or int64, got {value.dtype}")
+    _check_indices(name, value)
     if value.dim() != 1:
         raise ValueError(f"{name}: expected a 1-D tensor, got shape {list(value.shape)}")
     if value.shape[0] < min_length:
         raise ValueError(f"{name}: expected a length of at least {min_length}, got {value.shape[0]}")
+    if other is not None:
+        _check_same_device(name, value, other_name, other)
+
+
+def no_list(name: str, value: object) -> TypeError:
+    """The error for `value` where a list of tensors is expected."""
+    hint = f"; pass list({name})" if isinstance(value, Iterable) and not isinstance(value, Mapping) else ""
+    return TypeError(f"{name}: expected a list of tensors, got {type(value).__name__}{hint}")
+
+
+def check_matrix(name: str, value: Tensor, form: str) -> None:
+    """Check that `value` is a 2-D tensor; `form`, such as "[M, K]", is for the error's text.
+
+    Raises:
+        TypeError, ValueError: no tensor; another rank.
+    """
+    _check_tensor(name, value)
+    if value.dim() != 2:
+        raise ValueError(f"{name}: expected shape {form}, got {list(value.shape)}")
 
 
 def clamp_offsets(group_offsets: Tensor, M: int) -> Tensor:
@@ -536,6 +549,7 @@ def validate_offsets(group_offsets: Tensor, M: int) -> None:
     """
     if group_offsets.is_meta:
         return
+    torch_internals.break_graph(_VALIDATION_READS)
     values = group_offsets.tolist()
     if values and values[0] != 0:
         raise ValueError(f"group_offsets[0]: expected 0, got {values[0]}")
@@ -552,96 +566,101 @@ def validation_enabled(validate: bool | None) -> bool:
     return _VALIDATE if validate is None else validate
 
 
-def _result_dtype(
-    A: Tensor,
-    B: Tensor,
-    offsets: Tensor,
-    leading: int,  # offsets has G + leading entries
-    out_dtype: torch.dtype | None,
-    reference: bool,
-) -> torch.dtype | None:
-    """The dtype of the result, or None if anything at all is wrong."""
-    if not (isinstance(A, Tensor) and isinstance(B, Tensor) and isinstance(offsets, Tensor)):
-        return None
-    dtypes = _supported(A, reference)
-    # The promotion of two supported dtypes is float64 only if one of them is.
-    promoted = _PROMOTED.get((A.dtype, B.dtype))
-    a_shape, b_shape, offsets_shape, device = A.shape, B.shape, offsets.shape, A.device
-    if (
-        promoted not in dtypes
-        or (out_dtype is not None and out_dtype not in dtypes)
-        or offsets.dtype not in _INDEX_DTYPES
-        or len(a_shape) != 2
-        or len(offsets_shape) != 1
-        or B.device != device
-        or offsets.device != device
-    ):
-        return None
-    if len(b_shape) == 3:
-        accepted = b_shape[1] == a_shape[1] and offsets_shape[0] == b_shape[0] + leading
-    else:
-        accepted = len(b_shape) == 2 and b_shape[0] == a_shape[1] and offsets_shape[0] >= 1
-    if not accepted:
-        return None
-    return promoted if out_dtype is None else out_dtype
+def _result_dtype(A: Tensor, B: Tensor, out_dtype: torch.dtype | None, reference: bool) -> torch.dtype:
+    if out_dtype is None:
+        return torch.promote_types(A.dtype, B.dtype)
+    if out_dtype not in _supported(A, reference):
+        raise TypeError(_dtype_error("out_dtype", out_dtype, A, reference))
+    return out_dtype
 
 
-def _refuse(
-    names: tuple[str, str, str],
-    values: tuple[Tensor, Tensor, Tensor],
-    leading: int,
-    out_dtype: torch.dtype | None,
-    reference: bool,
-) -> NoReturn:
-    """Raise for whatever made `_result_dtype` return None."""
-    for name, value in zip(names, values, strict=True):
-        _check_is_tensor(name, value)
-    (A_name, B_name, offsets_name), (A, B, offsets) = names, values
-    _check_float_dtype(A_name, A.dtype, A, reference)
-    _check_float_dtype(B_name, B.dtype, A, reference)
-    check_index_vector(offsets_name, offsets)
-    if A.dim() != 2:
-        raise ValueError(f"{A_name}: expected shape [M, K], got {list(A.shape)}")
-    if B.dim() not in (2, 3):
-        raise ValueError(f"{B_name}: expected shape [K, N] or [G, K, N], got {list(B.shape)}")
-    if B.shape[-2] != A.shape[1]:
+def _check_floats(
+    operands: Sequence[tuple[str, Tensor]], reference: bool, optional: Sequence[tuple[str, Tensor | None]] = ()
+) -> None:
+    """Check that these are tensors of supported dtypes on the first one's device."""
+    first_name, first = operands[0]
+    _check_tensor(first_name, first)
+    supported, device = _supported(first, reference), first.device
+    given = [(name, value) for name, value in optional if value is not None]
+    for name, value in (*operands, *given) if given else operands:
+        if value is not first:
+            _check_tensor(name, value)
+            if value.device != device:
+                _check_same_device(name, value, first_name, first)
+        if value.dtype not in supported:
+            raise TypeError(_dtype_error(name, value.dtype, first, reference))
+
+
+def _check_shape(name: str, value: Tensor, form: str, shape: Sequence[int]) -> None:
+    if value.shape != shape:
+        hint = f"; pass {name}.mT" if value.dim() == 3 and value.mT.shape == shape else ""
+        raise ValueError(f"{name}: expected shape {form} = {list(shape)}, got {list(value.shape)}{hint}")
+
+
+def _check_contraction(name: str, B: Tensor, other_name: str, A: Tensor) -> None:
+    """Check that `B [.., K, N]` has the K of `A [.., K]`."""
+    K = A.shape[-1]
+    if B.shape[-2] != K:
+        hint = f"; for {'[G, N, K]' if B.dim() == 3 else '[N, K]'} pass W.mT" if B.shape[-1] == K else ""
         raise ValueError(
-            f"{B_name}: expected K = {A.shape[1]} as in {A_name} {list(A.shape)}, "
-            f"got K = {B.shape[-2]} in shape {list(B.shape)}"
+            f"{name}: expected K = {K} as in {other_name} {list(A.shape)}, "
+            f"got K = {B.shape[-2]} in shape {list(B.shape)}{hint}"
         )
-    if B.dim() == 3 and offsets.shape[0] != B.shape[0] + leading:
-        length = "G + 1" if leading else "G"
+
+
+def _check_offsets_length(letter: str, name: str, B: Tensor, group_offsets: Tensor) -> None:
+    """Check that there are G + 1 offsets for `B [G, ..]`, where `letter` is what G is called."""
+    length, G = group_offsets.shape[0], B.shape[0]
+    if length != G + 1:
+        hint = f"; for PyTorch's offs [{letter}] pass group_offsets_from_offs(offs)" if length == G else ""
         raise ValueError(
-            f"{offsets_name}: expected length {length} = {B.shape[0] + leading} "
-            f"for {B_name} {list(B.shape)}, got {offsets.shape[0]}"
+            f"group_offsets: expected length {letter} + 1 = {G + 1} for {name} {list(B.shape)}, got {length}{hint}"
         )
-    check_index_vector(offsets_name, offsets, min_length=leading)
-    for name, value in ((B_name, B), (offsets_name, offsets)):
-        check_same_device(name, value, A_name, A)
-    # Nothing else is left to be wrong.
-    raise TypeError(_dtype_error("out_dtype", out_dtype, A, reference))
 
 
-def _check_bias(bias: Tensor, mat_a: Tensor, mat_b: Tensor, reference: bool) -> None:
-    _check_is_tensor("bias", bias)
-    _check_float_dtype("bias", bias.dtype, mat_a, reference)
-    if bias.shape != (mat_b.shape[0], mat_b.shape[2]):
-        raise ValueError(f"bias: expected shape [G, N] = {[mat_b.shape[0], mat_b.shape[2]]}, got {list(bias.shape)}")
-    check_same_device("bias", bias, "mat_a", mat_a)
-
-
-def _check_is_tensor(name: str, value: object) -> None:
+def _check_indices(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+        hint = f"; pass torch.tensor({name}, dtype=torch.int32, device=...)" if isinstance(value, (list, tuple)) else ""
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}{hint}")
+    _check_tensor(name, value)
+    if value.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"{name}: expected int32 or int64, got {value.dtype}")
 
 
-def _check_float_dtype(name: str, dtype: torch.dtype, A: Tensor, reference: bool) -> None:
-    if dtype not in _supported(A, reference):
-        raise TypeError(_dtype_error(name, dtype, A, reference))
+def _check_tensor(name: str, value: object) -> None:
+    """Check that `value` is a dense tensor, and none that stands for another one."""
+    if type(value) in _PLAIN and value.layout is _STRIDED and not value.is_nested:  # type: ignore[attr-defined]
+        return
+    got = type(value).__name__
+    if not isinstance(value, Tensor):
+        hint = ""
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            hint = "; pack_groups packs matrices of different heights, torch.stack stacks tensors of one shape"
+        raise TypeError(f"{name}: expected a torch.Tensor, got {got}{hint}")
+    if value.is_nested:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got a nested one; pack_groups({name}.unbind()) gives rows and offsets"
+        )
+    if value.layout is not _STRIDED:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout}; convert it with .to_dense()")
+    if hasattr(value, "placements"):
+        raise TypeError(
+            f"{name}: expected a torch.Tensor, got {got} with the placements {value.placements}, and these functions "
+            "know of no other rank's rows or experts: pass this rank's part, .to_local(), with this rank's offsets or "
+            "ids (see moe_kernels.expert_parallel), or all of it, .full_tensor()"
+        )
+    if hasattr(value, "__tensor_flatten__"):
+        inside = [getattr(value, field) for field in value.__tensor_flatten__()[0]]
+        if not any(x.shape == value.shape and x.dtype == value.dtype for x in inside):
+            held = ", ".join(dict.fromkeys(str(x.dtype) for x in inside))
+            how = ".dequantize()" if hasattr(type(value), "dequantize") else "its own method for that"
+            raise TypeError(
+                f"{name}: expected a torch.Tensor, got {got}, which holds its values as {held}; "
+                f"convert it with {how}, or leave these weights out when the model is quantized"
+            )
 
 
-def check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise ValueError unless `value` is where `other` is."""
+def _check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     if value.device != other.device:
         raise ValueError(
             f"{name}: expected on {other.device} with {other_name}, got on {value.device}; move one with .to()"
@@ -656,4 +675,11 @@ def _dtype_error(name: str, got: object, A: Tensor, reference: bool) -> str:
     supported = _supported(A, reference)
     listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in supported)
     hint = "" if torch.float64 in supported else " (CPU tensors may also be float64, through the reference)"
-    return f"{name}: expected one of {listed} on {A.device.type}{hint}, got {got}"
+    error = f"{name}: expected one of {listed} on {A.device.type}{hint}, got {got}"
+    if name == "out_dtype" or not isinstance(got, torch.dtype) or got.is_complex or got == torch.bool:
+        return error
+    if got.itemsize == 1:
+        error += ", and there is no argument for scales; multiply by them first, as in x.to(torch.bfloat16) * scales"
+        if got.is_floating_point:
+            error += ", or see torch.nn.functional.scaled_grouped_mm"
+    return error

@@ -35,3 +35,7 @@ class GLUSpec(NamedTuple):
     def parts(self, both: Tensor | None, up: Tensor | None, apart: bool) -> tuple[Tensor | None, Tensor | None]:
         """The same of what may be missing, such as biases, where the weights are `apart` or not."""
         return (both, up) if both is None or apart else self.halves(both, None)
+
+    def width(self, W: int, apart: bool) -> int:
+        """I, for first weights `[.., W]`, of gate and up or of one of them that are `apart`."""
+        return W // 2 if self.gated and not apart else W

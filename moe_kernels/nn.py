@@ -30,16 +30,19 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int,
         *,
+        renormalize: bool,
         activation: str = "silu",
         gated: bool = True,
-        renormalize: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """`renormalize` is that of `topk_softmax`, `activation` and `gated` are those of `swiglu_ffn`."""
+        """`renormalize` is that of `topk_softmax`, `activation` and `gated` are those of `swiglu_ffn`.
+
+        Raises:
+            TypeError, ValueError: a size or `top_k` is no int, or out of range; an unknown activation.
+        """
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k: expected 1 to num_experts = {num_experts}, got {top_k}")
+        checks.check_moe(hidden_size, intermediate_size, num_experts, top_k, activation, gated)
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -57,8 +60,8 @@ class MoE(nn.Module):
         router: nn.Linear | Tensor | None = None,  # [E, H]
         *,
         top_k: int,
+        renormalize: bool,
         activation: str | None = None,
-        renormalize: bool = True,
     ) -> MoE:
         """The layer of experts that are modules, with trainable copies of their weights.
 

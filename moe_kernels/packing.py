@@ -10,8 +10,10 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import ParameterList
 
-from .checks import check_index_vector, validate_offsets
+from .checks import check_index_vector, check_matrix, no_list, validate_offsets
+from .runtime.torch_internals import break_graph
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -29,9 +31,13 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         does not fit. Without any groups: a float32 `[0, 0]` and `[0]` on the CPU.
 
     Raises:
-        TypeError: a group is no tensor or has another dtype than the first.
+        TypeError: `groups` is no sequence, or a group is no tensor or has another dtype than the first.
         ValueError: a group is not 2-D, or has another K or device than the first.
     """
+    if not isinstance(groups, (Sequence, Tensor, ParameterList)):
+        raise no_list("groups", groups)
+    if isinstance(groups, Tensor) and groups.dim() != 3:
+        raise ValueError(f"groups: expected a list of tensors, or one [G, M, K], got shape {list(groups.shape)}")
     for i, group in enumerate(groups):
         _check_group(i, group, groups[0])
     if len(groups) == 0:  # of a tensor [G, M, K], too
@@ -53,13 +59,14 @@ def unpack_groups(packed: Tensor, group_offsets: Tensor) -> list[Tensor]:
         ValueError: wrong rank, no offsets at all, or malformed offsets (see `checks.validate_offsets`); meta tensors,
             which have no values.
     """
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"packed: expected a torch.Tensor, got {type(packed).__name__}")
-    if packed.dim() != 2:
-        raise ValueError(f"packed: expected shape [M, N], got {list(packed.shape)}")
+    check_matrix("packed", packed, "[M, N]")
     check_index_vector("group_offsets", group_offsets, min_length=1)
     if group_offsets.is_meta:
         raise ValueError("group_offsets: expected values, which the groups' shapes depend on, got a meta tensor")
+    break_graph(
+        "unpack_groups reads group_offsets on the host, as its results' shapes depend on them, which fullgraph=True "
+        "and torch.export rule out: call it outside"
+    )
     validate_offsets(group_offsets, packed.shape[0])
     offsets = group_offsets.tolist()
     sizes = [end - start for start, end in pairwise(offsets)]
@@ -117,10 +124,7 @@ def group_offsets_from_offs(offs: Tensor) -> Tensor:
 
 
 def _check_group(i: int, group: Tensor, first: Tensor) -> None:
-    if not isinstance(group, Tensor):
-        raise TypeError(f"groups[{i}]: expected a torch.Tensor, got {type(group).__name__}")
-    if group.dim() != 2:
-        raise ValueError(f"groups[{i}]: expected shape [M_g, K], got {list(group.shape)}")
+    check_matrix(f"groups[{i}]", group, "[M_g, K]")
     if group.dtype != first.dtype:
         raise TypeError(f"groups[{i}]: expected {first.dtype} as in groups[0], got {group.dtype}")
     if group.shape[1] != first.shape[1]:

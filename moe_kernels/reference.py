@@ -212,16 +212,14 @@ def varied_grouped_gemm(
     Args:
         group_A: list of `[M_p, K_p]`, all of one dtype, any strides.
         group_B: list of `[K_p, N_p]` of the same dtype.
-        out: list of `[M_p, N_p]` to write to, without gradients; by default new tensors.
+        out: list of `[M_p, N_p]` to write to; by default new tensors.
 
     Raises:
         TypeError, ValueError: see `checks.check_varied`.
     """
     check_varied(group_A, group_B, out, reference=True)
-    if out is None:
-        return [torch.mm(a, b) for a, b in zip(group_A, group_B, strict=True)]
-    with torch.no_grad():
-        return [torch.mm(a, b, out=o) for a, b, o in zip(group_A, group_B, out, strict=True)]
+    outs = [None] * len(group_A) if out is None else out
+    return [torch.mm(a, b, out=o) for a, b, o in zip(group_A, group_B, outs, strict=True)]
 
 
 def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:

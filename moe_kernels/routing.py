@@ -77,7 +77,7 @@ def topk_softmax(
     logits: Tensor,  # [T, E]
     top_k: int,
     *,
-    renormalize: bool = False,
+    renormalize: bool,
 ) -> tuple[Tensor, Tensor]:
     """Choose the top_k experts by `softmax(logits)`, computed in float32.
 
@@ -85,6 +85,8 @@ def topk_softmax(
         logits: `[T, E]`.
         top_k: experts per token, at most E.
         renormalize: divide a token's topk_weights by their sum; the same as a softmax over the chosen logits alone.
+            Models differ: Mixtral does, OLMoE does not. It is `norm_topk_prob` in configurations of transformers and
+            `route_norm` in those of torchtitan.
 
     Returns:
         `topk_ids [T, top_k]` int64, the most probable first, and `topk_weights [T, top_k]`
@@ -104,10 +106,10 @@ def topk_sigmoid(
     logits: Tensor,  # [T, E]
     top_k: int,
     *,
+    renormalize: bool,
     bias: Tensor | None = None,  # [E]
     num_groups: int = 1,
     top_groups: int = 1,
-    renormalize: bool = True,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Choose the top_k experts by `sigmoid(logits) + bias`; the topk_weights are the chosen experts' sigmoids.
@@ -119,9 +121,9 @@ def topk_sigmoid(
     Args:
         logits: `[T, E]`.
         top_k: experts per token, at most `top_groups * E / num_groups`.
+        renormalize: divide a token's topk_weights by their sum, as DeepSeek-V3 does; see `topk_softmax`.
         bias: `[E]`, or None for zeros.
         num_groups, top_groups: as above; with one group every expert can be chosen.
-        renormalize: divide a token's topk_weights by their sum.
         scale: the topk_weights are multiplied by it in the end.
 
     Returns:
@@ -132,16 +134,8 @@ def topk_sigmoid(
         ValueError: logits or bias have a wrong shape, `num_groups` does not divide E, or the chosen groups hold fewer
             than top_k experts.
     """
-    checks.check_gating(logits, top_k)
+    checks.check_gating(logits, top_k, bias, num_groups, top_groups)
     T, E = logits.shape
-    if not 1 <= top_groups <= num_groups or E % num_groups:
-        raise ValueError(
-            f"num_groups, top_groups: expected a divisor of E = {E} and at most as many, got {num_groups}, {top_groups}"
-        )
-    if top_k > top_groups * (E // num_groups):
-        raise ValueError(f"top_k: expected 1 to {top_groups * (E // num_groups)}, got {top_k}")
-    if bias is not None and bias.shape != (E,):
-        raise ValueError(f"bias: expected shape [E] = [{E}], got {list(bias.shape)}")
     scores = logits.to(_gate_dtype(logits)).sigmoid()
     choice = scores if bias is None else scores + bias
     if num_groups > 1:

@@ -87,7 +87,7 @@ def draw(operator, *_):
     raise SystemExit(f"no plan for {operator.name}")
 
 cache.draw = draw
-module = MoE(*json.loads(sys.argv[1]), dtype=torch.bfloat16)
+module = MoE(*json.loads(sys.argv[1]), renormalize=True, dtype=torch.bfloat16)
 with cache.collecting(find):
     for T in json.loads(sys.argv[2]):
         call_module(module, T, False)
@@ -138,13 +138,14 @@ def compare(name, what, T, training, *calls):
 
 for dtype in (torch.bfloat16, torch.float32):
     for gated in (True, False):
-        module = MoE(64, 32, 4, 2, dtype=dtype, gated=gated, activation="silu" if gated else "relu_squared")
+        activation = "silu" if gated else "relu_squared"
+        module = MoE(64, 32, 4, 2, renormalize=True, dtype=dtype, gated=gated, activation=activation)
         for T in (1, 2, 20, 600):
             for training in (False, True):
                 name = f"{dtype}, gated: {gated}, T: {T}, training: {training}"
                 compare(name, module, T, training, lambda: call_module(module, T, training))
 
-module = MoE(64, 32, 4, 2, dtype=torch.float16)
+module = MoE(64, 32, 4, 2, renormalize=True, dtype=torch.float16)
 inference = [lambda: call_module(module, 20, False), lambda: call_products(module, 20)]
 shape = ahead.LayerShape(64, 32, 4, 2, torch.float16)
 compare("a shape", shape, 20, False, *inference)
@@ -313,7 +314,7 @@ def folder(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def bare(*sizes: int, **options: Any) -> MoE:
-    return MoE(*(sizes or SIZES), dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
+    return MoE(*(sizes or SIZES), renormalize=True, dtype=torch.bfloat16, **options)  # type: ignore[arg-type,misc]
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -89,7 +89,13 @@ flat_B = torch.zeros(8, 5)
         ((ok, flat_B, 0), ValueError, r"A: expected rows that 0 groups share evenly, got \[6, 4\]"),
         ((ok.view(2, 3, 4), flat_B, 3), ValueError, r"A: expected 3 groups, got \[2, 3, 4\]"),
         ((ok, flat_B[:-1], 2), ValueError, r"B: expected shape \[G \* K, N\] = \[8, N\] for A \[6, 4\], got \[7, 5\]"),
-        ((ok, flat_B.view(2, 2, 10), 2), ValueError, r"B: expected shape \[G, K, N\] = \[2, 4, N\] .*got \[2, 2, 10\]"),
+        (
+            (ok, flat_B.view(2, 2, 10), 2),
+            ValueError,
+            r"B: expected K = 4 as in A \[6, 4\], got K = 2 in shape \[2, 2, 10\]$",
+        ),
+        ((ok, flat_B.view(1, 4, 10), 2), ValueError, r"B: expected shape \[G, K, N\] = \[2, 4, N\] .*got \[1, 4, 10\]"),
+        ((ok, flat_B.view(2, 5, 4), 2), ValueError, r"B: .*got K = 5 in shape \[2, 5, 4\]; for \[G, N, K\] pass W.mT"),
         ((ok, flat_B.to("meta"), 2), ValueError, "B: expected on cpu with A, got on meta"),
     ],
 )
@@ -170,6 +176,24 @@ def test_gradients_of_varied_products() -> None:
     assert gradgradcheck(product, tensors)
 
 
+@pytest.mark.parametrize("of", ["group_A", "group_B", "out"])
+@varied_functions
+def test_varied_products_have_no_gradients_with_out(function: Any, of: str) -> None:
+    """As torch.mm(out=) has none."""
+    A, B = varied_inputs([(2, 3, 4), (1, 2, 2)])
+    out = [torch.full((2, 3), float("nan"), dtype=torch.float64), torch.full((1, 2), float("nan"), dtype=torch.float64)]
+    {"group_A": A, "group_B": B, "out": out}[of][1].requires_grad_()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        torch.mm(A[1], B[1], out=out[1])
+    with pytest.raises(RuntimeError, match=rf"^{of}\[1\]: out= has no gradients, but this tensor requires grad"):
+        function(A, B, out=out)
+    assert all(o.isnan().all() for o in out)
+    with torch.no_grad():
+        result = function(A, B, out=out)
+        for o, a, b in zip(result() if function is plan_varied_grouped_gemm else result, A, B, strict=True):
+            torch.testing.assert_close(o, a @ b)
+
+
 def test_the_schedules_example() -> None:
     assert doctest.testmod(schedule).attempted > 0
     assert doctest.testmod(schedule).failed == 0
@@ -227,6 +251,16 @@ a, b, o = torch.zeros(3, 4), torch.zeros(4, 5), torch.zeros(3, 5)
         ),
         (([a], [b], [o.to("meta")]), ValueError, r"out\[0\]: expected on cpu with group_A\[0\], got on meta"),
         (([a, a], [b, b[1:]], None), ValueError, r"group_B\[1\]: expected K = 4 as in group_A\[1\] .*got K = 3"),
+        (([a], [b.T], None), ValueError, r"group_B\[0\]: .*got K = 5 in shape \[5, 4\]; for \[N, K\] pass W.mT"),
+        (((x for x in [a]), [b], None), TypeError, r"group_A: expected .*got generator; pass list\(group_A\)$"),
+        (([a], {b}, None), TypeError, r"group_B: expected .*got set; pass list\(group_B\)$"),
+        (([a], {0: b}, None), TypeError, "group_B: expected a list of tensors, got dict$"),
+        (([a], [b], (x for x in [o])), TypeError, r"out: expected .*got generator; pass list\(out\)$"),
+        (
+            ([a], [b.to_sparse()], None),
+            TypeError,
+            r"group_B\[0\]: expected a dense tensor, got layout .*\.to_dense\(\)",
+        ),
         (([a], [b], [o.t()]), ValueError, r"out\[0\]: expected shape \[3, 5\], got \[5, 3\]"),
         (([a], [b], [o[:1].expand(3, 5)]), ValueError, r"out\[0\]: expected every element in memory of its own"),
     ],

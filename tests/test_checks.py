@@ -1,5 +1,11 @@
+from __future__ import annotations
+
+import os
 import runpy
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,8 +15,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moe_kernels import checks, grouped_gemm, grouped_gemm_wgrad, grouped_mm, swiglu_ffn
+from moe_kernels import (
+    MoE,
+    checks,
+    group_offsets_from_offs,
+    group_offsets_from_sizes,
+    group_sizes,
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    grouped_mm,
+    moe_mlp,
+    offs_from_group_offsets,
+    permute,
+    route,
+    swiglu_ffn,
+    topk_sigmoid,
+    topk_softmax,
+    uniform_grouped_gemm,
+    unpack_groups,
+    unpermute,
+)
 from moe_kernels.checks import (
     check_grouped_gemm,
     check_grouped_gemm_wgrad,
@@ -66,10 +93,21 @@ REFUSALS = [
     ({"A_packed": None}, TypeError, "A_packed: expected a torch.Tensor, got NoneType"),
     ({"B": [[1.0]]}, TypeError, "B: expected a torch.Tensor, got list"),
     ({"group_offsets": None}, TypeError, "group_offsets: expected a torch.Tensor, got NoneType"),
-    ({"group_offsets": [0, 1, 2]}, TypeError, "group_offsets: expected a torch.Tensor, got list"),
+    (
+        {"group_offsets": [0, 1, 2]},
+        TypeError,
+        r"group_offsets: expected a torch.Tensor, got list; pass torch.tensor\(group_offsets, dtype=torch.int32",
+    ),
+    ({"A_packed": [meta(2, K)]}, TypeError, "A_packed: .*got list; pack_groups packs .* torch.stack stacks"),
+    (
+        {"B": meta(G, K, N, dtype=torch.float8_e4m3fn)},
+        TypeError,
+        r"B: .*got torch.float8_e4m3fn, and there is no argument for scales; multiply by them first, as in "
+        r"x.to\(torch.bfloat16\) \* scales, or see torch.nn.functional.scaled_grouped_mm$",
+    ),
     ({"A_packed": meta(M, K, dtype=torch.int32)}, TypeError, "A_packed: expected one of .*got torch.int32"),
     ({"A_packed": meta(M, K, dtype=torch.bool)}, TypeError, "A_packed: expected one of .*got torch.bool"),
-    ({"B": meta(G, K, N, dtype=torch.int8)}, TypeError, "B: expected one of .*got torch.int8"),
+    ({"B": meta(G, K, N, dtype=torch.int8)}, TypeError, r"B: .*got torch.int8, and .* as in .* \* scales$"),
     ({"B": meta(G, K, N, dtype=torch.complex64)}, TypeError, "B: expected one of .*got torch.complex64"),
     ({"out_dtype": torch.int32}, TypeError, "out_dtype: expected one of .*got torch.int32"),
     ({"out_dtype": "float32"}, TypeError, "out_dtype: expected one of .*got float32"),
@@ -78,8 +116,9 @@ REFUSALS = [
     ({"A_packed": meta(1, M, K)}, ValueError, r"A_packed: expected shape \[M, K\], got \[1, 5, 3\]"),
     ({"B": meta(K)}, ValueError, r"B: expected shape \[K, N\] or \[G, K, N\], got \[3\]"),
     ({"B": meta(1, G, K, N)}, ValueError, r"B: expected shape .*got \[1, 2, 3, 4\]"),
-    ({"B": meta(G, N, K)}, ValueError, r"B: expected K = 3 .*got K = 4 in shape \[2, 4, 3\]"),
-    ({"B": meta(N, K)}, ValueError, r"B: expected K = 3 .*got K = 4 in shape \[4, 3\]"),
+    ({"B": meta(G, N, K)}, ValueError, r"B: .*got K = 4 in shape \[2, 4, 3\]; for \[G, N, K\] pass W.mT$"),
+    ({"B": meta(N, K)}, ValueError, r"B: .*got K = 4 in shape \[4, 3\]; for \[N, K\] pass W.mT$"),
+    ({"B": meta(G, N, N)}, ValueError, r"B: expected K = 3 .*got K = 4 in shape \[2, 4, 4\]$"),
     *(
         (
             {"group_offsets": meta(G + 1, dtype=dtype)},
@@ -96,7 +135,13 @@ REFUSALS = [
     (
         {"group_offsets": meta(G, dtype=torch.int32)},
         ValueError,
-        r"group_offsets: expected length G \+ 1 = 3 for B \[2, 3, 4\], got 2",
+        r"group_offsets: expected length G \+ 1 = 3 for B \[2, 3, 4\], got 2; for PyTorch's offs \[G\] pass "
+        r"group_offsets_from_offs\(offs\)$",
+    ),
+    (
+        {"group_offsets": meta(G + 2, dtype=torch.int32)},
+        ValueError,
+        r"group_offsets: expected length G \+ 1 = 3 for B \[2, 3, 4\], got 4$",
     ),
     (
         {"B": meta(K, N), "group_offsets": meta(0, dtype=torch.int32)},
@@ -163,23 +208,27 @@ def test_grouped_mm_takes_ends_and_bias() -> None:
         (
             {"offs": meta(G + 1, dtype=torch.int32)},
             ValueError,
-            "offs: expected length G = 2 for mat_b .*got 3",
+            r"offs: expected length G = 2 .*got 3; for group_offsets \[G \+ 1\] pass offs_from_group_offsets",
         ),
         ({"offs": meta(G)}, TypeError, "offs: expected int32 or int64, got torch.float32"),
         ({"mat_a": None}, TypeError, "mat_a: expected a torch.Tensor, got NoneType"),
         ({"mat_a": meta(M, K + 1)}, ValueError, r"mat_b: expected K = 4 as in mat_a \[5, 4\], got K = 3"),
         ({"mat_b": meta(G, K, N).int()}, TypeError, "mat_b: expected one of .*got torch.int32"),
-        ({"mat_a": meta(1, G, M, K)}, ValueError, r"mat_a: expected shape \[M, K\], got \[1, 2, 5, 3\]"),
+        ({"mat_a": meta(1, G, M, K)}, ValueError, r"mat_a: expected shape \[M, K\] or \[G, M, K\], got \[1, 2, 5, 3\]"),
         ({"mat_b": meta(K)}, ValueError, r"mat_b: expected shape \[K, N\] or \[G, K, N\], got \[3\]"),
-        ({"mat_b": meta(K + 1, N)}, ValueError, r"mat_b: expected \[K, N\] with K = 3 as in mat_a.* got \[4, 4\]"),
+        ({"mat_b": meta(K + 1, N)}, ValueError, r"mat_b: expected K = 3 as in mat_a.* got K = 4 in shape \[4, 4\]$"),
         ({"mat_b": meta(K, N), "offs": None}, ValueError, "offs: expected the groups' ends.*got None"),
-        ({"mat_b": meta(K, N), "bias": meta(G, N)}, ValueError, r"bias: expected None for mat_a \[M, K\] with mat_b"),
+        (
+            {"mat_b": meta(K, N), "bias": meta(G, N)},
+            ValueError,
+            r"bias: expected None unless mat_a is \[M, K\] and mat_b is",
+        ),
         ({"mat_b": meta(K, N), "offs": meta(G)}, TypeError, "offs: expected int32 or int64, got torch.float32"),
         ({"mat_b": meta(K, N), "out_dtype": torch.int8}, TypeError, "out_dtype: expected one of .*got torch.int8"),
         ({"mat_b": torch.empty(K, N)}, ValueError, "mat_b: expected on meta with mat_a, got on cpu"),
         ({"mat_a": meta(G, M, K)}, ValueError, "offs: expected None for two 3-D operands, got a value"),
         ({"mat_a": meta(G + 1, M, K), "offs": None}, ValueError, "mat_b: expected G = 3 as in mat_a"),
-        ({"mat_a": meta(G + 1, M, K), "mat_b": meta(K, N)}, ValueError, "offs: expected length G = 3 for mat_a.*got 2"),
+        ({"mat_a": meta(G + 1, M, K), "mat_b": meta(K, N)}, ValueError, "offs: expected length G = 3 .*got 2$"),
         ({"mat_a": meta(G, M, K).int(), "mat_b": meta(K, N)}, TypeError, "mat_a: expected one of .*got torch.int32"),
         ({"bias": [1.0]}, TypeError, "bias: expected a torch.Tensor, got list"),
         ({"bias": meta(G, N).int()}, TypeError, "bias: expected one of .*got torch.int32"),
@@ -333,3 +382,222 @@ def test_the_environment_turns_validation_on_everywhere(name: str, monkeypatch: 
     monkeypatch.setattr(checks, "_VALIDATE", True)
     with pytest.raises(ValueError, match=r"^group_offsets\[2\]: expected 2 .* to 5 .*, got 1"):
         _products(offsets)[name]()
+
+
+A_PACKED, ROWS, GATE_UP, DOWN = torch.ones(M, K), torch.ones(M, N), torch.ones(G, 8, K), torch.ones(G, K, 4)
+IDS, WEIGHTS, OFFSETS = torch.zeros(M, 2, dtype=torch.int64), torch.ones(M, 2), torch.tensor([0, 2, 5])
+CALLS: dict[Callable[..., Any], dict[str, Any]] = {
+    grouped_gemm: {"A_packed": A_PACKED, "B": torch.ones(G, K, N), "group_offsets": OFFSETS},
+    grouped_gemm_wgrad: {"A_packed": A_PACKED, "d_out": ROWS, "group_offsets": OFFSETS},
+    grouped_mm: {"mat_a": A_PACKED, "mat_b": torch.ones(G, K, N), "offs": OFFSETS[1:], "bias": torch.ones(G, N)},
+    uniform_grouped_gemm: {"A": torch.ones(G, M, K), "B": torch.ones(G, K, N), "num_groups": G},
+    swiglu_ffn: {
+        "rows": A_PACKED,
+        "w_gate_up": GATE_UP[:, :4],
+        "group_offsets": OFFSETS,
+        "w_up": GATE_UP[:, 4:],
+        "gate_up_bias": torch.ones(G, 4),
+        "up_bias": torch.ones(G, 4),
+    },
+    moe_mlp: {
+        "hidden": A_PACKED,
+        "topk_ids": IDS,
+        "topk_weights": WEIGHTS,
+        "w_gate_up": GATE_UP,
+        "w_down": DOWN,
+        "gate_up_bias": torch.ones(G, 8),
+        "down_bias": torch.ones(G, K),
+    },
+    route: {"topk_ids": IDS, "topk_weights": WEIGHTS, "num_experts": G},
+    permute: {"hidden": A_PACKED, "routing": route(IDS, WEIGHTS, G)},
+    unpermute: {"rows": torch.ones(2 * M, K), "routing": route(IDS, WEIGHTS, G)},
+    topk_softmax: {"logits": ROWS, "top_k": 2, "renormalize": True},
+    topk_sigmoid: {"logits": ROWS, "top_k": 2, "renormalize": True, "bias": torch.ones(N), "num_groups": 2},
+    unpack_groups: {"packed": A_PACKED, "group_offsets": OFFSETS},
+    group_sizes: {"group_offsets": OFFSETS},
+    group_offsets_from_sizes: {"sizes": OFFSETS},
+    group_offsets_from_offs: {"offs": OFFSETS},
+    offs_from_group_offsets: {"group_offsets": OFFSETS},
+}
+UNSUITABLE: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda x: x.tolist() if isinstance(x, Tensor) else list(x),
+    "a tuple": tuple,
+    "a list of tensors": list,
+    "a generator": lambda x: (row for row in x),
+    "a string": lambda x: "0",
+    "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("unsuitable", UNSUITABLE)
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(function, name) for function, call in CALLS.items() for name in call if name != "renormalize"],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_arguments_of_other_types(function: Callable[..., Any], name: str, unsuitable: str) -> None:
+    call = CALLS[function]
+    function(**call)
+    value = call[name]
+    if not isinstance(value, Tensor) and (isinstance(value, int) or unsuitable in ("sparse", "nested", "jagged")):
+        bad: Any = "0" if unsuitable == "a string" else 2.0
+    else:
+        bad = UNSUITABLE[unsuitable](value)
+    with pytest.raises(TypeError, match=rf"^{name}: expected "):
+        function(**{**call, name: bad})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("w_gate_up", lambda w: w.mT, r"got \[2, 3, 8\]; for \[E, H, 2I\] pass transposed=True$"),
+        ("w_gate_up", lambda w: w[..., :2], r"got \[2, 8, 2\]$"),
+        ("w_down", lambda w: w.mT, r"shape \[E, H, I\] = \[2, 3, 4\], got \[2, 4, 3\]; pass w_down.mT$"),
+        ("w_down", lambda w: w[:, :2], r"shape \[E, H, I\] = \[2, 3, 4\], got \[2, 2, 4\]$"),
+    ],
+)
+def test_weights_the_other_way(name: str, change: Callable[[Tensor], Tensor], message: str) -> None:
+    call = CALLS[moe_mlp]
+    with pytest.raises(ValueError, match=rf"^{name}: .*{message}"):
+        moe_mlp(**{**call, name: change(call[name])})
+
+
+def test_transposed_weights_without_need() -> None:
+    w = torch.ones(G, 8, K)
+    with pytest.raises(ValueError, match=r"^w_gate_up: .*; for \[E, 2I, H\] pass transposed=False$"):
+        swiglu_ffn(A_PACKED, w, OFFSETS, transposed=True)
+    with pytest.raises(
+        ValueError, match=r"^group_offsets: expected length E \+ 1 = 3 .*; for PyTorch's offs \[E\] pass"
+    ):
+        swiglu_ffn(A_PACKED, w, OFFSETS[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"activation": "swish"}, ValueError, "activation: expected one of silu, .*got 'swish'"),
+        ({"activation": torch.nn.SiLU()}, ValueError, r"activation: expected one of silu, .*got SiLU\(\)"),
+        ({"activation": "clamped_swiglu", "gated": False}, ValueError, "gated: expected True for clamped_swiglu"),
+        ({"top_k": 2.0}, TypeError, "top_k: expected an int, got float"),
+        ({"top_k": True}, TypeError, "top_k: expected an int, got bool"),
+        ({"top_k": 0}, ValueError, "top_k: expected 1 to 4, got 0"),
+        ({"top_k": 5}, ValueError, "top_k: expected 1 to 4, got 5"),
+        ({"hidden_size": 0}, ValueError, "hidden_size: expected at least 1, got 0"),
+        ({"intermediate_size": -1}, ValueError, "intermediate_size: expected at least 1, got -1"),
+        ({"num_experts": 0}, ValueError, "num_experts: expected at least 1, got 0"),
+        ({"num_experts": "4"}, TypeError, "num_experts: expected an int, got str"),
+    ],
+)
+def test_a_layer_is_checked_when_it_is_made(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_experts": 4, "top_k": 2}
+    with pytest.raises(error, match=f"^{message}"):
+        MoE(**{**sizes, **change}, renormalize=True)
+
+
+class Wrapped(Tensor):
+    """A tensor that has its values in others, as those of torchao and torch.distributed have."""
+
+    inside: tuple[Tensor, ...]
+
+    @staticmethod
+    def __new__(cls, shape: Any, *inside: Tensor) -> Wrapped:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)  # type: ignore[no-any-return,attr-defined]
+
+    def __init__(self, shape: Any, *inside: Tensor):
+        for i, tensor in enumerate(inside):
+            setattr(self, f"inside_{i}", tensor)
+        self.names = [f"inside_{i}" for i in range(len(inside))]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return self.names, None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*tree_map_only(Wrapped, lambda x: x.inside_0, args), **(kwargs or {}))
+
+
+def test_a_tensor_that_holds_another_one() -> None:
+    B = torch.randn(G, K, N)
+    assert torch.equal(grouped_gemm(A_PACKED, Wrapped(B.shape, B), OFFSETS), grouped_gemm(A_PACKED, B, OFFSETS))
+
+
+def test_a_quantized_tensor() -> None:
+    values, scales = torch.ones(G, K, N, dtype=torch.int8), torch.ones(G, 1, N)
+    message = r"^B: .*got Wrapped, which holds its values as torch.int8, torch.float32; convert it with .dequantize\(\)"
+    with pytest.raises(TypeError, match=message):
+        grouped_gemm(A_PACKED, Wrapped(values.shape, values, scales), OFFSETS)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_dtensor(mesh: Any) -> None:
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(G, 8, K), mesh, [Shard(0)]))
+    message = r"got DTensor with the placements \(Shard\(dim=0\),\), .*\.to_local\(\).*moe_kernels\.expert_parallel"
+    with pytest.raises(TypeError, match=rf"^w_gate_up: .*{message}"):
+        moe_mlp(**{**CALLS[moe_mlp], "w_gate_up": weight})
+    layer = MoE(K, 4, G, 2, renormalize=True)
+    layer.router = torch.nn.Parameter(distribute_tensor(layer.router.detach(), mesh, [Replicate()]))
+    with pytest.raises(TypeError, match=r"^router: .*got DTensor"):
+        layer(A_PACKED)
+    out = moe_mlp(**{**CALLS[moe_mlp], "w_gate_up": weight.to_local()})
+    assert torch.equal(out, moe_mlp(**{**CALLS[moe_mlp], "w_gate_up": torch.ones(G, 8, K)}))
+
+
+READERS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
+    "unpack_groups": (unpack_groups, (A_PACKED, OFFSETS), "unpack_groups reads group_offsets on the host"),
+    "grouped_gemm": (
+        partial(grouped_gemm, validate=True),
+        (A_PACKED, torch.ones(G, K, N), OFFSETS),
+        r"validate=True \(or MOE_KERNELS_VALIDATE=1\) reads values on the host",
+    ),
+    "route": (
+        partial(route, num_experts=G, validate=True),
+        (IDS, WEIGHTS),
+        r"validate=True \(or MOE_KERNELS_VALIDATE=1\) reads values on the host",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_reads_values_says_so_under_compile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, arguments, message = READERS[name]
+
+    def call(*arguments: Tensor) -> Any:
+        return function(*arguments)
+
+    class Module(torch.nn.Module):
+        forward = staticmethod(call)
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(call, fullgraph=True, backend="eager")(*arguments)
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        torch.export.export(Module(), arguments, strict=False)
+    expected = tree_leaves(function(*arguments))
+    for has_graph_break in (True, False):
+        if not has_graph_break:
+            monkeypatch.delattr(torch._dynamo, "graph_break")
+        torch._dynamo.reset()
+        found = tree_leaves(torch.compile(call, backend="eager")(*arguments))
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_the_interpreter_asked_for_too_late() -> None:
+    program = """
+import os, torch, triton
+from moe_kernels import grouped_gemm
+os.environ["TRITON_INTERPRET"] = "1"
+grouped_gemm(torch.ones(5, 3), torch.ones(3, 4), torch.tensor([0, 5]))
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "RuntimeError: TRITON_INTERPRET=1 was set after Triton had been imported" in done.stderr.splitlines()[-1]

@@ -73,7 +73,7 @@ def test_the_same_as_a_loop(name: str) -> None:
     make, activation = LAYOUTS[name]
     experts = [make() for _ in range(E)]
     router = nn.Linear(H, E, bias=False).double()
-    layer = MoE.from_experts(experts, router, top_k=TOP_K)
+    layer = MoE.from_experts(experts, router, top_k=TOP_K, renormalize=True)
     assert layer.activation == activation
     hidden = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(T, H, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_weights_are_copies() -> None:
 
 
 def test_a_router_of_its_own() -> None:
-    layer = MoE.from_experts(nn.ModuleList(ffn() for _ in range(E)), top_k=TOP_K)
+    layer = MoE.from_experts(nn.ModuleList(ffn() for _ in range(E)), top_k=TOP_K, renormalize=True)
     assert layer.router.shape == (E, H) and layer.router.dtype == torch.float64
     assert layer.router.any() and bool((layer.router.abs() <= H**-0.5).all())
 
@@ -119,12 +119,12 @@ def test_a_router_of_its_own() -> None:
 def test_an_activation_that_is_named_is_not_looked_for() -> None:
     """Which is how weights without values, or a module that is called otherwise, are taken."""
     experts = [FFN("w1 w3 w2", torch.tanh, device="meta") for _ in range(E)]
-    layer = MoE.from_experts(experts, top_k=TOP_K, activation="gelu")
+    layer = MoE.from_experts(experts, top_k=TOP_K, renormalize=True, activation="gelu")
     assert layer.activation == "gelu" and layer.w_gate_up.is_meta
     with pytest.raises(ValueError, match=r"^experts\[0\]: calling this FFN does not show .* pass activation="):
-        MoE.from_experts(experts, top_k=TOP_K)
+        MoE.from_experts(experts, top_k=TOP_K, renormalize=True)
     with pytest.raises(ValueError, match=r"^experts\[0\]\.drop: MoE has no dropout"):
-        MoE.from_experts([with_module(nn.Dropout(0.1))], top_k=1, activation="silu")
+        MoE.from_experts([with_module(nn.Dropout(0.1))], top_k=1, renormalize=True, activation="silu")
 
 
 class Dropping(FFN):
@@ -144,14 +144,14 @@ def with_module(module: nn.Module) -> nn.Module:
     "make", [lambda: Dropping(0.3).eval(), lambda: Dropping(0.0), lambda: with_module(nn.Dropout(0.0))]
 )
 def test_dropout_that_does_nothing_is_taken(make: Callable[[], nn.Module]) -> None:
-    assert MoE.from_experts([make().double() for _ in range(E)], top_k=TOP_K).activation == "silu"
+    assert MoE.from_experts([make().double() for _ in range(E)], top_k=TOP_K, renormalize=True).activation == "silu"
 
 
 def test_finding_the_activation_leaves_the_experts_and_the_random_numbers_alone() -> None:
     experts = [ffn() for _ in range(E)]
     weights = [(w, w.clone()) for expert in experts for w in expert.parameters()]
     before = torch.get_rng_state()
-    MoE.from_experts(experts, torch.zeros(E, H, dtype=torch.float64), top_k=TOP_K)
+    MoE.from_experts(experts, torch.zeros(E, H, dtype=torch.float64), top_k=TOP_K, renormalize=True)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(w, kept) and w.requires_grad for w, kept in weights)
     assert all(expert.training for expert in experts)
@@ -237,7 +237,7 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
             "^router: expected on cpu with the experts, got on meta; move it with",
         ),
         "router's type": (([ffn()] * E, "softmax"), TypeError, r"^router: expected a tensor \[E, H\] or an nn.Linear"),
-        "top_k": ([ffn()], ValueError, "^top_k: expected 1 to num_experts = 1, got 2"),
+        "top_k": ([ffn()], ValueError, "^top_k: expected 1 to 1, got 2"),
     }
 
 
@@ -246,4 +246,4 @@ def test_refusals_say_what_to_do(case: str) -> None:
     given, error, text = refusals()[case]
     arguments = given if isinstance(given, tuple) else (given,)
     with pytest.raises(error, match=text):
-        MoE.from_experts(*arguments, top_k=TOP_K)
+        MoE.from_experts(*arguments, top_k=TOP_K, renormalize=True)

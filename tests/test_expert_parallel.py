@@ -55,7 +55,7 @@ def make(case: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
 
 def layer() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(MoE(H, I, E, TOP_K, dtype=torch.float64))
+    return nn.Sequential(MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.float64))
 
 
 def gradients_of_residual(model: nn.Module, shape: tuple[int, ...], rank: int) -> list[Any]:

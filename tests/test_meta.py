@@ -86,7 +86,7 @@ def cases() -> dict[str, Case]:
         "unpermute": (lambda x, *r: unpermute(x, Routing(*r)), (randn(T * TOP_K, K), *routing)),
         "topk_softmax": (lambda x: topk_softmax(x, TOP_K, renormalize=True), (randn(T, 8),)),
         "topk_sigmoid": (
-            lambda x, b: topk_sigmoid(x, TOP_K, bias=b, num_groups=4, top_groups=2),
+            lambda x, b: topk_sigmoid(x, TOP_K, renormalize=True, bias=b, num_groups=4, top_groups=2),
             (randn(T, 8), randn(8)),
         ),
         "swiglu_ffn": (swiglu_ffn, (A, w_gate_up, OFFSETS)),
@@ -152,7 +152,7 @@ def test_no_function_is_left_out() -> None:
 
 @pytest.mark.parametrize("shape", [(T, K), (2, T, K)])
 def test_the_module(shape: tuple[int, ...]) -> None:
-    layer = MoE(K, N, G, TOP_K, device="meta")
+    layer = MoE(K, N, G, TOP_K, renormalize=True, device="meta")
     hidden = torch.empty(shape, device="meta", requires_grad=True)
     out = layer(hidden)
     assert out.is_meta and out.shape == shape
@@ -176,4 +176,4 @@ def test_what_needs_values_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^group_offsets: expected values, which the groups' shapes depend on, got a"):
         unpack_groups(torch.empty(6, 2, device="meta"), OFFSETS.to("meta"))
     monkeypatch.setattr(checks, "_VALIDATE", True)  # nothing to validate is no error
-    assert MoE(K, N, G, TOP_K, device="meta")(torch.empty(T, K, device="meta")).is_meta
+    assert MoE(K, N, G, TOP_K, renormalize=True, device="meta")(torch.empty(T, K, device="meta")).is_meta

@@ -13,7 +13,16 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_kernels import MoE, group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
+from moe_kernels import (
+    MoE,
+    group_offsets_from_sizes,
+    moe_mlp,
+    reference,
+    route,
+    swiglu_ffn,
+    topk_sigmoid,
+    topk_softmax,
+)
 from moe_kernels.glu import ACTIVATIONS, GLUSpec
 from moe_kernels.ops import layer
 from moe_kernels.runtime import torch_internals
@@ -324,12 +333,24 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"w_gate_up": torch.zeros(E, 2 * I)}, ValueError, r"w_gate_up: expected shape \[E, 2I, H\] with H = 3, got"),
     ({"w_gate_up": torch.zeros(E, 2 * I + 1, H)}, ValueError, r"w_gate_up: expected shape .* with an even 2I"),
     ({"transposed": True}, ValueError, r"w_gate_up: expected shape \[E, H, 2I\] with H = 3, got \[4, 4, 3\]"),
-    ({"w_up": torch.zeros(E, I + 1, H)}, ValueError, r"w_up: expected shape \[4, 4, 3\], got \[4, 3, 3\]"),
-    ({"w_down": torch.zeros(E, I, H)}, ValueError, r"w_down: expected shape \[4, 3, 2\], got \[4, 2, 3\]"),
+    (
+        {"w_up": torch.zeros(E, I + 1, H)},
+        ValueError,
+        r"w_up: expected shape \[E, I, H\] = \[4, 4, 3\], got \[4, 3, 3\]$",
+    ),
+    (
+        {"w_down": torch.zeros(E, I, H)},
+        ValueError,
+        r"w_down: .* \[E, H, I\] = \[4, 3, 2\], got \[4, 2, 3\]; pass w_down.mT$",
+    ),
     ({"w_down": torch.zeros(E, H, I).int()}, TypeError, "w_down: expected one of .*got torch.int32"),
     ({"w_down": None}, TypeError, "w_down: expected a torch.Tensor, got NoneType"),
-    ({"down_bias": torch.zeros(E, I)}, ValueError, r"down_bias: expected shape \[4, 3\], got \[4, 2\]"),
-    ({"gate_up_bias": torch.zeros(E, I)}, ValueError, r"gate_up_bias: expected shape \[4, 4\], got \[4, 2\]"),
+    ({"down_bias": torch.zeros(E, I)}, ValueError, r"down_bias: expected shape \[E, H\] = \[4, 3\], got \[4, 2\]"),
+    (
+        {"gate_up_bias": torch.zeros(E, I)},
+        ValueError,
+        r"gate_up_bias: expected shape \[E, 2I\] = \[4, 4\], got \[4, 2\]",
+    ),
     ({"w_down": torch.zeros(E, H, I, device="meta")}, ValueError, "w_down: expected on cpu with hidden, got on meta"),
     ({"topk_ids": IDS.float()}, TypeError, "topk_ids: expected int32 or int64, got torch.float32"),
     (
@@ -355,7 +376,7 @@ def test_refusals(changes: dict[str, Any], error: type[Exception], message: str)
 
 def test_swiglu_ffn_refusals() -> None:
     rows, w = torch.zeros(5, H), torch.zeros(E, 2 * I, H)
-    with pytest.raises(ValueError, match=r"^group_offsets: expected length E \+ 1 = 5, got 4"):
+    with pytest.raises(ValueError, match=r"^group_offsets: expected length E \+ 1 = 5 for w_gate_up .*, got 4"):
         swiglu_ffn(rows, w, torch.zeros(4, dtype=torch.int32))
     with pytest.raises(TypeError, match=r"^group_offsets: expected int32 or int64"):
         swiglu_ffn(rows, w, torch.zeros(5))
@@ -372,7 +393,7 @@ def test_validation() -> None:
 
 def test_the_module() -> None:
     torch.manual_seed(0)
-    layer = MoE(H, I, E, TOP_K, dtype=torch.float64)
+    layer = MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.float64)
     hidden = torch.randn(2, 5, H, dtype=torch.float64, requires_grad=True)
     out = layer(hidden)
     assert out.shape == hidden.shape
@@ -389,9 +410,10 @@ def test_the_module() -> None:
     assert all(bool((w.abs() <= w.size(-1) ** -0.5).all()) for w in layer.parameters())
     assert "num_experts=4, top_k=2" in repr(layer)
     assert [layer(hidden[:, :tokens]).shape for tokens in (0, 1)] == [(2, 0, H), (2, 1, H)]
-    assert [tuple(w.shape) for w in MoE(H, I, E, 1, gated=False).parameters()] == [(E, H), (E, I, H), (E, H, I)]
-    with pytest.raises(ValueError, match=r"^top_k: expected 1 to num_experts = 4, got 5"):
-        MoE(H, I, E, 5)
+    ungated = MoE(H, I, E, 1, renormalize=True, gated=False)
+    assert [tuple(w.shape) for w in ungated.parameters()] == [(E, H), (E, I, H), (E, H, I)]
+    with pytest.raises(ValueError, match=r"^top_k: expected 1 to 4, got 5"):
+        MoE(H, I, E, 5, renormalize=True)
     with pytest.raises(
         ValueError, match=r"^hidden: expected on cpu with the layer, got on meta; move one with \.to\(\)"
     ):
@@ -413,7 +435,7 @@ def test_the_module() -> None:
 def test_the_modules_result_is_no_view(shape: tuple[int, ...], private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not private:
         monkeypatch.setattr(torch_internals, "_unsafe_view", None)
-    layer, hidden = MoE(H, I, E, TOP_K), torch.randn(shape, requires_grad=True)
+    layer, hidden = MoE(H, I, E, TOP_K, renormalize=True), torch.randn(shape, requires_grad=True)
     out = layer(hidden)
     assert out.shape == shape and not out._is_view()
     expected, upstream = torch.autograd.grad(out, hidden, torch.ones(shape))[0], torch.ones(shape)
@@ -421,3 +443,23 @@ def test_the_modules_result_is_no_view(shape: tuple[int, ...], private: bool, mo
     h += hidden
     h.backward(upstream)
     torch.testing.assert_close(hidden.grad, expected + upstream)
+
+
+EXPERTS = [torch.nn.Sequential(torch.nn.Linear(3, 2, False), torch.nn.ReLU(), torch.nn.Linear(2, 3, False))]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **options: MoE(H, I, E, TOP_K, **options),
+        lambda **options: MoE.from_experts(EXPERTS, top_k=1, **options),
+        lambda **options: topk_softmax(torch.zeros(2, 3), 2, **options),
+        lambda **options: topk_sigmoid(torch.zeros(2, 3), 2, **options),
+    ],
+)
+def test_renormalize_has_no_default(call: Any) -> None:
+    """Models differ in it, and a wrong guess would change the results without a word."""
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'renormalize'"):
+        call()
+    for renormalize in (False, True):
+        call(renormalize=renormalize)

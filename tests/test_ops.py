@@ -508,7 +508,7 @@ def test_where_nothing_tells_of_transforms(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_per_sample_gradients_of_a_module() -> None:
-    layer = MoE(4, 3, 3, 2, dtype=torch.float64)
+    layer = MoE(4, 3, 3, 2, renormalize=True, dtype=torch.float64)
     weights = {name: w.detach() for name, w in layer.named_parameters()}
     samples = random(3, 5, 4, grad=False)
 

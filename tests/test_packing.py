@@ -1,3 +1,6 @@
+from collections import deque
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,6 +116,29 @@ def test_pack_names_the_first_offender(offender: Tensor, error: type[Exception],
 def test_pack_refuses_a_first_group_that_is_no_matrix() -> None:
     with pytest.raises(ValueError, match=r"groups\[0\]: expected shape"):
         pack_groups([torch.zeros(2, 3, 4)])
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        ((x for x in [torch.zeros(2, 3)]), TypeError, r"groups: expected a list .*got generator; pass list\(groups\)$"),
+        ({torch.zeros(2, 3)}, TypeError, r"groups: expected a list of tensors, got set; pass list\(groups\)$"),
+        ({0: torch.zeros(2, 3)}, TypeError, "groups: expected a list of tensors, got dict$"),
+        (None, TypeError, "groups: expected a list of tensors, got NoneType$"),
+        (torch.tensor(1.0), ValueError, r"groups: expected a list of tensors, or one \[G, M, K\], got shape \[\]$"),
+        ([torch.zeros(2, 3).to_sparse()], TypeError, r"groups\[0\]: expected a dense tensor"),
+        ("0", TypeError, r"groups\[0\]: expected a torch.Tensor, got str"),
+    ],
+)
+def test_pack_refuses_what_is_no_list_of_matrices(groups: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        pack_groups(groups)
+
+
+def test_pack_takes_any_sequence() -> None:
+    group = torch.nn.Parameter(torch.ones(2, 3))
+    for groups in ([group], (group,), deque([group]), torch.nn.ParameterList([group]), group[None]):
+        assert torch.equal(pack_groups(groups)[0], group)
 
 
 def test_unpack_returns_views_without_the_rows_outside() -> None:

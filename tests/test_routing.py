@@ -221,7 +221,8 @@ def _deepseek(logits: Tensor, bias: Tensor, top_k: int, num_groups: int, top_gro
 @pytest.mark.parametrize(("num_groups", "top_groups", "top_k"), [(1, 1, 3), (4, 2, 3), (4, 1, 2), (2, 2, 8), (8, 3, 3)])
 def test_topk_sigmoid(num_groups: int, top_groups: int, top_k: int) -> None:
     logits, bias = torch.randn(6, 8), torch.randn(8) - 2  # a biased score below 0 still beats an excluded expert
-    ids, topk_weights = topk_sigmoid(logits, top_k, bias=bias, num_groups=num_groups, top_groups=top_groups, scale=2.5)
+    groups = {"num_groups": num_groups, "top_groups": top_groups}
+    ids, topk_weights = topk_sigmoid(logits, top_k, renormalize=True, bias=bias, scale=2.5, **groups)
     assert ids.tolist() == _deepseek(logits, bias, top_k, num_groups, top_groups)
     chosen = logits.sigmoid().gather(1, ids)
     torch.testing.assert_close(topk_weights, 2.5 * chosen / chosen.sum(1, keepdim=True))
@@ -232,27 +233,27 @@ def test_topk_sigmoid(num_groups: int, top_groups: int, top_k: int) -> None:
 def test_topk_sigmoid_refusals() -> None:
     logits = torch.zeros(2, 8)
     with pytest.raises(ValueError, match=r"^num_groups, top_groups: expected a divisor of E = 8"):
-        topk_sigmoid(logits, 2, num_groups=3)
+        topk_sigmoid(logits, 2, renormalize=True, num_groups=3)
     with pytest.raises(ValueError, match=r"^num_groups, top_groups: .* got 4, 5"):
-        topk_sigmoid(logits, 2, num_groups=4, top_groups=5)
+        topk_sigmoid(logits, 2, renormalize=True, num_groups=4, top_groups=5)
     with pytest.raises(ValueError, match=r"^num_groups, top_groups: .* got 0, 1"):
-        topk_sigmoid(logits, 2, num_groups=0)
+        topk_sigmoid(logits, 2, renormalize=True, num_groups=0)
     with pytest.raises(ValueError, match=r"^top_k: expected 1 to 4, got 5"):
-        topk_sigmoid(logits, 5, num_groups=4, top_groups=2)
+        topk_sigmoid(logits, 5, renormalize=True, num_groups=4, top_groups=2)
     for shape in ((2, 1), (7,)):
         with pytest.raises(ValueError, match=r"^bias: expected shape \[E\] = \[8\], got"):
-            topk_sigmoid(logits, 2, bias=torch.zeros(shape))
+            topk_sigmoid(logits, 2, renormalize=True, bias=torch.zeros(shape))
 
 
 @pytest.mark.parametrize("function", [topk_softmax, topk_sigmoid])
 def test_gating_refusals(function: Any) -> None:
     for top_k in (0, 9):
         with pytest.raises(ValueError, match=rf"^top_k: expected 1 to 8, got {top_k}"):
-            function(torch.zeros(2, 8), top_k)
+            function(torch.zeros(2, 8), top_k, renormalize=True)
     with pytest.raises(ValueError, match=r"^logits: expected shape \[T, E\], got \[8\]"):
-        function(torch.zeros(8), 2)
+        function(torch.zeros(8), 2, renormalize=True)
     with pytest.raises(TypeError, match=r"^logits: expected one of .* got torch.int64"):
-        function(torch.zeros(2, 8).long(), 2)
+        function(torch.zeros(2, 8).long(), 2, renormalize=True)
 
 
 def test_gates_carry_gradients_to_the_router() -> None:
@@ -267,7 +268,7 @@ def test_gates_carry_gradients_to_the_router() -> None:
     weights = torch.linspace(1, 2, 8, dtype=torch.float64).unsqueeze(1)
 
     def weighted(logits: Tensor) -> Tensor:
-        ids, topk_weights = topk_softmax(logits, 2)
+        ids, topk_weights = topk_softmax(logits, 2, renormalize=False)
         routing = route(ids, topk_weights, 6)
         return unpermute(permute(torch.ones(4, 2, dtype=torch.float64), routing) * weights, routing)
 

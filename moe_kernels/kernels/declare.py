@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import helion
-import torch
 from helion.runtime.settings import default_autotuner_fn
 
 from moe_kernels.rules.config import Config
@@ -43,11 +42,6 @@ def kernel(
     )
 
 
-def tf32_allowed(dtype: torch.dtype) -> bool:
-    """Whether PyTorch's settings let products of `dtype` be computed in tf32."""
-    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
 def tma_readable(gpu: Gpu, tensor: SymbolicTensor) -> bool:
     """Whether the tensor memory accelerator (Hopper and later) can read `tensor`, 2-D or 3-D.
 
@@ -56,8 +50,3 @@ def tma_readable(gpu: Gpu, tensor: SymbolicTensor) -> bool:
     unit = 16 // tensor.element_size()
     *others, last = tensor.strides
     return gpu.has_tma and last == 1 and tensor.aligned and all(s > 0 and s % unit == 0 for s in others)
-
-
-def lies_transposed(matrices: SymbolicTensor) -> bool:
-    """Whether `[_, a, b]` lies in memory as `[_, b, a]`."""
-    return matrices.stride(1) == 1 != matrices.stride(2)

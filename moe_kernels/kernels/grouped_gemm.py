@@ -19,12 +19,12 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails
-from moe_kernels.kernels.declare import kernel, lies_transposed, tf32_allowed, tma_readable
+from moe_kernels.kernels.declare import kernel, tma_readable
 from moe_kernels.kernels.inline import clamped, decode_odd, divide, first_row, multiple, running_max, unmasked
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table, tile_count, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
-from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int64
+from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, most, needs_int64
 
 
 def _preset_basic(A: torch.Tensor, B: torch.Tensor, group_offsets: torch.Tensor, bias: Any, *_: Any) -> Config:
@@ -46,7 +46,7 @@ def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.
         K=K,
         G=G,
         dtype=dtype,
-        tf32=tf32_allowed(dtype),
+        tf32=rules.tf32_allowed(dtype),
         tma_A=False,
         tma_B=False,
         tma_out=False,
@@ -256,7 +256,7 @@ def _problem(
         K=K,
         G=G,
         dtype=dtype,
-        tf32=tf32_allowed(dtype),
+        tf32=rules.tf32_allowed(dtype),
         # A descriptor's block has at least 16 of each.
         tma_A=not int64_vectors and K >= 16 and tma_readable(gpu, A_packed),
         tma_B=min(K, N) >= 16 and tma_readable(gpu, B),

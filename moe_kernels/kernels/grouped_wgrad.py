@@ -14,7 +14,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import kernel, tf32_allowed, tma_readable
+from moe_kernels.kernels.declare import kernel, tma_readable
 from moe_kernels.kernels.inline import decode_odd, divide, unmasked
 from moe_kernels.rules import wgrad as wgrad_rules
 from moe_kernels.rules.config import Config
@@ -24,7 +24,7 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int6
 
 def _preset(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: torch.Tensor, *_: Any) -> Config:
     (G, P, Q), dtype = out.shape, torch.promote_types(X.dtype, Y.dtype)
-    by_pointers = dict(tf32=tf32_allowed(dtype), tma=False, tma_out=False, int64_rows=False, int64_out=False)
+    by_pointers = dict(tf32=rules.tf32_allowed(dtype), tma=False, tma_out=False, int64_rows=False, int64_out=False)
     problem = wgrad_rules.Problem(rules.floor_power_of_2(X.size(0)), P, Q, G, dtype, **by_pointers)
     return wgrad_rules.rule(problem).config
 
@@ -123,7 +123,7 @@ def _problem(builder: Builder, X: SymbolicTensor, Y: SymbolicTensor, out: Symbol
         Q=Q,
         G=G,
         dtype=dtype,
-        tf32=tf32_allowed(dtype),
+        tf32=rules.tf32_allowed(dtype),
         tma=min(P, Q) >= 16 and tma_readable(gpu, X) and tma_readable(gpu, Y),
         tma_out=min(P, Q) >= 16 and out.element_size() == 2 and tma_readable(gpu, out),
         # TMA takes 32-bit coordinates whatever the extent.

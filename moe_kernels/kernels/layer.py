@@ -126,7 +126,7 @@ def _first_half(
     if adjacent:
         w_up = w_in.as_strided(w_up.shape, w_up.strides, w_in.stride(0) // 2)
     M = A.size(0) if row_to_slot is None else row_to_slot.size(0)
-    width = w_in.size(2) // 2 if spec.gated and w_up is None else w_in.size(2)
+    width = spec.width(w_in.size(2), w_up is not None)
     dtype = torch.promote_types(A.dtype, w_in.dtype)
     if fuses(A, w_in, w_up, spec, M, builder):
         act = builder.alloc((M, width), dtype)

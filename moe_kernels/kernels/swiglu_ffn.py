@@ -15,13 +15,13 @@ import torch
 from moe_kernels import rules
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels.activation import activated
-from moe_kernels.kernels.declare import kernel, lies_transposed, tf32_allowed, tma_readable
+from moe_kernels.kernels.declare import kernel, tma_readable
 from moe_kernels.kernels.inline import clamped, decode_odd, divide, first_row, multiple, running_max, unmasked
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table, tile_count, windows
 from moe_kernels.rules import swiglu as swiglu_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
-from moe_kernels.runtime.symbolic import SymbolicTensor, least, needs_int64
+from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, needs_int64
 
 
 def _preset_basic(A: torch.Tensor, gate: torch.Tensor, *rest: Any) -> Config:
@@ -44,7 +44,7 @@ def _by_pointers(A: torch.Tensor, weight: torch.Tensor, E: int, rest: tuple[Any,
         H=A.size(1),
         E=E,
         dtype=dtype,
-        tf32=tf32_allowed(dtype),
+        tf32=rules.tf32_allowed(dtype),
         gathered=row_to_slot is not None,
         keeps=preact_gate is not None,
         biases=(gate_bias is not None) + (up_bias is not None),
@@ -308,7 +308,7 @@ def _problem(
         H=H,
         E=E,
         dtype=dtype,
-        tf32=tf32_allowed(dtype),
+        tf32=rules.tf32_allowed(dtype),
         gathered=row_to_slot is not None,
         keeps=outs[1] is not None,
         biases=sum(bias is not None for bias in biases),

@@ -13,12 +13,13 @@ from typing import Any
 import helion.language as hl
 import torch
 
-from moe_kernels.kernels.declare import kernel, lies_transposed, tf32_allowed, tma_readable
+from moe_kernels import rules
+from moe_kernels.kernels.declare import kernel, tma_readable
 from moe_kernels.kernels.inline import unmasked
 from moe_kernels.rules import uniform as uniform_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
-from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
+from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, needs_int64
 from moe_kernels.runtime.targets import INTERPRETER
 
 
@@ -157,7 +158,7 @@ def _problem(
         K=K,
         dtype=dtype,
         out_dtype=out.dtype,
-        tf32=tf32_allowed(dtype),
+        tf32=rules.tf32_allowed(dtype),
         bmm=(one_dtype or widened) and on_gpu and _has_rows(A) and _has_rows(B),
         flat=all(x.dim() == 3 and x.stride(0) == x.size(1) * x.stride(1) for x in (A, B, out)),
         tma_A=tma_readable(gpu, A),

@@ -13,7 +13,8 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from moe_kernels.kernels.declare import kernel, tf32_allowed
+from moe_kernels import rules
+from moe_kernels.kernels.declare import kernel
 from moe_kernels.rules import varied as varied_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -124,5 +125,5 @@ def plan_varied(
     ends, num_tiles, table, *bases = tensors
     assert ends is not None and bases[0] is not None
     arguments = (ends, num_tiles, table, *bases, ends.size(0) * 2 + 1, *layout, block_m, block_n)
-    builder.launch(varied, arguments, config, int64_index=True, tf32=tf32_allowed(bases[0].dtype))
+    builder.launch(varied, arguments, config, int64_index=True, tf32=rules.tf32_allowed(bases[0].dtype))
     return ()

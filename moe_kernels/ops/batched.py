@@ -190,7 +190,7 @@ class VariedLaunch:
             aligned,
             b_columns=layout.contiguous_b == 0,
             num_sms=gpu.multiprocessors,
-            tf32=first.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
+            tf32=rules.tf32_allowed(first.dtype),
             gpu=gpu,
         )
         choice = varied_rules.choose(problem)

@@ -11,9 +11,10 @@ from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
-from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad, lies_transposed
+from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator, Tensors
+from moe_kernels.runtime.symbolic import lies_transposed
 
 
 def _rows(tensors: Tensors, _: Any) -> Counts:
@@ -231,14 +232,9 @@ def _swiglu_ffn_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(rows.dtype, w_in.dtype)
     M, W = rows.size(0), w_in.size(2)
-    act = rows.new_empty((M, _width(w_in, w_up, GLUSpec(*spec))), dtype=dtype)
+    act = rows.new_empty((M, GLUSpec(*spec).width(w_in.size(2), w_up is not None)), dtype=dtype)
     preact = rows.new_empty((M, W) if save_preact else (0,), dtype=dtype)
     return act, preact, rows.new_empty((M, W) if save_preact and w_up is not None else (0,), dtype=dtype)
-
-
-def _width(w_in: Tensor, w_up: Tensor | None, spec: GLUSpec) -> int:
-    W = w_in.size(2)
-    return W // 2 if spec.gated and w_up is None else W
 
 
 def _swiglu_ffn_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,85 +56,40 @@ def _route_fake(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     return first, second, third
 
 
-def _scatter_rows(
-    tokens: Tensor,  # [T, H]
-    topk_weights: Tensor | None,  # [T, top_k]
-    slot_to_row: Tensor,  # [R]
-    group_offsets: Tensor,  # [E + 1]
-    top_k: int,
-    out_dtype: torch.dtype,
-) -> Tensor:  # [R, H]
-    if not use_kernels(tokens):
-        return reference.scatter_rows(tokens, topk_weights, slot_to_row, group_offsets, top_k, out_dtype)
-    return _move(SCATTER_ROWS, tokens, topk_weights, slot_to_row, group_offsets, top_k, out_dtype)
+def _mover(operator: Operator, twin: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What runs an operator: its kernel, or its `twin` in `reference`, which says what the arguments are."""
+
+    def run(
+        first: Tensor,  # [T, H] or [R, H]
+        second: Tensor | None,
+        slot_to_row: Tensor,  # [R]
+        group_offsets: Tensor,  # [E + 1]
+        top_k: int,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        if not use_kernels(first):
+            return twin(first, second, slot_to_row, group_offsets, top_k, out_dtype)
+        tensors = first, second, slot_to_row.contiguous(), group_offsets.contiguous()
+        moved: Tensor = cache.call(operator, tensors, (top_k, out_dtype))
+        return moved
+
+    return run
 
 
-def _scatter_rows_fake(
-    tokens: Tensor,
-    topk_weights: Tensor | None,
-    slot_to_row: Tensor,
-    group_offsets: Tensor,
-    top_k: int,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return tokens.new_empty((slot_to_row.size(0), tokens.size(1)), dtype=out_dtype)
+def _move_fake(shape: Callable[[Tensor, int, int], tuple[int, int]]) -> Callable[..., Tensor]:
+    """Of the first input, R and top_k: the result's shape."""
 
+    def fake(
+        first: Tensor,
+        second: Tensor | None,
+        slot_to_row: Tensor,
+        group_offsets: Tensor,
+        top_k: int,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        return first.new_empty(shape(first, slot_to_row.size(0), top_k), dtype=out_dtype)
 
-def _combine_rows(
-    rows: Tensor,  # [R, H]
-    topk_weights: Tensor | None,  # [T, top_k]
-    slot_to_row: Tensor,  # [R]
-    group_offsets: Tensor,  # [E + 1]
-    top_k: int,
-    out_dtype: torch.dtype,
-) -> Tensor:  # [T, H]
-    if not use_kernels(rows):
-        return reference.combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, out_dtype)
-    return _move(COMBINE_ROWS, rows, topk_weights, slot_to_row, group_offsets, top_k, out_dtype)
-
-
-def _combine_rows_fake(
-    rows: Tensor,
-    topk_weights: Tensor | None,
-    slot_to_row: Tensor,
-    group_offsets: Tensor,
-    top_k: int,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return rows.new_empty((slot_to_row.size(0) // top_k, rows.size(1)), dtype=out_dtype)
-
-
-def _dot_rows(
-    tokens: Tensor,  # [T, H]
-    rows: Tensor,  # [R, H]
-    slot_to_row: Tensor,  # [R]
-    group_offsets: Tensor,  # [E + 1]
-    top_k: int,
-    out_dtype: torch.dtype,
-) -> Tensor:  # [T, top_k]
-    if not use_kernels(tokens):
-        return reference.dot_rows(tokens, rows, slot_to_row, group_offsets, top_k, out_dtype)
-    return _move(DOT_ROWS, tokens, rows, slot_to_row, group_offsets, top_k, out_dtype)
-
-
-def _move(
-    operator: Operator,
-    first: Tensor,
-    second: Tensor | None,
-    slot_to_row: Tensor,  # [R]
-    group_offsets: Tensor,  # [E + 1]
-    top_k: int,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    tensors = first, second, slot_to_row.contiguous(), group_offsets.contiguous()
-    moved: Tensor = cache.call(operator, tensors, (top_k, out_dtype))
-    return moved
-
-
-def _dot_rows_fake(
-    tokens: Tensor, rows: Tensor, slot_to_row: Tensor, group_offsets: Tensor, top_k: int, out_dtype: torch.dtype
-) -> Tensor:
-    return tokens.new_empty((tokens.size(0), top_k), dtype=out_dtype)
+    return fake
 
 
 def _move_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -180,18 +136,22 @@ route = define("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tens
 _MOVE = "(Tensor {0}, Tensor{1}, Tensor slot_to_row, Tensor group_offsets, int top_k, ScalarType out_dtype) -> Tensor"
 scatter_rows = define(
     "scatter_rows" + _MOVE.format("tokens", "? topk_weights"),
-    _scatter_rows,
-    _scatter_rows_fake,
+    _mover(SCATTER_ROWS, reference.scatter_rows),
+    _move_fake(lambda tokens, R, top_k: (R, tokens.size(1))),
     _move_setup,
     _scatter_rows_backward,
 )
 combine_rows = define(
     "combine_rows" + _MOVE.format("rows", "? topk_weights"),
-    _combine_rows,
-    _combine_rows_fake,
+    _mover(COMBINE_ROWS, reference.combine_rows),
+    _move_fake(lambda rows, R, top_k: (R // top_k, rows.size(1))),
     _move_setup,
     _combine_rows_backward,
 )
 dot_rows = define(
-    "dot_rows" + _MOVE.format("tokens", " rows"), _dot_rows, _dot_rows_fake, _move_setup, _dot_rows_backward
+    "dot_rows" + _MOVE.format("tokens", " rows"),
+    _mover(DOT_ROWS, reference.dot_rows),
+    _move_fake(lambda tokens, _, top_k: (tokens.size(0), top_k)),
+    _move_setup,
+    _dot_rows_backward,
 )

@@ -11,6 +11,7 @@ from moe_kernels import reference
 from moe_kernels.ops.library import check_rows, define, needs, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.runtime.symbolic import lies_transposed
 
 _PLANNERS = "moe_kernels.kernels."
 GROUPED_GEMM = Operator(
@@ -75,11 +76,6 @@ def bias_gradient(d_out: Tensor, group_offsets: Tensor, dtype: torch.dtype) -> T
     ones = d_out.new_ones(1, 1).expand(d_out.size(0), 1)
     sums: Tensor = grouped_gemm_wgrad(ones, d_out, group_offsets, False, False, dtype)[:, 0]
     return sums
-
-
-def lies_transposed(weight: Tensor) -> bool:
-    """Whether `weight [..., K, N]` lies in memory as `[..., N, K]`."""
-    return weight.stride(-1) != 1 and weight.stride(-2) == 1
 
 
 def _wgrad(

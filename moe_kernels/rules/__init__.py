@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moe_kernels.runtime.targets import Gpu
 
 _T = TypeVar("_T")
+_C = TypeVar("_C")
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,11 @@ def indexing(*tma: bool) -> dict[str, Any]:
     return {"indexing": ways} | ({"host_tensor_descriptors": True} if any(tma) else {})
 
 
+def tf32_allowed(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's settings let products of `dtype` be computed in tf32."""
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def floor_power_of_2(n: int) -> int:
     """The largest power of two up to `n`; 0 for 0."""
     return 1 << (n.bit_length() - 1) if n else 0
@@ -250,6 +256,24 @@ def candidates(gpu: Gpu | None, bucket: entries.Bucket) -> Sequence[entries.Foun
     return () if gpu is None or gpu.backend != "cuda" else entries.near(gpu, bucket)
 
 
+def nearest(gpu: Gpu | None, bucket: entries.Bucket, adapted: Callable[[entries.Found], _C | None]) -> _C | None:
+    """What `adapted` makes a choice of among the tuned entries for `bucket`, the nearest first, unless discarded."""
+    for found in candidates(gpu, bucket):
+        choice = adapted(found)
+        if choice is not None and not discarded(choice):
+            return choice
+    return None
+
+
+def are_blocks(value: Any, number: int) -> TypeGuard[list[int]]:
+    """Whether an entry's `block_sizes` are this number of powers of two, each from 16 to 256."""
+    return (
+        isinstance(value, list)
+        and len(value) == number
+        and all(type(block) is int and 16 <= block <= 256 and not block & (block - 1) for block in value)
+    )
+
+
 def tuned_digest(gpu: Gpu) -> str:
     """A digest of the tuned entries for `gpu`, on which plans depend."""
     return "" if gpu.backend != "cuda" else entries.digest(gpu)
@@ -257,15 +281,16 @@ def tuned_digest(gpu: Gpu) -> str:
 
 def _tuned(problem: Problem, variant: str) -> Choice | None:
     """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
-    for found in candidates(problem.gpu, bucket_of(problem)):
+
+    def usable(found: entries.Found) -> Choice | None:
         choice = _adapted(found, problem)
         # What was fastest with more rows per group may lose with fewer: see `_apart`.
         fits = choice.variant in _KERNELS[variant] and not (
             choice.variant == "tails" and problem.rows < found.entry.bucket.rows
         )
-        if fits and not discarded(choice) and why_illegal(choice, problem) is None:
-            return choice
-    return None
+        return choice if fits and why_illegal(choice, problem) is None else None
+
+    return nearest(problem.gpu, bucket_of(problem), usable)
 
 
 def _adapted(found: entries.Found, problem: Problem) -> Choice:

@@ -134,11 +134,7 @@ def _tuned(problem: Problem) -> Choice | None:
     """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
     if problem.a_columns:
         return None
-    for found in rules.candidates(problem.gpu, bucket_of(problem)):
-        choice = adapted(found.entry, problem, str(found.file))
-        if choice is not None and not rules.discarded(choice):
-            return choice
-    return None
+    return rules.nearest(problem.gpu, bucket_of(problem), lambda found: adapted(found.entry, problem, str(found.file)))
 
 
 def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | None:
@@ -147,9 +143,7 @@ def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | Non
         return Choice("bmm", source=source, entry=entry) if problem.bmm else None
     options = dict(entry.config)
     blocks = options.pop("block_sizes", None)
-    if not isinstance(blocks, list) or len(blocks) != 3 or entry.kernel not in ("folded", "batched"):
-        return None
-    if any(type(block) is not int or not 16 <= block <= 256 or block & (block - 1) for block in blocks):
+    if not rules.are_blocks(blocks, 3) or entry.kernel not in ("folded", "batched"):
         return None
     made = make(problem, blocks, entry.kernel, **options)
     sizes: Any = made.config.config["block_sizes"]

@@ -160,22 +160,14 @@ def _tuned(problem: Problem) -> Choice | None:
     bucket = bucket_of(problem)
     if bucket is None or not problem.aligned:
         return None
-    for found in rules.candidates(problem.gpu, bucket):
-        choice = adapted(found.entry, problem, str(found.file))
-        if choice is not None and not rules.discarded(choice):
-            return choice
-    return None
+    return rules.nearest(problem.gpu, bucket, lambda found: adapted(found.entry, problem, str(found.file)))
 
 
 def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | None:
     """The choice of an entry, if it is one; see `stored` for what its config is."""
     values: Any = [entry.config.get(name) for name in ("num_warps", "num_stages", "num_sm_multiplier")]
     blocks = entry.config.get("block_sizes")
-    if not isinstance(blocks, list) or len(blocks) != 3:
-        return None
-    if any(type(value) is not int or value < 1 for value in (*blocks, *values)):
-        return None
-    if any(block < 16 or block > 256 or block & (block - 1) for block in blocks):
+    if not rules.are_blocks(blocks, 3) or any(type(value) is not int or value < 1 for value in values):
         return None
     return replace(make(len(problem.shapes), *blocks, *values), source=source, entry=entry)
 

@@ -35,6 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_kernels.runtime import store
+from moe_kernels.runtime.attributes import replaced
 from moe_kernels.runtime.plan import Alloc, Builder, Call, Constant, Descriptor, Launch, Plan, Pointer, Request
 from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, least, most
 from moe_kernels.runtime.targets import Gpu
@@ -314,19 +315,6 @@ def _import(code: str) -> types.ModuleType:
 
 
 @contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """In here, attributes of `owner` that it has got have these values."""
-    before = {name: getattr(owner, name) for name in values if hasattr(owner, name)}
-    try:
-        for name in before:
-            setattr(owner, name, values[name])
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
 def _without_symmetric_memory() -> Iterator[None]:
     """Once there is a process group, Helion asks PyTorch which tensors are in symmetric memory. Where PyTorch cannot
     tell, as in 2.11, it would take all for such, and compile every grid as a loop of one program per SM.
@@ -372,10 +360,10 @@ def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
 
     name = "tensor_descriptor_runtime_alignment_signature"
     with (
-        _replaced(helion_environment.CompileEnvironment, _to_fake_tensor=symbolic_fake),
-        _replaced(helion_environment, **{name: alignment}),
-        _replaced(helion_kernel, **{name: alignment}),
-        _replaced(FakeTensor, data_ptr=lambda self: self.storage_offset() * self.element_size()),
+        replaced(helion_environment.CompileEnvironment, _to_fake_tensor=symbolic_fake),
+        replaced(helion_environment, **{name: alignment}),
+        replaced(helion_kernel, **{name: alignment}),
+        replaced(FakeTensor, data_ptr=lambda self: self.storage_offset() * self.element_size()),
     ):
         yield make
 

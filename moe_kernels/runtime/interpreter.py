@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,14 @@ import torch
 from triton import language as tl
 from triton.runtime import interpreter
 
+from moe_kernels.runtime.attributes import replaced
 from moe_kernels.runtime.plan import Constant, Launch, Pointer
+
+if not isinstance(tl.cdiv, interpreter.InterpretedFunction):
+    raise RuntimeError(
+        "TRITON_INTERPRET=1 was set after Triton had been imported, and Triton has no interpreter then: set it before, "
+        "as in `TRITON_INTERPRET=1 python program.py`"
+    )
 
 _one_at_a_time = threading.Lock()  # what replaces functions of Triton meanwhile
 
@@ -49,16 +56,6 @@ def _interpret(function: Any, grid: tuple[int, ...], *arguments: Any) -> None:
 
 
 @contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
 def _lean() -> Iterator[None]:
     """Triton's interpreter for one launch, without what takes most of its time: it would replace the functions of its
     language again at every call of a device function, and look for overflows that it reports in debug mode only. And
@@ -89,12 +86,8 @@ def _lean() -> Iterator[None]:
             return interpreter.TensorHandle(rounded, tl.bfloat16)
         return cast(src, dst_type)
 
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (builder, "create_dot", exact_dot),
-            (builder, "cast_impl", cast_exactly),
-            (interpreter, "_patch_lang", replace_once),
-            (builder, "options", options),
-        ):
-            stack.enter_context(_attribute(owner, name, value))
+    with (
+        replaced(builder, create_dot=exact_dot, cast_impl=cast_exactly, options=options),
+        replaced(interpreter, _patch_lang=replace_once),
+    ):
         yield

@@ -136,6 +136,11 @@ def contiguous_strides(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(math.prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+def lies_transposed(matrices: torch.Tensor | SymbolicTensor) -> bool:
+    """Whether `[.., a, b]` lies in memory as `[.., b, a]`."""
+    return matrices.stride(-2) == 1 != matrices.stride(-1)
+
+
 @dataclass(frozen=True)
 class SymbolicTensor:
     """A tensor of a plan: the variable that holds it, and where in its memory this view begins.

@@ -63,6 +63,18 @@ def reshaped(result: Tensor, shape: tuple[int, ...]) -> Tensor:
     return viewed
 
 
+def break_graph(reason: str) -> None:
+    """Let torch.compile end its graph here; with fullgraph=True its error gives the reason.
+
+    Raises:
+        RuntimeError: in torch.export, which cannot have more than one graph.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=reason)
+    elif torch.compiler.is_compiling():
+        raise RuntimeError(reason)
+
+
 def on_current_device(tensor: Tensor) -> bool:
     """Whether `tensor` is on the CUDA device that launches go to."""
     return tensor.is_cuda and tensor.get_device() == current_device()

@@ -687,10 +687,8 @@ WORKLOADS: dict[str, Callable[[Task, torch.device], Workload]] = {
 
 def bucket(task: Task, device: torch.device) -> Bucket:
     """What the entry for `task` is found by."""
-    from moe_kernels.kernels.declare import tf32_allowed  # imports Helion
-
     dtype = DTYPES[task.dtype]
-    name = entries.dtype_label(dtype, tf32_allowed(dtype))
+    name = entries.dtype_label(dtype, rules.tf32_allowed(dtype))
     G, rows = task.G, task.M
     if task.op == "grouped_gemm":
         G, M = fitting_groups(task, device)

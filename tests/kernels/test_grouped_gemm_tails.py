@@ -12,9 +12,8 @@ from drawing import draw, function, run
 
 from moe_kernels import kernels, rules
 from moe_kernels.kernels import grouped_gemm, tiles
-from moe_kernels.kernels.declare import lies_transposed
 from moe_kernels.runtime.plan import Builder
-from moe_kernels.runtime.symbolic import SymbolicTensor
+from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed
 from moe_kernels.testing import assert_grouped_gemm_close, make_inputs
 
 SIZES = {
