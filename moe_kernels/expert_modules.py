@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import reference
-from moe_kernels.glu import ACTIVATIONS, GLUSpec
+from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 
 
 class Layout(NamedTuple):
@@ -30,7 +30,7 @@ LAYOUTS = (
     Layout(("0",), "2", gated=False),  # nn.Sequential(Linear, activation, Linear)
 )
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_PLAIN = tuple(name for name in ACTIVATIONS if name != "clamped_swiglu")  # whose spec needs no more numbers
+_PLAIN = tuple(name for name in ACTIVATIONS if name not in CLAMPED)  # whose spec needs no more numbers
 
 
 class Stacked(NamedTuple):

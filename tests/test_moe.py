@@ -14,7 +14,7 @@ from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_kernels import MoE, group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
-from moe_kernels.glu import ACTIVATIONS, GLUSpec
+from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.ops import layer
 
 T, H, I, E, TOP_K = 4, 3, 2, 4, 2  # noqa: E741
@@ -32,6 +32,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "alpha": 1.3,
         "limit": 0.7,
     },
+    "DeepSeek-V4": {"activation": "clamped_silu", "limit": 0.7},
     "without a gate": {"gated": False, "activation": "relu_squared", "bias": True},
     "relu": {"gated": False, "activation": "relu"},
 }
@@ -85,6 +86,7 @@ def one_expert(x: Tensor, e: int, arguments: dict[str, Any]) -> Tensor:
         "relu": F.relu,
         "relu_squared": lambda x: F.relu(x) ** 2,
         "clamped_swiglu": lambda x: x * torch.sigmoid(options["alpha"] * x),
+        "clamped_silu": F.silu,
     }[activation]
     if not options.get("gated", True):
         act = f(h)
@@ -95,8 +97,10 @@ def one_expert(x: Tensor, e: int, arguments: dict[str, Any]) -> Tensor:
             gate, up = h[::2], h[1::2]
         else:
             gate, up = h.chunk(2)
+        if activation in CLAMPED:
+            gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
         if activation == "clamped_swiglu":
-            gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"]) + 1
+            up = up + 1
         act = f(gate) * up
     return product(act, "w_down", "down_bias")
 
@@ -234,7 +238,7 @@ def test_opcheck_of_the_activation() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_activations_backward_is_its_derivative(activation: str) -> None:
     for gated, two in ((True, False), (True, True), (False, False)):
-        if activation == "clamped_swiglu" and not gated:
+        if activation in CLAMPED and not gated:
             continue
         form = GLUSpec(activation, gated, gated and not two, 1.3, 0.7)
         h = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
@@ -314,6 +318,7 @@ def test_autocast_and_inference_mode() -> None:
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"activation": "swish"}, ValueError, "activation: expected one of silu, .*got 'swish'"),
     ({"activation": "clamped_swiglu", "gated": False}, ValueError, "gated: expected True for clamped_swiglu"),
+    ({"activation": "clamped_silu", "gated": False}, ValueError, "gated: expected True for clamped_silu"),
     ({"w_up": torch.zeros(E, I, H), "gated": False}, ValueError, "w_up: expected None for experts without a gate"),
     ({"w_up": torch.zeros(E, I, H), "interleaved": True}, ValueError, "interleaved: expected False unless"),
     ({"up_bias": torch.zeros(E, I)}, ValueError, "up_bias: expected None without w_up"),

@@ -142,7 +142,7 @@ def test_one_token(H: int, I: int, E: int, top_k: int) -> None:  # noqa: E741
         assert "ld.global.v4" in second["ptx"]
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "clamped_swiglu"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "clamped_swiglu", "clamped_silu"])
 @pytest.mark.parametrize(("R", "width"), [(65536, 768), (8192, 14336)])
 def test_activation(R: int, width: int, name: str) -> None:
     spec = GLUSpec(name, True, False, 1.702, 7.0)
