@@ -87,9 +87,10 @@ def experts_forward(
 ) -> Tensor:  # [T, H]
     """What transformers calls as the forward of a class that has `@use_experts_implementation`.
 
-    One `moe_mlp` if that has the class's activation and gate: the library's own gate, or one of a family in `_GATES`.
-    Else the class's `_apply_gate`, `act_fn` and `post_expert_norm` between the products. Ids of `num_experts` and
-    more, which stand for another rank's experts under the library's expert parallelism, are dropped.
+    One `moe_mlp` if the class leaves its gate to the library and `moe_mlp` has its activation, or for the gates of
+    gpt_oss, openai_privacy_filter, minimax_m3_vl, deepseek_v4, glm5_next and hy_v4. Else two products with the class's
+    own `_apply_gate` or `act_fn` between them, and its `post_expert_norm` behind them. Ids of `num_experts` and more,
+    which stand for another rank's experts under the library's expert parallelism, are dropped.
 
     Raises:
         TypeError: a weight is missing or in a format of its own.
@@ -144,20 +145,22 @@ def _activation_options(experts: nn.Module) -> dict[str, Any] | None:
     """Those of `moe_mlp`, if it computes all that this class does."""
     if getattr(experts, "has_post_expert_norm", False):
         return None
-    act_fn = getattr(experts, "act_fn", F.silu)  # classes without one have silu in their `_apply_gate`
-    name = _ACTIVATIONS.get(act_fn if act_fn is F.silu else type(act_fn))
     apply_gate = getattr(type(experts), "_apply_gate", None)
     if not experts.has_gate or apply_gate is _default_apply_gate:
-        concatenated = not experts.has_gate or experts.is_concatenated
-        return None if name is None or not concatenated else {"activation": name}
+        name = _activation(experts.act_fn) if experts.is_concatenated or not experts.has_gate else None
+        return None if name is None else {"activation": name}
     gate = _GATES.get(getattr(apply_gate, "__module__", ""))
-    if gate is None or name != "silu":
+    if gate is None or _activation(getattr(experts, "act_fn", F.silu)) != "silu":  # some have silu in the gate itself
         return None
     numbers: dict[str, Any] = {option: getattr(experts, attribute, None) for option, attribute in gate.numbers.items()}
     if None in numbers.values():
         return None
     options = {option: float(number) for option, number in numbers.items()}
     return {"activation": gate.activation, "interleaved": gate.interleaved, **options}
+
+
+def _activation(act_fn: Any) -> str | None:
+    return _ACTIVATIONS.get(act_fn if act_fn is F.silu else type(act_fn))
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, group_offsets: Tensor) -> Tensor:
