@@ -274,7 +274,8 @@ def test_fused_where_the_library_would_do_the_same(case: str, monkeypatch: pytes
     )
 
 
-FAMILIES = {  # with a gate or an activation function of their own: class, activation, alpha, limit
+FAMILIES = {  # class, activation, alpha, limit
+    # With a gate or an activation function of their own.
     "lfm2_moe": ("Lfm2MoeExperts", "silu", None, None),
     "gpt_oss": ("GptOssExperts", "clamped_swiglu", 1.3, 1.0),
     "minimax_m3_vl": ("MiniMaxM3VLExperts", "clamped_swiglu", 1.3, 1.0),
@@ -282,6 +283,11 @@ FAMILIES = {  # with a gate or an activation function of their own: class, activ
     "deepseek_v4": ("DeepseekV4Experts", "clamped_silu", None, 1.0),
     "glm5_next": ("Glm5NextTextExperts", "clamped_silu", None, 1.0),
     "hy_v4": ("HYV4Experts", "clamped_silu", None, 1.0),
+    # Their models read an image's sizes on the host, which is a graph break with any experts: their experts have none.
+    "ernie4_5_vl_moe": ("Ernie4_5_VLMoeMoeExperts", "silu", None, None),
+    "glm4v_moe": ("Glm4vMoeTextExperts", "silu", None, None),
+    "qwen3_omni_moe": ("Qwen3OmniMoeThinkerTextExperts", "silu", None, None),
+    "qwen4_exp": ("Qwen4ExpTextExperts", "silu", None, None),
 }
 
 
@@ -292,11 +298,12 @@ def make_family(family: str, hidden_act: str = "silu") -> Any:
     except ModuleNotFoundError:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     sizes = {"hidden_size": H, "intermediate_size": I, "moe_intermediate_size": I}
-    counts = {"num_experts": E, "num_local_experts": E, "num_experts_per_tok": TOP_K}
+    counts = {"num_experts": E, "num_local_experts": E, "n_routed_experts": E, "num_experts_per_tok": TOP_K}
     numbers = {"swiglu_alpha": 1.3, "swiglu_limit": 1, "hidden_act": hidden_act}
     config = SimpleNamespace(_experts_implementation=None, **sizes, **counts, **numbers)
     torch.manual_seed(0)
-    experts = getattr(module, FAMILIES[family][0])(config)
+    width = (I,) if family == "ernie4_5_vl_moe" else ()
+    experts = getattr(module, FAMILIES[family][0])(config, *width)
     for parameter in experts.parameters():
         nn.init.normal_(parameter)
     return experts
