@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_kernels.glu import ACTIVATIONS, GLUSpec
+from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
 
@@ -308,8 +308,8 @@ def _check_first_weights(
 def _check_spec(spec: GLUSpec, two_weights: bool, up_bias: bool) -> None:
     if spec.activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {spec.activation!r}")
-    if spec.activation == "clamped_swiglu" and not spec.gated:
-        raise ValueError("gated: expected True for clamped_swiglu, got False")
+    if spec.activation in CLAMPED and not spec.gated:
+        raise ValueError(f"gated: expected True for {spec.activation}, got False")
     if two_weights and not spec.gated:
         raise ValueError("w_up: expected None for experts without a gate, got a value")
     if spec.interleaved and (two_weights or not spec.gated):

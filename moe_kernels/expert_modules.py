@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import reference
-from moe_kernels.glu import ACTIVATIONS, GLUSpec
+from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 
 
 class Layout(NamedTuple):
@@ -32,7 +32,7 @@ LAYOUTS = (
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WITHOUT_DROPOUT = "turn it off, or call .eval() on the experts first if they are not to be trained"
-_PLAIN = tuple(name for name in ACTIVATIONS if name != "clamped_swiglu")  # whose spec needs no more numbers
+_PLAIN = tuple(name for name in ACTIVATIONS if name not in CLAMPED)  # whose spec needs no more numbers
 
 
 class Stacked(NamedTuple):

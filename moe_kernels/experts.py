@@ -43,12 +43,14 @@ def swiglu_ffn(
         group_offsets: `[E + 1]` int32 or int64.
         w_up: `[E, I, H]`, for weights that are kept apart.
         gate_up_bias, up_bias: `[E, 2I]` or `[E, I]`, added in float32.
-        activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu_squared"; or "clamped_swiglu", gpt-oss's
-            `gate * sigmoid(alpha * gate) * (up + 1)`, with gate at most `limit` and up within `-limit..limit`.
+        activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu_squared". Two more clamp gate to at most `limit`, and
+            up to `-limit..limit`: "clamped_swiglu", gpt-oss's `gate * sigmoid(alpha * gate) * (up + 1)`; and
+            "clamped_silu", DeepSeek-V4's `silu(gate) * up`. They need `gated`.
         gated: False for `act = f(rows @ w)`.
         transposed: weights are `[E, H, 2I]` or `[E, H, I]`.
         interleaved: gate and up take turns in the columns of `w_gate_up`, as in gpt-oss, gate first.
-        alpha, limit: of clamped_swiglu.
+        alpha: of "clamped_swiglu"; the default is gpt-oss's.
+        limit: of "clamped_swiglu" and "clamped_silu"; the default is gpt-oss's, and DeepSeek-V4 has 10.
 
     Returns:
         act `[M, I]`, of the promoted dtype of rows and weights.

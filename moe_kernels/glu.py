@@ -6,15 +6,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu")
+CLAMPED = ("clamped_swiglu", "clamped_silu")  # with a limit on gate and up
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", *CLAMPED)
 
 
 class GLUSpec(NamedTuple):
     """`act = f(gate) * up`, or `act = f(gate)` unless `gated`, for the f that `activation` names.
 
     Gate and up are the halves of the first product's columns, in this order, or the even and odd columns if
-    `interleaved`, or two products. "clamped_swiglu" is gpt-oss's `act = gate * sigmoid(alpha * gate) * (up + 1)`, with
-    gate at most `limit` and up within `-limit..limit`; nothing else looks at these two.
+    `interleaved`, or two products. The names in `CLAMPED` take gate at most at `limit`, and up within `-limit..limit`:
+    "clamped_swiglu" is gpt-oss's `act = gate * sigmoid(alpha * gate) * (up + 1)`, "clamped_silu" is DeepSeek-V4's
+    `act = silu(gate) * up`. No other activation uses `limit`, and only "clamped_swiglu" uses `alpha`.
     """
 
     activation: str

@@ -29,7 +29,7 @@ from .checks import (
     check_varied,
     clamp_offsets,
 )
-from .glu import GLUSpec
+from .glu import CLAMPED, GLUSpec
 from .packing import group_offsets_from_offs, group_sizes
 from .routing_maps import Routing
 
@@ -369,7 +369,7 @@ def activate_backward(
         g, u = _clamped(gate.to(compute), up.to(compute), spec)
         f, slope = _nonlinear(g, spec)
         act, d_gate, d_up = f * u, wd * u * slope, wd * f
-        if spec.activation == "clamped_swiglu":
+        if spec.activation in CLAMPED:
             d_gate = torch.where(gate <= spec.limit, d_gate, torch.zeros_like(d_gate))
             d_up = torch.where(up.abs() <= spec.limit, d_up, torch.zeros_like(d_up))
     if d_up is None or preact_up is not None:
@@ -392,15 +392,16 @@ def activate_backward(
 
 
 def _clamped(gate: Tensor, up: Tensor, spec: GLUSpec) -> tuple[Tensor, Tensor]:
-    if spec.activation != "clamped_swiglu":
+    if spec.activation not in CLAMPED:
         return gate, up
-    return gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit) + 1
+    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    return gate, up + 1 if spec.activation == "clamped_swiglu" else up
 
 
 def _nonlinear(x: Tensor, spec: GLUSpec) -> tuple[Tensor, Tensor]:
     """f(x) and its derivative."""
-    if spec.activation in ("silu", "clamped_swiglu"):
-        a = 1.0 if spec.activation == "silu" else spec.alpha
+    if spec.activation in ("silu", *CLAMPED):
+        a = spec.alpha if spec.activation == "clamped_swiglu" else 1.0
         s = torch.sigmoid(a * x)
         return x * s, s * (1 + a * x * (1 - s))
     if spec.activation == "gelu":

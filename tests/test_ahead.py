@@ -158,15 +158,17 @@ if importlib.util.find_spec("transformers") is not None:
     integration.register()
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2}
-    model = transformers.MixtralForCausalLM._from_config(transformers.MixtralConfig(**sizes)).to(torch.bfloat16)
-    model.set_experts_implementation("moe_kernels")
-    assert len(ahead.layers_of(model)) == 1
+    for name in ("Mixtral", "GptOss"):
+        config = getattr(transformers, f"{name}Config")(**sizes, head_dim=8)
+        model = getattr(transformers, f"{name}ForCausalLM")._from_config(config).to(torch.bfloat16)
+        model.set_experts_implementation("moe_kernels")
+        assert len(ahead.layers_of(model)) == 1
 
-    def call_model():
-        out = model(torch.zeros(2, 7, dtype=torch.int64)).logits
-        out.backward(torch.randn_like(out))
+        def call_model():
+            out = model(torch.zeros(2, 7, dtype=torch.int64)).logits
+            out.backward(torch.randn_like(out))
 
-    compare("transformers, training: True", model, 14, True, call_model)
+        compare(f"transformers, {name}, training: True", model, 14, True, call_model)
 print(json.dumps(found))
 """
 )
@@ -396,7 +398,7 @@ def test_a_class_of_token_counts_shares_its_plans(sizes: tuple[int, int, int, in
 
 
 def test_signatures_are_those_of_real_calls() -> None:
-    """On CPU tensors, forward and backward, for modules, a shape, and a model of transformers."""
+    """On CPU tensors, forward and backward, for modules, a shape, and models of transformers."""
     pytest.importorskip("helion")
     done = python("-c", SIGNATURES)
     assert done.returncode == 0, done.stderr

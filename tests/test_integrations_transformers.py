@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import requirements
+from moe_kernels import ahead, moe_mlp, requirements
 from moe_kernels.integrations import transformers as integration
 
 if integration._default_apply_gate is None:
@@ -211,17 +212,20 @@ def make_experts(flags: dict[str, bool], act: str) -> Any:
     return experts
 
 
-def experts_step(experts: Any, implementation: str, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+def experts_step(
+    experts: Any, implementation: str, dtype: torch.dtype, device: str = "cpu", ids: Tensor = IDS, forward: Any = None
+) -> dict[str, Tensor]:
     """The output and every gradient; the router's weights are zeros where the id is a sentinel, as in the library."""
     experts.to(device, dtype).zero_grad()
     experts.config._experts_implementation = implementation
     generator = torch.Generator().manual_seed(1)
     hidden, weights, upstream = (torch.randn(5, n, generator=generator).bfloat16() for n in (H, TOP_K, H))
-    weights = weights.masked_fill(IDS >= E, 0)
+    weights = weights.masked_fill(ids >= E, 0)
     hidden, weights, upstream = (x.to(device, dtype) for x in (hidden, weights, upstream))
     hidden.requires_grad_()
     weights.requires_grad_()
-    out = experts(hidden, IDS.to(device, copy=True), weights)  # batched_mm of 5.8 writes into the ids
+    ids = ids.to(device, copy=True)  # batched_mm of 5.8 writes into the ids
+    out = (experts if forward is None else forward)(hidden, ids, weights)
     assert out.dtype == dtype
     out.backward(upstream)
     gradients = {name: p.grad.double() for name, p in experts.named_parameters()}
@@ -268,6 +272,109 @@ def test_fused_where_the_library_would_do_the_same(case: str, monkeypatch: pytes
     assert len(calls) == (
         case not in ("an activation of its own", "the same without a gate", "a gate of its own", "norm")
     )
+
+
+FAMILIES = {  # class, activation, alpha, limit
+    # With a gate or an activation function of their own.
+    "lfm2_moe": ("Lfm2MoeExperts", "silu", None, None),
+    "gpt_oss": ("GptOssExperts", "clamped_swiglu", 1.3, 1.0),
+    "minimax_m3_vl": ("MiniMaxM3VLExperts", "clamped_swiglu", 1.3, 1.0),
+    "openai_privacy_filter": ("OpenAIPrivacyFilterExperts", "clamped_swiglu", 1.3, 1.0),
+    "deepseek_v4": ("DeepseekV4Experts", "clamped_silu", None, 1.0),
+    "glm5_next": ("Glm5NextTextExperts", "clamped_silu", None, 1.0),
+    "hy_v4": ("HYV4Experts", "clamped_silu", None, 1.0),
+    # Their models read an image's sizes on the host, which is a graph break with any experts: their experts have none.
+    "ernie4_5_vl_moe": ("Ernie4_5_VLMoeMoeExperts", "silu", None, None),
+    "glm4v_moe": ("Glm4vMoeTextExperts", "silu", None, None),
+    "qwen3_omni_moe": ("Qwen3OmniMoeThinkerTextExperts", "silu", None, None),
+    "qwen4_exp": ("Qwen4ExpTextExperts", "silu", None, None),
+}
+
+
+def make_family(family: str, hidden_act: str = "silu") -> Any:
+    """The library's experts, with weights that take gate and up past their limit on both sides."""
+    name = FAMILIES[family][0]
+    try:
+        experts_class = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    except (ModuleNotFoundError, AttributeError):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    sizes = {"hidden_size": H, "intermediate_size": I, "moe_intermediate_size": I, "num_experts_per_tok": TOP_K}
+    counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E)
+    numbers = {"swiglu_alpha": 1.3, "swiglu_limit": 1, "hidden_act": hidden_act}
+    config = SimpleNamespace(_experts_implementation=None, **sizes, **counts, **numbers)
+    torch.manual_seed(0)
+    width = (I,) if family == "ernie4_5_vl_moe" else ()
+    experts = experts_class(config, *width)
+    if family in ("gpt_oss", "openai_privacy_filter"):
+        experts.alpha, experts.limit = 1.3, 1  # constants in older versions of the library
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    return experts
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_fused(family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and every gradient, against the family's own loop over experts."""
+    asked_for = []
+
+    def noted(*arguments: Any, **options: Any) -> Tensor:
+        asked_for.append(tuple(options.get(name) for name in ("activation", "alpha", "limit")))
+        return moe_mlp(*arguments, **options)
+
+    monkeypatch.setattr(integration, "moe_mlp", noted)
+    experts = make_family(family)
+    exact = experts_step(experts, "batched_mm", torch.float64, ids=IDS % E)  # the loop of one family is float32
+    plain = experts_step(experts, "eager", torch.float32, ids=IDS % E)
+    assert asked_for == []
+    forward = torch.compile(experts, fullgraph=True, backend="aot_eager") if compiled else None
+    ours = experts_step(experts, "moe_kernels", torch.float32, ids=IDS % E, forward=forward)
+    assert asked_for == [FAMILIES[family][1:]]
+    assert_close(ours, plain, exact, 4 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_on_the_gpu(family: str) -> None:
+    experts = make_family(family)
+    exact = experts_step(experts, "batched_mm", torch.float64, "cuda", IDS % E)
+    plain = experts_step(experts, "eager", torch.float32, "cuda", IDS % E)
+    ours = experts_step(experts, "moe_kernels", torch.float32, "cuda", IDS % E)
+    assert_close(ours, plain, exact, 16 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_made_ahead(family: str) -> None:
+    experts = make_family(family)
+    experts.config._experts_implementation = "moe_kernels"
+    activation, alpha, limit = FAMILIES[family][1:]
+    (wanted,) = {
+        one.options[-1]
+        for one in ahead.collect(ahead._calls(experts, [9], training=False))
+        if one.operator == "moe_layer"
+    }
+    assert wanted.activation == activation
+    assert wanted.alpha == alpha or alpha is None
+    assert wanted.limit == limit or limit is None
+
+
+def test_gates_that_differ_from_those_of_the_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another activation function, no limit, and a class of one's own: by the class's own gate."""
+    monkeypatch.setattr(integration, "moe_mlp", None)
+    limitless = make_family("deepseek_v4")
+    del limitless.limit
+
+    def apply_gate(self: Any, h: Tensor) -> Tensor:
+        return h[..., ::2]
+
+    limitless._apply_gate = apply_gate.__get__(limitless)
+    derived = make_family("gpt_oss")
+    derived.__class__ = type("Derived", (type(derived),), {"_apply_gate": apply_gate})
+    for experts in (limitless, derived, make_family("deepseek_v4", hidden_act="gelu")):
+        ours = experts_step(experts, "moe_kernels", torch.float64, ids=IDS % E)
+        expected = experts_step(experts, "batched_mm", torch.float64, ids=IDS % E)
+        torch.testing.assert_close(ours, expected)
 
 
 def test_ids_are_validated_unless_there_are_sentinels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from moe_kernels import (
     topk_sigmoid,
     topk_softmax,
 )
-from moe_kernels.glu import ACTIVATIONS, GLUSpec
+from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.ops import layer
 from moe_kernels.runtime import torch_internals
 
@@ -42,6 +42,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "alpha": 1.3,
         "limit": 0.7,
     },
+    "DeepSeek-V4": {"activation": "clamped_silu", "limit": 0.7},
     "without a gate": {"gated": False, "activation": "relu_squared", "bias": True},
     "relu": {"gated": False, "activation": "relu"},
 }
@@ -95,6 +96,7 @@ def one_expert(x: Tensor, e: int, arguments: dict[str, Any]) -> Tensor:
         "relu": F.relu,
         "relu_squared": lambda x: F.relu(x) ** 2,
         "clamped_swiglu": lambda x: x * torch.sigmoid(options["alpha"] * x),
+        "clamped_silu": F.silu,
     }[activation]
     if not options.get("gated", True):
         act = f(h)
@@ -105,8 +107,10 @@ def one_expert(x: Tensor, e: int, arguments: dict[str, Any]) -> Tensor:
             gate, up = h[::2], h[1::2]
         else:
             gate, up = h.chunk(2)
+        if activation in CLAMPED:
+            gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
         if activation == "clamped_swiglu":
-            gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"]) + 1
+            up = up + 1
         act = f(gate) * up
     return product(act, "w_down", "down_bias")
 
@@ -244,7 +248,7 @@ def test_opcheck_of_the_activation() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_activations_backward_is_its_derivative(activation: str) -> None:
     for gated, two in ((True, False), (True, True), (False, False)):
-        if activation == "clamped_swiglu" and not gated:
+        if activation in CLAMPED and not gated:
             continue
         form = GLUSpec(activation, gated, gated and not two, 1.3, 0.7)
         h = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
@@ -324,6 +328,7 @@ def test_autocast_and_inference_mode() -> None:
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"activation": "swish"}, ValueError, "activation: expected one of silu, .*got 'swish'"),
     ({"activation": "clamped_swiglu", "gated": False}, ValueError, "gated: expected True for clamped_swiglu"),
+    ({"activation": "clamped_silu", "gated": False}, ValueError, "gated: expected True for clamped_silu"),
     ({"w_up": torch.zeros(E, I, H), "gated": False}, ValueError, "w_up: expected None for experts without a gate"),
     ({"w_up": torch.zeros(E, I, H), "interleaved": True}, ValueError, "interleaved: expected False unless"),
     ({"up_bias": torch.zeros(E, I)}, ValueError, "up_bias: expected None without w_up"),

@@ -9,9 +9,10 @@ model.set_experts_implementation("moe_kernels")
 from __future__ import annotations
 
 from importlib import metadata, util
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moe_kernels import requirements
 from moe_kernels.experts import moe_mlp
@@ -19,8 +20,30 @@ from moe_kernels.grouped_gemm import grouped_gemm, grouped_mm
 from moe_kernels.routing import permute, route, unpermute
 
 TESTED = ("5.8", "5.23")  # the oldest and the newest minor version that the tests were run with
-_ACTIVATIONS: dict[type, str] = {}  # the library's class -> the name that moe_mlp has for it
+_ACTIVATIONS: dict[Any, str] = {}  # the library's function, or class of modules -> the name that moe_mlp has for it
 _default_apply_gate: Any = None
+
+
+class _Gate(NamedTuple):
+    """What `moe_mlp` has for an `_apply_gate` that a class defines itself."""
+
+    activation: str
+    numbers: dict[str, str]  # options of moe_mlp, and the attributes of the experts with their values
+    interleaved: bool = False
+
+
+# By the module that defines the method. torch.compile does not give a method's qualified name as it is.
+_GATES = {
+    f"transformers.models.{family}.modeling_{family}": gate
+    for family, gate in {
+        "gpt_oss": _Gate("clamped_swiglu", {"alpha": "alpha", "limit": "limit"}, interleaved=True),
+        "openai_privacy_filter": _Gate("clamped_swiglu", {"alpha": "alpha", "limit": "limit"}),
+        "minimax_m3_vl": _Gate("clamped_swiglu", {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}),
+        "deepseek_v4": _Gate("clamped_silu", {"limit": "limit"}),
+        "glm5_next": _Gate("clamped_silu", {"limit": "swiglu_limit"}),
+        "hy_v4": _Gate("clamped_silu", {"limit": "swiglu_limit"}),
+    }.items()
+}
 
 if util.find_spec("transformers") is not None and util.find_spec("transformers.integrations.moe") is not None:
     from transformers import activations
@@ -28,6 +51,7 @@ if util.find_spec("transformers") is not None and util.find_spec("transformers.i
 
     _default_apply_gate = registry._default_apply_gate
     _ACTIVATIONS = {
+        F.silu: "silu",
         activations.SiLUActivation: "silu",
         nn.SiLU: "silu",
         activations.GELUActivation: "gelu",
@@ -63,8 +87,9 @@ def experts_forward(
 ) -> Tensor:  # [T, H]
     """What transformers calls as the forward of a class that has `@use_experts_implementation`.
 
-    One `moe_mlp` where the class leaves its gate to the library and the activation is one that `moe_mlp` has; else the
-    class's own `_apply_gate`, `act_fn` and `post_expert_norm` between the products. Ids of `num_experts` and more,
+    One `moe_mlp` if the class leaves its gate to the library and `moe_mlp` has its activation, or for the gates of
+    gpt_oss, openai_privacy_filter, minimax_m3_vl, deepseek_v4, glm5_next and hy_v4. Else two products with the class's
+    own `_apply_gate` or `act_fn` between them, and its `post_expert_norm` behind them. Ids of `num_experts` and more,
     which stand for another rank's experts under the library's expert parallelism, are dropped.
 
     Raises:
@@ -77,7 +102,7 @@ def experts_forward(
     if experts.has_bias:
         b_in, b_out = _tensor(experts, f"{in_name}_bias"), _tensor(experts, "down_proj_bias")
     validate = False if getattr(experts, "_is_expert_parallel", True) else None
-    activation = _fused_activation(experts)
+    activation = _activation_options(experts)
     if activation is not None:
         out = moe_mlp(
             hidden_states,
@@ -87,10 +112,10 @@ def experts_forward(
             w_out,
             gate_up_bias=b_in,
             down_bias=b_out,
-            activation=activation,
             gated=bool(experts.has_gate),
             transposed=bool(experts.is_transposed),
             validate=validate,
+            **activation,
         )
         return out.to(hidden_states.dtype)
 
@@ -116,14 +141,26 @@ def _tensor(experts: nn.Module, name: str) -> Tensor:
     return value
 
 
-def _fused_activation(experts: nn.Module) -> str | None:
-    """The name of the activation if `moe_mlp` computes all that this class does."""
+def _activation_options(experts: nn.Module) -> dict[str, Any] | None:
+    """Those of `moe_mlp`, if it computes all that this class does."""
     if getattr(experts, "has_post_expert_norm", False):
         return None
-    own_gate = getattr(type(experts), "_apply_gate", None) is not _default_apply_gate
-    if experts.has_gate and (own_gate or not experts.is_concatenated):
+    apply_gate = getattr(type(experts), "_apply_gate", None)
+    if not experts.has_gate or apply_gate is _default_apply_gate:
+        name = _activation(experts.act_fn) if experts.is_concatenated or not experts.has_gate else None
+        return None if name is None else {"activation": name}
+    gate = _GATES.get(getattr(apply_gate, "__module__", ""))
+    if gate is None or _activation(getattr(experts, "act_fn", F.silu)) != "silu":  # some have silu in the gate itself
         return None
-    return _ACTIVATIONS.get(type(experts.act_fn))
+    numbers: dict[str, Any] = {option: getattr(experts, attribute, None) for option, attribute in gate.numbers.items()}
+    if None in numbers.values():
+        return None
+    options = {option: float(number) for option, number in numbers.items()}
+    return {"activation": gate.activation, "interleaved": gate.interleaved, **options}
+
+
+def _activation(act_fn: Any) -> str | None:
+    return _ACTIVATIONS.get(act_fn if act_fn is F.silu else type(act_fn))
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, group_offsets: Tensor) -> Tensor:

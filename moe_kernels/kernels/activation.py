@@ -1,7 +1,8 @@
 """What stands between the two products of an expert, elementwise, computed in float32.
 
-act = f(gate) * up          or f(gate) where there is no up
-clamped_swiglu (gpt-oss):   act = gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within +-limit
+act = f(gate) * up              or f(gate) where there is no up
+clamped_swiglu (gpt-oss):       act = gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within +-limit
+clamped_silu (DeepSeek-V4):     act = silu(gate) * up, with the same limits
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import helion.language as hl
 import torch
 
-from moe_kernels.glu import GLUSpec
+from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import decode_odd
 from moe_kernels.rules import by_rows
@@ -30,7 +31,7 @@ def _exp(x: torch.Tensor) -> torch.Tensor:
 
 def nonlinear(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
     """f(x)."""
-    if name == "silu":
+    if name in ("silu", "clamped_silu"):
         return x * torch.sigmoid(x)
     if name == "clamped_swiglu":
         return x * torch.sigmoid(alpha * x)
@@ -46,7 +47,7 @@ def nonlinear(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
 
 def _slope(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
     """f'(x)."""
-    if name == "silu":
+    if name in ("silu", "clamped_silu"):
         s = torch.sigmoid(x)
         return s * (1.0 + x * (1.0 - s))
     if name == "clamped_swiglu":
@@ -67,10 +68,16 @@ def activated(gate: torch.Tensor, up: torch.Tensor | None, name: str, alpha: flo
     """act, of float32 tiles."""
     if up is None:
         return nonlinear(gate, name, alpha)
-    if name == "clamped_swiglu":
+    if name in CLAMPED:
         gate = torch.clamp(gate, max=limit)
-        return nonlinear(gate, name, alpha) * (torch.clamp(up, min=-limit, max=limit) + 1.0)
+        return nonlinear(gate, name, alpha) * _clamped_up(up, name, limit)
     return nonlinear(gate, name, alpha) * up
+
+
+def _clamped_up(up: torch.Tensor, name: str, limit: float) -> torch.Tensor:
+    """The factor of f(gate)."""
+    up = torch.clamp(up, min=-limit, max=limit)
+    return up + 1.0 if name == "clamped_swiglu" else up
 
 
 @kernel(lambda act, *_: by_rows(act.size(1)))
@@ -183,9 +190,9 @@ def _gated_backward(
     gate: torch.Tensor, up: torch.Tensor, d: torch.Tensor, name: str, alpha: float, limit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of gate and up, of float32 tiles."""
-    if name == "clamped_swiglu":
+    if name in CLAMPED:
         g = torch.clamp(gate, max=limit)
-        u = torch.clamp(up, min=-limit, max=limit) + 1.0
+        u = _clamped_up(up, name, limit)
         d_gate = torch.where(gate <= limit, d * u * _slope(g, name, alpha), 0.0)
         d_up = torch.where((up >= -limit) & (up <= limit), d * nonlinear(g, name, alpha), 0.0)
         return d_gate, d_up

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_kernels import group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
-from moe_kernels.glu import ACTIVATIONS, GLUSpec
+from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.kernels import layer as planners
 from moe_kernels.kernels import one_token
 from moe_kernels.ops import activate, activate_backward
@@ -30,6 +30,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "SwiGLU": {},
     "two weights, biases": {"two": True, "bias": True, "activation": "gelu"},
     "gpt-oss": {"interleaved": True, "transposed": True, "bias": True, "activation": "clamped_swiglu", "limit": 5.0},
+    "DeepSeek-V4": {"activation": "clamped_silu", "limit": 5.0},
     "without a gate": {"gated": False, "activation": "relu_squared", "transposed": True},
 }
 
@@ -108,7 +109,7 @@ def assert_layer_close(tensors: dict[str, torch.Tensor], ids: torch.Tensor, opti
         assert value.stride() == plain[name].stride() or name == "out" or value.is_contiguous()
 
 
-@pytest.mark.parametrize("name", ["SwiGLU", "gpt-oss"])
+@pytest.mark.parametrize("name", ["SwiGLU", "gpt-oss", "DeepSeek-V4"])
 def test_layers(name: str, device: str) -> None:
     assert_layer_close(*make(LAYERS[name], 20, 24, 40, 5, 2, device, torch.float16))
 
@@ -149,6 +150,7 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
     "SwiGLU": {},
     "two weights, biases": LAYERS["two weights, biases"],
     "gpt-oss's, by rows": LAYERS["gpt-oss"] | {"transposed": False},
+    "DeepSeek-V4": LAYERS["DeepSeek-V4"] | {"limit": 1.0},
     "without a gate": {"gated": False, "activation": "relu_squared", "bias": True},
 }
 
@@ -335,7 +337,7 @@ def test_activations(activation: str, dtype: torch.dtype, device: str) -> None:
     for gated, two in ((True, False), (True, True), (False, False)):
         if device == "cpu" and (gated, two) != (True, activation == "silu"):
             continue
-        if activation == "clamped_swiglu" and not gated:
+        if activation in CLAMPED and not gated:
             continue
         spec = GLUSpec(activation, gated, gated and not two and dtype == torch.float32, 1.3, 0.7)
         preact = torch.randn(6, 40, device=device).to(dtype)

@@ -19,6 +19,7 @@ from moe_kernels.testing import assert_within_budget
 
 NAN = float("nan")
 SILU, GPT_OSS = GLUSpec("silu", True, False, 0.0, 0.0), GLUSpec("clamped_swiglu", True, True, 1.702, 7.0)
+DEEPSEEK_V4 = GLUSpec("clamped_silu", True, False, 0.0, 1.0)
 
 
 def multiply_into(
@@ -90,8 +91,8 @@ def offsets(values: list[int], device: str) -> torch.Tensor:
 @pytest.mark.parametrize("values", [[3, 10, 10, 30, 45], [0, 100, 390]], ids=["few rows", "many rows"])
 @pytest.mark.parametrize(
     ("spec", "columns", "all_tensors"),
-    [(SILU, False, False), (SILU, False, True), (GPT_OSS, True, True)],
-    ids=["silu", "silu, bias, saved", "gpt-oss, columns, bias, saved"],
+    [(SILU, False, False), (SILU, False, True), (GPT_OSS, True, True), (DEEPSEEK_V4, False, False)],
+    ids=["silu", "silu, bias, saved", "gpt-oss, columns, bias, saved", "clamped silu"],
 )
 def test_rows(values: list[int], spec: GLUSpec, columns: bool, all_tensors: bool, device: str) -> None:
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from sm90 import H200, empty, lowered, ptxas_says, requests
 from sm90 import report as report_of
 
 from moe_kernels import rules
-from moe_kernels.glu import GLUSpec
+from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.kernels import layer
 from moe_kernels.ops.layer import (
     ACTIVATE,
@@ -142,7 +142,7 @@ def test_one_token(H: int, I: int, E: int, top_k: int) -> None:  # noqa: E741
         assert "ld.global.v4" in second["ptx"]
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "clamped_swiglu"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "clamped_swiglu", "clamped_silu"])
 @pytest.mark.parametrize(("R", "width"), [(65536, 768), (8192, 14336)])
 def test_activation(R: int, width: int, name: str) -> None:
     spec = GLUSpec(name, True, False, 1.702, 7.0)
@@ -168,6 +168,14 @@ def test_swiglu_of_many_rows(keep: bool, bias: bool, top_k: int) -> None:
     assert report["code"].count("_desc.store(") == (3 if keep else 1)
     assert report["wgmma"] > 0
     assert "flatten=True" in report["code"]
+    assert "serialized" not in ptxas_says(report["ptx"])
+
+
+@pytest.mark.parametrize("activation", CLAMPED)
+def test_swiglu_with_limits(activation: str) -> None:
+    spec = GLUSpec(activation, True, False, 1.702, 7.0)
+    report = swiglu_report(65536, 2048, 768, 128, keep=True, bias=True, top_k=8, spec=spec)
+    assert report["wgmma"] > 0
     assert "serialized" not in ptxas_says(report["ptx"])
 
 
@@ -211,11 +219,12 @@ def swiglu_report(
     bias: bool = False,
     top_k: int = 0,
     dtype: torch.dtype = torch.bfloat16,
+    spec: GLUSpec = SILU,
 ) -> dict[str, Any]:
     """Of the fused first half; with a `top_k`, as a part of a layer."""
     w_in = empty(E, H, 2 * I, dtype=dtype) if columns else empty(E, 2 * I, H, dtype=dtype).mT
     b_in = empty(E, 2 * I, dtype=dtype) if bias else None
-    hidden, options = empty(M // max(top_k, 1), H, dtype=dtype), (keep, False, SILU)
+    hidden, options = empty(M // max(top_k, 1), H, dtype=dtype), (keep, False, spec)
     if top_k:
         routing = f32(M // top_k, top_k), i32(E + 1), i32(M), i32(M)
         w_out = empty(E, H, I, dtype=dtype).mT
