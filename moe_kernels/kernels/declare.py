@@ -11,6 +11,7 @@ import torch
 from helion.runtime.settings import default_autotuner_fn
 
 from moe_kernels.rules.config import Config
+from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.runtime.targets import Gpu
 
@@ -46,6 +47,18 @@ def kernel(
 def tf32_allowed(dtype: torch.dtype) -> bool:
     """Whether PyTorch's settings let products of `dtype` be computed in tf32."""
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def left_operand(builder: Builder, A: SymbolicTensor, other: torch.dtype) -> SymbolicTensor:
+    """`A` for products with an operand of dtype `other`: a copy in their common type where that may be tf32.
+
+    Converted by the kernel, A would be multiplied from registers, which the next step overwrites while Triton 3.6 lets
+    the asynchronous product still read them. The right operand is always stored to shared memory first.
+    """
+    dtype = torch.promote_types(A.dtype, other)
+    if A.dtype == dtype or not tf32_allowed(dtype):
+        return A
+    return builder.call("cast", (A,), (A.shape, dtype), dtype)
 
 
 def tma_readable(gpu: Gpu, tensor: SymbolicTensor) -> bool:

@@ -61,3 +61,9 @@ def fresh_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
     with set_aside():
         yield
+
+
+@pytest.fixture
+def tf32(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's setting allows tf32 for products of float32."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")

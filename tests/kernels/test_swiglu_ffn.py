@@ -189,6 +189,17 @@ def test_pytorchs_tf32_setting_decides_for_float32_weights(dtype: torch.dtype, d
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("M", [20, 300])
+def test_rows_cast_for_tf32(M: int, device: str) -> None:
+    rows = torch.randn(M, 32, device=device).bfloat16()
+    w = (torch.randn(1, 48, 32, device=device) * 32**-0.5).half()
+    group_offsets = offsets([0, M], device)
+    exact = reference.swiglu_ffn(rows.double(), w.double(), group_offsets)
+    plain = reference.swiglu_ffn(rows, w, group_offsets)
+    assert_within_budget(swiglu_ffn(rows, w, group_offsets), plain, exact, scale=16 * exact.abs().max().item())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its allocator decides what lies where")
 @pytest.mark.parametrize("M", [20, 300])
 def test_weights_that_are_neighbours_by_chance(M: int, device: str) -> None:
