@@ -64,6 +64,9 @@ def fresh_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @pytest.fixture
-def tf32(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def tf32(fresh_plans: None) -> Iterator[None]:
     """PyTorch's setting allows tf32 for products of float32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before

@@ -124,6 +124,19 @@ def test_gathered(T: int, top_k: int, E: int, device: str) -> None:
     )
 
 
+@pytest.mark.parametrize(("H", "I"), [(1, 4), (4, 1), (1, 1)])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_extents_of_1_with_many_rows(H: int, I: int, top_k: int, device: str) -> None:  # noqa: E741
+    """Nothing beside the tensors is read, though shapes are static from 128 rows per expert on."""
+    M, group_offsets = 256, offsets([0, 128, 256], device)
+    weight, bias = torch.randn(2, 2 * I, H, device=device), torch.randn(2, 2 * I, device=device)
+    hidden = torch.randn(M // max(top_k, 1), H, device=device)
+    row_to_slot = torch.randperm(M, device=device).int() if top_k else None
+    rows = hidden if row_to_slot is None else hidden[row_to_slot // top_k]
+    gathered: dict[str, Any] = {"A": hidden, "row_to_slot": row_to_slot, "top_k": top_k} if top_k else {}
+    assert_launch_close(rows, weight, group_offsets, SILU, bias=bias, save_preact=True, **gathered)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("save_preact", [False, True])

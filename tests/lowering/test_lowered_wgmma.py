@@ -7,7 +7,7 @@ float32 in tf32.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,11 +38,14 @@ columns = pytest.mark.parametrize("transposed", [False, True], ids=["rows", "col
 
 
 @pytest.fixture(autouse=True)
-def _tf32_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+def _tf32_by_rule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     monkeypatch.setattr(rules, "candidates", lambda *_: ())
     monkeypatch.setattr(uniform, "choose", uniform.by_kernel)
     monkeypatch.setattr(layer, "fuses", lambda *_: True)
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
 
 
 def matrix(*shape: int, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
