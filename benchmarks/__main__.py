@@ -64,7 +64,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         const=Path(),
         metavar="FILE",
-        help="default: benchmarks/results/<gpu>/, and without a GPU none",
+        help="default: files of benchmarks/results/<gpu>/; needed without a GPU",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="bar charts and rooflines, as PNG")
@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refused("needs a CUDA GPU, and TRITON_INTERPRET unset; only `--suite smoke` runs without")
     if on_cpu and options.timing == ["graph"]:
         return _refused("there are no CUDA graphs without a CUDA GPU")
+    if on_cpu and options.json == Path():
+        return _refused("--json: name a FILE; only results of a GPU have a folder")
     if options.plot and (reason := missing()) is not None:
         return _refused(reason)
     for suite in suites:
@@ -179,13 +181,14 @@ def _write(results: run.Results, options: argparse.Namespace) -> None:
 
 
 def _json_files(results: run.Results, options: argparse.Namespace) -> dict[Path, run.Results]:
-    """Everything in the file that --json names; without a name a file for each suite, if a GPU was measured."""
+    """Everything in the file that --json names; without a name a file for each suite."""
     if options.json is None:
         return {}
     if options.json != Path():
         return {options.json: results}
     folder = run.folder(results.meta)
-    return {folder / f"{suite}.json": results.of(suite) for suite in results.suites} if folder else {}
+    assert folder is not None, "of results without a GPU"
+    return {folder / f"{suite}.json": results.of(suite) for suite in results.suites}
 
 
 def _words(options: argparse.Namespace) -> list[str]:

@@ -36,9 +36,9 @@ Needs torch, triton and helion. Exits with 0 if every check passed, otherwise wi
 
 _INFO = """\
 Prints the GPU and its driver, the versions of Python and the packages, whether Triton's interpreter is on, which
-kernel and config a few typical shapes get and from where (a file of tuned configs, with the distance of its entry
-in factors of two, or the rule), and what is missing, with the command that installs it. With --model, what that model's
-layer launches for each class of token counts, and how many kernels and configs that takes; this needs Helion.
+variant, kernel and config a few typical shapes get and from where (a file of tuned configs, with the distance of its
+entry in factors of two, or the rule), and what is missing, with the command that installs it. With --model, what that
+model's layer launches for each class of token counts, and how many kernels and configs that takes; this needs Helion.
 
 Needs torch only. Exits with 0."""
 
@@ -49,6 +49,7 @@ _TYPICAL = [
     ("Qwen3-30B-A3B, decode", 128, 512, 1536, 2048, torch.bfloat16),
     ("Qwen3-30B-A3B, prefill, float32", 128, 65536, 1536, 2048, torch.float32),
 ]
+_KERNELS = {"basic": "jagged", "persistent": "jagged_persistent", "tails": "jagged_tails"}
 _PACKAGES = ("torch", "triton", "helion", "numpy")
 _ROUNDS = 20
 
@@ -225,6 +226,8 @@ def _print_configs() -> None:
             gpu=gpu,
         )
         choice = rules.choose(problem)
+        # `jagged_tails` is one of the kernels that "persistent" asks for.
+        variant = "basic" if choice.variant == "basic" else "persistent"
         limit = rules.tails_from_rows(problem) if choice.variant == "tails" else rules.PERSISTENT_FROM_ROWS
         because = f"rule: {mean_rows} rows per group {'>=' if mean_rows >= limit else '<'} {limit}"
         if choice.entry is not None:
@@ -236,14 +239,15 @@ def _print_configs() -> None:
             [
                 name,
                 f"{G}, {M}, {N}, {K}",
-                choice.variant,
+                variant,
                 because,
+                _KERNELS[choice.variant],
                 f"block_m {choice.block_m}, blocks {values['block_sizes']}, "
                 f"{values['num_warps']} warps, {values['num_stages']} stages, "
                 f"{len(choice.addressing.tma)} of 3 tensors by TMA",
             ]
         )
-    _print_table(["layer", "G, M, N, K", "kernel", "because", "config"], rows)
+    _print_table(["layer", "G, M, N, K", "variant", "because", "kernel", "config"], rows)
 
 
 def _gpu() -> str | None:

@@ -675,12 +675,10 @@ def test_where_json_goes_without_a_name() -> None:
     assert all(len(part.records) == 1 for part in files.values())
 
 
-def test_a_cpu_writes_no_file_without_a_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["--suite", "smoke", "--layout", "gkn", "--providers", "torch", "--json"]) == 0
-    assert "Written" not in capsys.readouterr().out and not list(tmp_path.iterdir())
+def test_a_file_has_to_be_named_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--suite", "smoke", "--layout", "gkn", "--providers", "torch", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert "--json: name a FILE" in captured.err and not captured.out
     assert run.folder(run.meta(CPU, "command")) is None
 
 

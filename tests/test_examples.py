@@ -17,10 +17,15 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def run(*command: str) -> str:
+def start(*command: str) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "HELION_FORCE_AUTOTUNE")}
     env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300, check=False)
+    command = (sys.executable, *command)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def run(*command: str) -> str:
+    done = start(*command)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -80,6 +85,19 @@ def test_moe_layer_example() -> None:
     losses = re.findall(r"loss (\S+)", run(str(ROOT / "examples" / "moe_layer.py")))
     assert len(losses) == 10
     assert float(losses[-1]) < float(losses[0])
+
+
+def test_moe_layer_example_compares_with_something_else() -> None:
+    """A fault in what the layer runs without a GPU shows."""
+    faulty = f"""
+import runpy
+from moe_kernels import reference
+right = reference.grouped_linear
+reference.grouped_linear = lambda *args: right(*args) * 1.01
+runpy.run_path({str(ROOT / "examples" / "moe_layer.py")!r}, run_name="__main__")
+"""
+    done = start("-c", faulty)
+    assert done.returncode == 1 and "assert difference <" in done.stderr, done.stderr
 
 
 def test_expert_parallel_example() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -83,6 +84,11 @@ def test_info_lists_versions_and_configs() -> None:
         assert text in done.stdout
     assert "measured on an H200" in done.stdout
     assert "2048 rows per group >= " in done.stdout and "4 rows per group < " in done.stdout
+    table = [re.split("  +", line) for line in done.stdout.splitlines()]
+    (header,) = [row for row in table if row[0] == "layer"]
+    shown = [dict(zip(header, row, strict=True)) for row in table[table.index(header) + 1 :]]
+    assert {row["kernel"] for row in shown} >= {"jagged", "jagged_tails"}
+    assert {row["variant"] for row in shown} <= {"basic", "persistent"}
 
 
 def test_info_names_the_entry_and_its_distance(

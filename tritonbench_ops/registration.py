@@ -7,6 +7,7 @@ import importlib
 import logging
 import sys
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ import torch
 
 from tritonbench_ops.providers import PROVIDERS
 
+_CPU_SIZES = (32, 64)  # of the cubes that a CPU gets on `grouped_gemm`, whose own are of up to 8,192
 OPERATORS = Path(__file__).parent / "operators"
 INSTALL = (
     "git clone https://github.com/meta-pytorch/tritonbench && pip install --no-deps -e tritonbench "
@@ -25,8 +27,9 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Add our operators to TritonBench, and our providers to its `grouped_gemm`. Any further call changes nothing.
 
-    Without a CUDA GPU, the kernels that `grouped_gemm` brings along cannot be imported: functions that say so take
-    their place.
+    With `--device cpu`, `grouped_gemm` gets small inputs, as our operators do. Without a CUDA GPU, the kernels that it
+    brings along cannot be imported: functions that say so take their place. TritonBench loads a `--plugin` only after
+    that import, and so needs a GPU for it; `run.py --launch tritonbench_ops.__main__` does not.
 
     Raises:
         ImportError: TritonBench, or a package that it needs, is not installed; the text has the command that does it.
@@ -82,6 +85,8 @@ def _add_providers() -> None:
     except Exception as error:  # of the many packages that it imports; our operators need none of them
         warn_once(f"our providers on grouped_gemm, which cannot be imported: {type(error).__name__}: {error}")
         return
+    if not hasattr(operator.get_input_iter, "__wrapped__"):
+        operator.get_input_iter = _small_on_a_cpu(operator.get_input_iter)
     for function, label in PROVIDERS.items():
         name = function.__name__
         if name not in triton_op.REGISTERED_BENCHMARKS["grouped_gemm"]:
@@ -89,6 +94,22 @@ def _add_providers() -> None:
                 operator_name="grouped_gemm", func_name=name, label=label, fwd_only=True
             )
             setattr(operator, name, declare(function))
+
+
+def _small_on_a_cpu(theirs: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    """`grouped_gemm`'s inputs, in whose place a CPU gets small ones of the same kind, unless it was given shapes."""
+
+    @functools.wraps(theirs)
+    def get_input_iter(self: Any) -> Iterator[Any]:
+        if self.device != "cpu" or getattr(self, "external_shapes", None):
+            yield from theirs(self)
+            return
+        for n in _CPU_SIZES:
+            group_A, group_B = ([torch.rand(n, n, dtype=self.dtype) for _ in range(4)] for _ in "AB")
+            shared = hasattr(self, "list_input_to_jagged")
+            yield (group_A, group_B[:1] * 4, None, None) if shared else (group_A, group_B)
+
+    return get_input_iter
 
 
 def _stand_in_for_kernels() -> None:

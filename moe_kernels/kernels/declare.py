@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import helion
+import torch
 from helion.runtime.settings import default_autotuner_fn
 
+from moe_kernels import rules
 from moe_kernels.rules.config import Config
+from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.runtime.targets import Gpu
 
@@ -40,6 +43,18 @@ def kernel(
         # HELION_AUTOTUNE_EFFORT=none would mean blocks of 16 x 16 x 16 instead of the rule.
         autotune_effort="quick" if os.environ.get("HELION_AUTOTUNE_EFFORT") == "quick" else "full",
     )
+
+
+def left_operand(builder: Builder, A: SymbolicTensor, other: torch.dtype) -> SymbolicTensor:
+    """`A` for products with an operand of dtype `other`: a copy in their common type where that may be tf32.
+
+    Converted by the kernel, A would be multiplied from registers, which the next step overwrites while Triton 3.6 lets
+    the asynchronous product still read them. The right operand is always stored to shared memory first.
+    """
+    dtype = torch.promote_types(A.dtype, other)
+    if A.dtype == dtype or not rules.tf32_allowed(dtype):
+        return A
+    return builder.call("cast", (A,), (A.shape, dtype), dtype)
 
 
 def tma_readable(gpu: Gpu, tensor: SymbolicTensor) -> bool:

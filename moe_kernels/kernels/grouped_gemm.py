@@ -19,7 +19,7 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails
-from moe_kernels.kernels.declare import kernel, tma_readable
+from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
 from moe_kernels.kernels.inline import clamped, decode_odd, divide, first_row, multiple, running_max, unmasked
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table, tile_count, windows
 from moe_kernels.rules.config import Config
@@ -211,6 +211,7 @@ def multiply(
     if G == 0 or (K == 0 and bias is None):
         builder.zero(out)
         return
+    A_packed = left_operand(builder, A_packed, B.dtype)
     shared, transposed = B.size(0) == 1, lies_transposed(B)
     B = replace(B.transpose(1, 2) if transposed else B, few_groups=True)
     problem = _problem(builder, A_packed, B, G, bias, out, transposed, needs_int64(group_offsets, bias))

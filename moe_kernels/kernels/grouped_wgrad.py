@@ -14,7 +14,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import kernel, tma_readable
+from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
 from moe_kernels.kernels.inline import decode_odd, divide, unmasked
 from moe_kernels.rules import wgrad as wgrad_rules
 from moe_kernels.rules.config import Config
@@ -96,6 +96,7 @@ def plan_grouped_gemm_wgrad(
     if most(X.size(0)) == 0:
         builder.zero(out)
         return out
+    X = left_operand(builder, X, Y.dtype)
     M, G = X.size(0), out.size(0)
     problem = _problem(builder, X, Y, out)
     if needs_int64(group_offsets):

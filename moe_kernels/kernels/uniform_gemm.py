@@ -14,7 +14,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import kernel, tma_readable
+from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
 from moe_kernels.kernels.inline import unmasked
 from moe_kernels.rules import uniform as uniform_rules
 from moe_kernels.rules.config import Config
@@ -118,6 +118,8 @@ def plan_uniform_grouped_gemm(
         out = builder.alloc(shape, dtype)
         builder.zero(out)
         return out
+    A = left_operand(builder, A, B.dtype)
+    a = _groups(A, G)
     a_columns, b_columns = lies_transposed(a), lies_transposed(b)
     a, b = a.transpose(1, 2) if a_columns else a, b.transpose(1, 2) if b_columns else b
     planned = SymbolicTensor(-1, dtype, (G, M, N), (M * N, N, 1), aligned=True)

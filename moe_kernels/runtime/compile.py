@@ -220,8 +220,8 @@ _variants: dict[tuple[Any, ...], Any] = {}
 
 def _host_function(request: Request, gpu: Gpu) -> Callable[..., Any]:
     """Helion's generated host function for arguments like those of `request`, in whatever number of rows."""
-    examples = [_example_of(x) for x in request.arguments]
     static = request.kernel.settings.static_shapes
+    examples = [_example_of(x, static) for x in request.arguments]
     described = [x if static or not isinstance(x, _Example) else x.dynamic() for x in examples]
     key = (request.kernel.fn, repr(request.config), request.int64_index, request.tf32, gpu, tuple(map(repr, described)))
     with _one_at_a_time:
@@ -232,7 +232,9 @@ def _host_function(request: Request, gpu: Gpu) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Example:
-    """A tensor to compile for: without size-1 dimensions, on which Helion would specialize."""
+    """A tensor to compile for: without dimensions of size 1, on which Helion would specialize, unless all shapes but
+    for the first extents are static.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -248,7 +250,7 @@ class _Example:
         return self.dtype, self.device, strides, blocks, span > INT32_MAX
 
 
-def _example_of(x: Any) -> Any:
+def _example_of(x: Any, static: bool) -> Any:
     if isinstance(x, SymbolicInt):
         return 3
     if not isinstance(x, SymbolicTensor):
@@ -257,7 +259,7 @@ def _example_of(x: Any) -> Any:
     if x.example_shape is not None:
         return _Example(x.dtype, x.example_shape, x.strides, x.device)
     first = [min(2, n) if x.few_groups else max(2, n) for n in shape[:1]]
-    return _Example(x.dtype, (*first, *(max(2, n) for n in shape[1:])), x.strides, x.device)
+    return _Example(x.dtype, (*first, *(n if static else max(2, n) for n in shape[1:])), x.strides, x.device)
 
 
 def _generate(request: Request, examples: Sequence[Any], gpu: Gpu) -> Callable[..., Any]:

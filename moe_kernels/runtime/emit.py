@@ -28,6 +28,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "zero": lambda target: target.zero_(),
     "mm": lambda a, b, out: torch.mm(a, b if b.dim() == 2 else b[0], out=out),
     "bmm": _bmm,
+    "cast": lambda x, dtype: x.to(dtype, memory_format=torch.contiguous_format),
     "contiguous": lambda x: x.reshape(-1).contiguous(),
     "clamp_offsets": lambda offsets, rows: clamp_offsets(offsets, rows.size(0)),
 }
@@ -91,6 +92,8 @@ class _Body:
             return [f"{function}({target})"]
         if step.function == "mm":
             return [f"{function}({arguments}, {target})"]
+        if step.function == "cast":
+            arguments += f", {self.named('dtype', step.dtype)}"
         if step.function == "bmm":
             arguments += f", {self.named('dtype', step.dtype) if step.dtype is not None else None}, {step.groups}"
         return [f"{target} = {function}({arguments})", f"p{step.variable} = {target}.data_ptr()"]

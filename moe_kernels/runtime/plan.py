@@ -23,7 +23,7 @@ from moe_kernels.runtime.symbolic import (
 from moe_kernels.runtime.targets import Gpu
 
 # What a `Call` may ask of PyTorch: the emitter has a function for each.
-FUNCTIONS = ("zero", "mm", "bmm", "contiguous", "clamp_offsets")
+FUNCTIONS = ("zero", "mm", "bmm", "cast", "contiguous", "clamp_offsets")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)

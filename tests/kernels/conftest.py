@@ -61,3 +61,12 @@ def fresh_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
     with set_aside():
         yield
+
+
+@pytest.fixture
+def tf32(fresh_plans: None) -> Iterator[None]:
+    """PyTorch's setting allows tf32 for products of float32."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before

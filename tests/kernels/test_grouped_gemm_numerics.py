@@ -78,6 +78,17 @@ def test_mixed_and_output_dtypes(
 
 
 @variants
+@pytest.mark.usefixtures("tf32")
+def test_left_operands_cast_for_tf32(variant: str, device: str) -> None:
+    """Of bfloat16 and float16, whose values tf32 has all of."""
+    A, B, group_offsets = make_inputs([20, 30], 32, 48, dtype=torch.bfloat16, device=device)
+    for left in (A, A.t().contiguous().t(), A[:, :1].expand(50, 48)):
+        out = grouped_gemm(left, B.half(), group_offsets, variant=variant)
+        assert out.dtype == torch.float32
+        assert_grouped_gemm_close(out, left, B.half(), group_offsets)
+
+
+@variants
 @pytest.mark.parametrize(
     "values",
     [[3, 20, 10, -5, 95, 60], [0, 500, 20, 30, 40, 50], [-9, -1, 0, 7, 7, 2**31 - 1], [80, 70, 60, 0, 0, 0], [0] * 6],

@@ -125,6 +125,12 @@ def test_mixed_and_output_dtypes(
     assert_wgrad_close(out, A, D, group_offsets)
 
 
+@pytest.mark.usefixtures("tf32")
+def test_left_operands_cast_for_tf32(device: str) -> None:
+    A, D, group_offsets = make([0, 9, 60], 64, 24, 40, device, torch.bfloat16)
+    assert_wgrad_close(grouped_gemm_wgrad(A, D.half(), group_offsets), A, D.half(), group_offsets)
+
+
 @pytest.mark.parametrize(("M", "K", "N", "G"), [(0, 8, 8, 3), (5, 8, 0, 3), (5, 0, 8, 3), (5, 8, 8, 0)])
 def test_extents_of_zero(M: int, K: int, N: int, G: int, device: str) -> None:
     offsets = torch.zeros(G + 1, dtype=torch.int32, device=device)

@@ -125,6 +125,19 @@ def test_gathered(T: int, top_k: int, E: int, device: str) -> None:
     )
 
 
+@pytest.mark.parametrize(("H", "I"), [(1, 4), (4, 1), (1, 1)])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_extents_of_1_with_many_rows(H: int, I: int, top_k: int, device: str) -> None:  # noqa: E741
+    """Nothing beside the tensors is read, though shapes are static from 128 rows per expert on."""
+    M, group_offsets = 256, offsets([0, 128, 256], device)
+    weight, bias = torch.randn(2, 2 * I, H, device=device), torch.randn(2, 2 * I, device=device)
+    hidden = torch.randn(M // max(top_k, 1), H, device=device)
+    row_to_slot = torch.randperm(M, device=device).int() if top_k else None
+    rows = hidden if row_to_slot is None else hidden[row_to_slot // top_k]
+    gathered: dict[str, Any] = {"A": hidden, "row_to_slot": row_to_slot, "top_k": top_k} if top_k else {}
+    assert_launch_close(rows, weight, group_offsets, SILU, bias=bias, save_preact=True, **gathered)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("save_preact", [False, True])
@@ -188,6 +201,17 @@ def test_pytorchs_tf32_setting_decides_for_float32_weights(dtype: torch.dtype, d
                 assert len(cache.plans.entries) == plans
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("M", [20, 300])
+def test_rows_cast_for_tf32(M: int, device: str) -> None:
+    rows = torch.randn(M, 32, device=device).bfloat16()
+    w = (torch.randn(1, 48, 32, device=device) * 32**-0.5).half()
+    group_offsets = offsets([0, M], device)
+    exact = reference.swiglu_ffn(rows.double(), w.double(), group_offsets)
+    plain = reference.swiglu_ffn(rows, w, group_offsets)
+    assert_within_budget(swiglu_ffn(rows, w, group_offsets), plain, exact, scale=16 * exact.abs().max().item())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its allocator decides what lies where")

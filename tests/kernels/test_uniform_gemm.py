@@ -104,6 +104,14 @@ def test_mixed_and_output_dtypes(
     assert_close(out, A, B)
 
 
+@pytest.mark.usefixtures("tf32")
+def test_left_operands_cast_for_tf32(device: str) -> None:
+    A, B = make(2, 20, 32, 48, device, torch.bfloat16, columns=(True, False))
+    out = uniform_grouped_gemm(A, B.half(), 2)
+    assert_close(out, A, B.half())
+    assert torch.equal(uniform_grouped_gemm(A.reshape(40, 48), B.half().flatten(0, 1), 2), out.flatten(0, 1))
+
+
 def test_flat_views(device: str) -> None:
     A, B = make(3, 20, 24, 32, device)
     expected = uniform_grouped_gemm(A, B, 3)

@@ -24,6 +24,8 @@ from moe_kernels.runtime.compile import Specialized, lower, pretend
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import Operator, symbolic
 
+# A WGMMA instruction after whose accumulator comes a list of registers, not the descriptor of shared memory.
+FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^;{]*\{[^;}]*\},\s*\{")
 H200 = targets.KNOWN["h200"]
 pretend(H200)
 
@@ -60,6 +62,9 @@ def report(specialized: Specialized) -> dict[str, Any]:
     Returns `shared` (bytes), `regs` and `stack` (bytes spilled) of a thread, the counts of `tma_load`, `tma_store`,
     `cp_async`, `wgmma` and `mma_sync` instructions, under `code` the kernel's generated source, and under `ptx` what
     it became.
+
+    Raises AssertionError for a WGMMA whose left operand is in registers: Triton 3.6 overwrites them while the
+    instruction, which is asynchronous, may still read them.
     """
     if specialized.key not in _reports:
         _reports[specialized.key] = _compile(specialized)
@@ -77,6 +82,8 @@ def _compile(specialized: Specialized) -> dict[str, Any]:
     target = GPUTarget(H200.backend, H200.arch, H200.warp_size)
     made = triton.compile(source, target=target, options=dict(specialized.options))
     ttgir, ptx = made.asm["ttgir"], made.asm["ptx"]
+    if FROM_REGISTERS.search(ptx):
+        raise AssertionError(f"{function.__name__}: the left operand of a WGMMA is in registers")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(made.asm["cubin"])
         f.flush()
