@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CEILING = "dense_ceiling"  # a provider of this name computes something else
-_AXES = {"tflops": "TFLOP/s", "gbps": "GB/s", "speedup": "times as fast as {}"}
+_AXES = {"tflops": "TFLOP/s", "gbps": "GB/s", "speedup": "speedup over {}"}
 _MARKERS = "osD^vPX<>"
 _KEY = "Results"  # of the PNG text chunk that says which results a plot is of
 

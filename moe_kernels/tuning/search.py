@@ -174,7 +174,7 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
             entries.write(file, gpu, [entry])
             print(
                 f"  {entry.us:.1f} us, the rule's config {entry.rule_us:.1f} us "
-                f"({entry.rule_us / entry.us:.3f} times as fast): {entry.kernel}, block_m {entry.block_m}, "
+                f"(speedup {entry.rule_us / entry.us:.3f}): {entry.kernel}, block_m {entry.block_m}, "
                 f"{entry.config}",
                 flush=True,
             )
