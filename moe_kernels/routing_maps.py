@@ -1,4 +1,4 @@
-"""Where the rows of tokens go: what `route` makes, and `permute` and `unpermute` take."""
+"""`Routing`: the result of `route`, and an argument of `permute` and `unpermute`."""
 
 from __future__ import annotations
 

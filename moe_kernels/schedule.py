@@ -15,14 +15,14 @@ class Tile(NamedTuple):
 
 
 def tile_counts(shapes: Sequence[tuple[int, int, int]], block_m: int, block_n: int) -> list[tuple[int, int]]:
-    """The rows and columns of tiles that each problem `(M, N, K)` has."""
+    """Return the numbers of rows and columns of tiles of each problem `(M, N, K)`."""
     return [(-(-M // block_m), -(-N // block_n)) for M, N, _ in shapes]
 
 
 def varied_schedule(
     shapes: Sequence[tuple[int, int, int]], block_m: int, block_n: int, num_workers: int
 ) -> list[list[Tile]]:
-    """The tiles that each worker of `varied_grouped_gemm` computes, in order.
+    """Return the tiles of each worker of `varied_grouped_gemm`, in order.
 
     The tiles of all problems `(M, N, K)` are numbered one problem after another, each from left to right and then down;
     worker w of W takes tiles w, w + W, w + 2 W, ...

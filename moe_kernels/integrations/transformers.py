@@ -39,9 +39,9 @@ if util.find_spec("transformers") is not None and util.find_spec("transformers.i
 
 
 def register() -> None:
-    """Make "moe_kernels" a name that transformers takes as `experts_implementation`. More calls change nothing.
+    """Make "moe_kernels" a valid `experts_implementation` of transformers. Further calls change nothing.
 
-    A version of transformers outside `TESTED` is a warning, once.
+    Warns once if the version of transformers is outside the tested range, `TESTED`.
 
     Raises:
         ImportError: transformers is missing, or has no interface for experts.
@@ -61,14 +61,14 @@ def experts_forward(
     top_k_index: Tensor,  # [T, top_k]
     top_k_weights: Tensor,  # [T, top_k]
 ) -> Tensor:  # [T, H]
-    """What transformers calls as the forward of a class that has `@use_experts_implementation`.
+    """Compute the forward of a transformers class with `@use_experts_implementation`.
 
-    One `moe_mlp` where the class leaves its gate to the library and the activation is one that `moe_mlp` has; else the
-    class's own `_apply_gate`, `act_fn` and `post_expert_norm` between the products. Ids of `num_experts` and more,
-    which stand for another rank's experts under the library's expert parallelism, are dropped.
+    One `moe_mlp`, if the class has the library's default gate and an activation of `moe_mlp`. Otherwise the class's own
+    `_apply_gate`, `act_fn` and `post_expert_norm` run between two grouped products. Ids of `num_experts` and more are
+    dropped: under the library's expert parallelism they stand for experts of other ranks.
 
     Raises:
-        TypeError: a weight is missing or in a format of its own.
+        TypeError: a weight is missing, or is not a plain tensor.
         TypeError, ValueError: as for `moe_mlp`.
     """
     in_name = "gate_up_proj" if experts.has_gate else "up_proj"

@@ -1,4 +1,4 @@
-"""What stands between the two products of an expert, elementwise, computed in float32.
+"""The activation between the two products of an expert, elementwise, computed in float32.
 
 act = f(gate) * up          or f(gate) where there is no up
 clamped_swiglu (gpt-oss):   act = gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within +-limit

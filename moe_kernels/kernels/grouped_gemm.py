@@ -36,7 +36,7 @@ def _preset_persistent(A: torch.Tensor, B: torch.Tensor, _: Any, __: Any, bias: 
 
 
 def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.Tensor | None) -> Config:
-    """The rule's config where nothing is read by TMA, for who calls the kernels themselves."""
+    """The rule's config without TMA, for direct calls of the kernels."""
     M, K = A.shape
     dtype = torch.promote_types(A.dtype, B.dtype)
     by_pointers = rules.Problem(

@@ -33,7 +33,7 @@ def _preset_persistent(A: torch.Tensor, pairs: torch.Tensor, _: Any, *rest: Any)
 
 
 def _by_pointers(A: torch.Tensor, weight: torch.Tensor, E: int, rest: tuple[Any, ...]) -> swiglu_rules.Problem:
-    """The problem where nothing is read by TMA, for who calls the kernels themselves."""
+    """The problem without TMA, for direct calls of the kernels."""
     row_to_slot, gate_bias, up_bias, act, preact_gate, _ = rest[2:8]
     dtype = torch.promote_types(A.dtype, weight.dtype)
     nothing = dict.fromkeys(("paired", "tma_A", "tma_B", "tma_out", "int64_A", "int64_B", "int64_out"), False)

@@ -269,7 +269,7 @@ def _library(name: str, src: str, srcdir: str, library_dirs: Any, include_dirs: 
         return path
     if os.environ.get("CC") is None and not (shutil.which("gcc") or shutil.which("clang")):
         raise RuntimeError(
-            "moe_kernels: Triton builds a launcher with a C compiler, and there is none. Install one (apt install gcc) "
+            "moe_kernels: Triton needs a C compiler to build a launcher, and found none. Install one (apt install gcc) "
             "or make launchers elsewhere: python -m moe_kernels compile --help"
         )
     ours, knobs.build.impl = knobs.build.impl, None

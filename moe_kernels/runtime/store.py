@@ -460,7 +460,7 @@ def _warn(path: Path, trouble: str) -> None:
     """Warn, once for all files with the same trouble."""
     if trouble not in _warned:
         _warned.add(trouble)
-        text = f"moe_kernels keeps what it compiles on disk, but {path} {trouble}: it is not used"
+        text = f"moe_kernels stores compiled kernels on disk, but {path} {trouble}: it is not used"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 

@@ -200,7 +200,7 @@ def load(gpu: Gpu) -> list[tuple[Path, Entry]]:
         _loaded[gpu.name] = [(file, entry) for file, name in files_for(gpu) for entry in _usable(file, name)]
         if not _loaded[gpu.name] and not _warned:
             _warned.add(gpu.name)
-            _warn(f"no config has been tuned for {gpu.name}: a rule chooses. To tune: {TUNE} --help")
+            _warn(f"no config has been tuned for {gpu.name}: a rule derived on an H200 is used. To tune: {TUNE} --help")
     return _loaded[gpu.name]
 
 
@@ -249,7 +249,7 @@ def _usable(file: Path, gpu: str) -> Iterable[Entry]:
     if old := [entry for entry in entries if entry.bucket not in tuned]:
         found = ", ".join(sorted({"triton {}, helion {}".format(*entry.versions.minor) for entry in old}))
         needed = "triton {}, helion {}".format(*here)
-        warn_once(file, f"has {len(old)} entries for {found}, but here is {needed}: skipped. To tune again: {TUNE}")
+        warn_once(file, f"has {len(old)} entries for {found}, but {needed} is here: skipped. To tune again: {TUNE}")
     return usable
 
 

@@ -59,19 +59,19 @@ _FINALISTS = 5
 _LEAST_SEARCH = 20  # seconds; what Helion's first round of configs takes
 
 HELP = """\
-Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU, and writes it, or the
-rule's where none is faster, to <out>/<gpu>.json, where the next process finds it. Needs a CUDA GPU that nothing else
-uses.
+Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU. The fastest config, or the
+rule's if none is faster, is written to <out>/<gpu>.json, where the next process finds it. Needs a CUDA GPU that nothing
+else uses.
 
-The time is split evenly over what is left to do. Each problem first tries neighbours of the rule's config, then
-Helion's own autotuner from the best of them, with softmax-skewed, zipf-skewed and uniform routing at once, and last
-times the winner in turns with the rule's config. Helion looks at the clock between rounds only, so a problem may take
-a minute longer than its share. What the file has for these versions of triton and helion is skipped (--force does it
-anew), and Ctrl-C keeps what is done, so a search can be continued by the same command. With --op uniform or varied a
-grid of configs (and torch.bmm) takes turns, in place of a search.
+The remaining time is divided evenly between the remaining problems. A problem first tries neighbours of the rule's
+config, then Helion's autotuner from the best of them, under softmax-skewed, zipf-skewed and uniform routing at once. At
+the end the winner and the rule's config are timed in turns. Helion checks the clock only between rounds, so a problem
+may take a minute longer than its share. Entries of the file for these versions of triton and helion are skipped
+(--force tunes them again). Ctrl-C keeps finished problems, and the same command continues. With --op uniform or varied,
+a grid of configs (and torch.bmm) is timed in turns, without a search.
 
-Exits with 0 when all is done or the time is spent, 2 without a GPU or on wrong arguments, 130 after Ctrl-C, otherwise
-with 1."""
+Exit status: 0 if all is done or the time is over, 2 without a GPU or for wrong arguments, 130 after Ctrl-C, otherwise
+1."""
 
 
 @dataclass(frozen=True)
@@ -96,27 +96,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", choices=MODELS, help="both GEMMs of this model's experts, for several token counts")
     what.add_argument(
-        "--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="groups, rows in all, columns, contraction"
+        "--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="groups, total rows, columns, contraction"
     )
     parser.add_argument(
         "--op",
         choices=WORKLOADS,
         default="grouped_gemm",
-        help="what --shapes are of; for the last two G products of one size, and M is the rows of each",
+        help="the product of --shapes; for uniform and varied, G products of one size with M rows each",
     )
     parser.add_argument(
-        "--tokens", nargs="+", type=positive, default=list(TOKENS), help="of --model (default: 16 512 8192)"
+        "--tokens",
+        nargs="+",
+        type=positive,
+        default=list(TOKENS),
+        help="token counts for --model (default: 16 512 8192)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument(
         "--layout",
         choices=("gnk", "gkn", "both"),
         default="gnk",
-        help="how B lies in memory: [G, N, K] viewed transposed, as modules hold their weights (default), or [G, K, N]",
+        help="memory layout of B: gnk is a transposed view of [G, N, K], as in modules (default); gkn is [G, K, N]",
     )
-    parser.add_argument("--budget", type=seconds, default=600.0, help="for all of it: 90s, 10m (default) or 2h")
+    parser.add_argument("--budget", type=seconds, default=600.0, help="time for all problems: 90s, 10m (default) or 2h")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: the user's cache folder, see `info`")
-    parser.add_argument("--force", action="store_true", help="tune again what is already there")
+    parser.add_argument("--force", action="store_true", help="tune existing entries again")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -154,21 +158,21 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
         for i, task in enumerate(todo):
             name = f"[{i + 1}/{len(todo)}] {task}"
             if not force and (known := _known(task, file, gpu, device)) is not None:
-                print(f"{name}: there already, {known.us:.1f} us (--force tunes it again)", flush=True)
+                print(f"{name}: already tuned, {known.us:.1f} us (--force tunes it again)", flush=True)
                 continue
             left = deadline - time.monotonic()
             if left <= 0:
-                print(f"The time is spent; {len(todo) - i} problems are left. The same command goes on.")
+                print(f"The time is over; {len(todo) - i} problems are left. The same command continues.")
                 break
             share = left / (len(todo) - i)
-            print(f"{name}: {_duration(share)} of the {_duration(left)} that are left", flush=True)
+            print(f"{name}: {_duration(share)} of the remaining {_duration(left)}", flush=True)
             try:
                 entry = tune_one(task, device, share)
             except Exception as error:
                 failed += 1
                 print(f"  failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 if gpu_is_lost(device):
-                    print("  The GPU does not answer any more. The same command goes on.", file=sys.stderr)
+                    print("  The GPU does not respond any more. The same command continues.", file=sys.stderr)
                     break
                 continue
             entries.write(file, gpu, [entry])
@@ -179,7 +183,7 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
                 flush=True,
             )
     except KeyboardInterrupt:
-        print(f"\nInterrupted. What is done is in {file}; the same command goes on.", file=sys.stderr)
+        print(f"\nInterrupted. Finished entries are in {file}; the same command continues.", file=sys.stderr)
         return 130
     cache.reload()
     print(f"{_duration(time.monotonic() - begun)} in all. Entries are in {file}.")
@@ -242,20 +246,20 @@ class Turns:
     def add(self, choices: Iterable[Any], at_least: int) -> list[int]:
         """Make calls of those that are new; the numbers of those that work, and have the result of the first that did.
 
-        The first `at_least` are looked at even if the time is spent.
+        The first `at_least` are timed even if the time is over.
         """
         listed = list(unique(choices, self.work.stored, known=self.choices))
         added = []
         for i, choice in enumerate(listed):
             if i >= at_least and time.monotonic() > self.until:
-                print(f"  the time is spent: {len(listed) - i} of {len(listed)} configs are not looked at")
+                print(f"  the time is over: {len(listed) - i} of {len(listed)} configs were not timed")
                 break
             self.choices.append(choice)
             try:
                 calls = self._checked(choice)
             except Exception as error:
                 of, reason = self.work.stored(choice), str(error).split("\n")[0][:200]
-                print(f"  does not work: {of['kernel']}, {of['config']} ({type(error).__name__}: {reason})", flush=True)
+                print(f"  fails: {of['kernel']}, {of['config']} ({type(error).__name__}: {reason})", flush=True)
                 if gpu_is_lost(self.device):
                     raise
             else:
@@ -362,7 +366,7 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
     """That of `grouped_gemm`."""
     G, M = fitting_groups(task, device)
     if (G, M) != (task.G, task.M):
-        print(f"  as G={G} M={M}, for which the weights fit")
+        print(f"  reduced to G={G} M={M}, so that the weights fit into memory")
     inputs = Inputs(replace(task, G=G, M=M), device)
     problem = replace(asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options), transposed=task.transposed)
 
