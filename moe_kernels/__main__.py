@@ -160,7 +160,7 @@ def demo() -> int:
 
 
 def info() -> int:
-    """Print the installed versions, the configs of typical shapes, and what is missing; the exit code."""
+    """Print what is installed, what the kernels would use here, and what is missing."""
     problems, fix = requirements.problems(), requirements.FIX
     on = _interpreter_on()
     _print_fields(

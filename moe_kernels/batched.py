@@ -78,7 +78,7 @@ def varied_grouped_gemm(
         group_A: list of `[M_p, K_p]`; all tensors have one device and one dtype: bfloat16, float16 or float32, on a CPU
             also float64. Sizes may be 0; any strides.
         group_B: list of `[K_p, N_p]`.
-        out: list of `[M_p, N_p]` to write to, any strides, without gradients; by default new tensors.
+        out: list of `[M_p, N_p]` to write to, any strides; by default new tensors. Without gradients.
 
     Returns:
         list of `[M_p, N_p]`: `out`, or new contiguous tensors.
@@ -86,7 +86,7 @@ def varied_grouped_gemm(
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         ImportError: the kernels are needed and a package they need is missing or too old.
-        RuntimeError: a CUDA graph is being captured.
+        RuntimeError: the call is being captured into a CUDA graph.
     """
     if out is None and isinstance(group_A, (list, tuple)) and isinstance(group_B, (list, tuple)):
         cast = autocast(*group_A, *group_B)

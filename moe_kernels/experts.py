@@ -47,7 +47,7 @@ def swiglu_ffn(
             `gate * sigmoid(alpha * gate) * (up + 1)`, with gate at most `limit` and up within `-limit..limit`.
         gated: False for `act = f(rows @ w)`.
         transposed: weights are `[E, H, 2I]` or `[E, H, I]`.
-        interleaved: gate and up alternate in the columns of `w_gate_up`, as in gpt-oss, gate first.
+        interleaved: gate and up take turns in the columns of `w_gate_up`, as in gpt-oss, gate first.
         alpha, limit: of clamped_swiglu.
 
     Returns:

@@ -12,9 +12,9 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swi
 class GLUSpec(NamedTuple):
     """`act = f(gate) * up`, or `act = f(gate)` unless `gated`, for the f that `activation` names.
 
-    Gate and up are the first and second half of the columns of the first product, the even and odd columns if
+    Gate and up are the halves of the first product's columns, in this order, or the even and odd columns if
     `interleaved`, or two products. "clamped_swiglu" is gpt-oss's `act = gate * sigmoid(alpha * gate) * (up + 1)`, with
-    gate at most `limit` and up within `-limit..limit`; other activations ignore `alpha` and `limit`.
+    gate at most `limit` and up within `-limit..limit`; nothing else looks at these two.
     """
 
     activation: str

@@ -49,7 +49,7 @@ def unpack_groups(packed: Tensor, group_offsets: Tensor) -> list[Tensor]:
     be captured in a CUDA graph.
 
     Raises:
-        TypeError: an argument is not a tensor, or `group_offsets` is neither int32 nor int64.
+        TypeError: an argument is no tensor, or `group_offsets` is neither int32 nor int64.
         ValueError: wrong rank, no offsets at all, or malformed offsets (see `checks.validate_offsets`).
     """
     if not isinstance(packed, Tensor):

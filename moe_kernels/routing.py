@@ -120,9 +120,9 @@ def topk_sigmoid(
         logits: `[T, E]`.
         top_k: experts per token, at most `top_groups * E / num_groups`.
         bias: `[E]`, or None for zeros.
-        num_groups, top_groups: as above; with the defaults every expert can be chosen.
+        num_groups, top_groups: as above; with one group every expert can be chosen.
         renormalize: divide a token's topk_weights by their sum.
-        scale: a factor on the topk_weights, after renormalize.
+        scale: the topk_weights are multiplied by it in the end.
 
     Returns:
         `topk_ids [T, top_k]` int64, the best first, and `topk_weights [T, top_k]` float32, or float64 for float64.

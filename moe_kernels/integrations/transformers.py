@@ -63,9 +63,9 @@ def experts_forward(
 ) -> Tensor:  # [T, H]
     """Compute the forward of a transformers class with `@use_experts_implementation`.
 
-    One `moe_mlp`, if the class has the library's default gate and an activation of `moe_mlp`. Otherwise the class's own
-    `_apply_gate`, `act_fn` and `post_expert_norm` run between two grouped products. Ids of `num_experts` and more are
-    dropped: under the library's expert parallelism they stand for experts of other ranks.
+    One `moe_mlp` where the class leaves its gate to the library and the activation is one that `moe_mlp` has; else the
+    class's own `_apply_gate`, `act_fn` and `post_expert_norm` between the products. Ids of `num_experts` and more,
+    which stand for another rank's experts under the library's expert parallelism, are dropped.
 
     Raises:
         TypeError: a weight is missing, or is not a plain tensor.

@@ -1,6 +1,6 @@
 """All private names of PyTorch in this package, and the public replacement for each one that is missing.
 
-They save host time, or give information that PyTorch's public functions do not.
+They save the host's time, or answer what PyTorch has no public question for.
 """
 
 from __future__ import annotations
