@@ -178,7 +178,7 @@ def jagged_persistent(
 def plan_grouped_gemm(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, str]
 ) -> SymbolicTensor:
-    """Of A_packed `[M, K]`, B `[G, K, N]` or `[K, N]`, group_offsets `[G + 1]` and a bias `[G, N]` or None."""
+    """Plan the product of A_packed `[M, K]`, B `[G, K, N]` or `[K, N]`, group_offsets and a bias `[G, N]` or None."""
     A_packed, B, group_offsets, bias = tensors
     assert A_packed is not None and B is not None and group_offsets is not None
     dtype, variant = options

@@ -1,8 +1,8 @@
 """Launch a compiled Triton kernel: the only file that knows Triton's launcher.
 
-Triton's own way, `kernel[grid](*arguments)`, takes 20 to 40 us of the host to wrap arguments that a plan has settled.
-The direct way calls the launcher's C function with just those. It leans on the launchers of Triton 3.6 and 3.7; where
-they look different, launches go Triton's way.
+Triton's public call, `kernel[grid](*arguments)`, takes 20 to 40 us of host time for arguments that a plan already has.
+The direct way calls the launcher's C function with these arguments. It relies on the launchers of Triton 3.6 and 3.7;
+with others, launches use the public call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNEXPECTED = (
 
 
 class Text(Protocol):
-    """What a launcher needs of the function that it is a statement of."""
+    """The names and values that a launcher needs in the generated function."""
 
     def named(self, kind: str, value: Any) -> str: ...
 
@@ -51,7 +51,7 @@ class Text(Protocol):
 
 
 class Launcher(Protocol):
-    """What turns a launch into statements."""
+    """Turns a launch into statements of the generated function."""
 
     def before(self, device: torch.device, named: Callable[[str, Any], str]) -> list[str]: ...
 
@@ -180,7 +180,7 @@ def _encoder(meta: dict[str, Any], like: Descriptor) -> Callable[..., Any]:
 
 
 class _Address:
-    """What Triton's host descriptors need of a tensor."""
+    """The part of a tensor that Triton's host descriptors need."""
 
     def __init__(self, address: int, dtype: torch.dtype):
         self.address, self.dtype = address, dtype

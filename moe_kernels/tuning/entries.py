@@ -64,7 +64,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Versions:
-    """The packages that a config's worth depends on."""
+    """The versions for which a config was tuned."""
 
     torch: str
     triton: str
@@ -72,7 +72,7 @@ class Versions:
 
     @property
     def minor(self) -> tuple[str, str]:
-        """What has to be the same for an entry to be used."""
+        """The minor versions, which have to be equal for an entry to be used."""
         triton, helion = (".".join(version.split(".")[:2]) for version in (self.triton, self.helion))
         return triton, helion
 
@@ -95,7 +95,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a file has only one entry for."""
+        """The key of an entry in a file."""
         b = self.bucket
         return b.op, b.dtype, b.transposed, b.N, b.K, b.G, b.rows, self.versions.minor
 
@@ -139,7 +139,7 @@ def files_for(gpu: Gpu) -> list[tuple[Path, str]]:
 
 
 class Skipped(ValueError):
-    """A file that cannot be used; the text says why."""
+    """A file cannot be used; the message has the reason."""
 
 
 def read(file: Path, gpu: str) -> list[Entry]:

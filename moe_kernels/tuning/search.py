@@ -139,7 +139,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
-    """What the command line asks for, no problem twice."""
+    """The tasks of the command line, without duplicates."""
     shapes: list[tuple[int, int, int, int]] = options.shapes or []
     if options.model:
         H, width, E, top_k = MODELS[options.model]
@@ -192,7 +192,7 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
 
 @dataclass(frozen=True)
 class Workload:
-    """What a task's operator has to be known of. Choices are those of its rules."""
+    """The functions of an operator that tuning needs. Choices are those of its rules."""
 
     problem: Any
     rows: int  # in all
@@ -288,7 +288,7 @@ class Turns:
 
 @contextmanager
 def _poisoned() -> Iterator[None]:
-    """In here, plans are made whose new tensors hold NaN, so that what a config leaves out shows."""
+    """In here, new tensors of plans hold NaN, so that a config that leaves out an element is noticed."""
     allocator = torch_internals.allocator
 
     def poisoned(device: torch.device) -> Callable[..., Tensor]:
@@ -363,7 +363,7 @@ class Inputs:
 
 
 def grouped_workload(task: Task, device: torch.device) -> Workload:
-    """That of `grouped_gemm`."""
+    """The workload of `grouped_gemm`."""
     G, M = fitting_groups(task, device)
     if (G, M) != (task.G, task.M):
         print(f"  reduced to G={G} M={M}, so that the weights fit into memory")
@@ -406,7 +406,7 @@ def calls_under(choice: rules.Choice, inputs: Inputs) -> list[Call]:
 
 
 def stored(choice: rules.Choice) -> dict[str, Any]:
-    """What an entry has of a choice for `grouped_gemm`."""
+    """The fields of an entry for a choice of `grouped_gemm`."""
     config = concise(choice.config.config)
     return {"kernel": choice.variant, "block_m": choice.block_m, "tma": choice.addressing.tma, "config": config}
 
@@ -537,7 +537,7 @@ _ADDRESSING = ("indexing", "host_tensor_descriptors")
 
 
 def concise(values: dict[str, Any]) -> dict[str, Any]:
-    """A config without how memory is addressed, and without options that only repeat Helion's defaults."""
+    """A config without memory addressing, and without options that repeat Helion's defaults."""
     neutral: dict[str, tuple[Any, ...]] = {
         "range_unroll_factors": (0,),
         "range_num_stages": (0,),
@@ -581,7 +581,7 @@ def _with(choice: rules.Choice, *, block: tuple[int, int] | None = None, **chang
 
 
 def uniform_workload(task: Task, device: torch.device) -> Workload:
-    """That of `uniform_grouped_gemm`."""
+    """The workload of `uniform_grouped_gemm`."""
     A, (B,) = _operands(task, device, [(task.G,)])
     tensors, options = (A, B), (task.G, A.dtype)
     problem = asked(UNIFORM_GROUPED_GEMM, tensors, options)
@@ -627,7 +627,7 @@ def uniform_variations(choice: uniform.Choice) -> Iterator[uniform.Choice]:
 
 
 def varied_workload(task: Task, device: torch.device) -> Workload:
-    """That of `varied_grouped_gemm`, for products that are all of one size."""
+    """The workload of `varied_grouped_gemm`, for products of one size."""
     A, group_B = _operands(task, device, [()] * task.G)
     group_A = list(A)
     outs = A.new_empty(task.G, task.M, task.N)
@@ -690,7 +690,7 @@ WORKLOADS: dict[str, Callable[[Task, torch.device], Workload]] = {
 
 
 def bucket(task: Task, device: torch.device) -> Bucket:
-    """What the entry for `task` is found by."""
+    """The bucket of the entry for `task`."""
     from moe_kernels.kernels.declare import tf32_allowed  # imports Helion
 
     dtype = DTYPES[task.dtype]
