@@ -1,4 +1,4 @@
-"""Plots of what `benchmarks` has measured: speed-ups by case, and a roofline. Needs matplotlib."""
+"""Plots of results: speedups by case, and a roofline. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of what `benchmarks` has measured, as text, CSV and Markdown."""
+"""Tables of results, as text, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def speedup(case: dict[tuple[str, str], Record], provider: str, timing: str) -> 
 
 
 def timing_of(records: Sequence[Record]) -> str:
-    """The timing that one is shown of: of graph replays where there are any, unless the baseline has none."""
+    """The timing to show: graph replays if there are any, unless the baseline has none."""
     timed = {(record["provider"], record["timing"]) for record in records if record["us"] is not None}
     base = roles(records[0]["suite"])[0]
     if (base, "eager") in timed and (base, "graph") not in timed:
@@ -100,7 +100,7 @@ def case_text(records: Sequence[Record]) -> str:
 
 
 def summary(results: Results) -> str:
-    """For each suite how ours stands to the baseline, which cases are slower, what failed and what was left out."""
+    """For each suite our speedup over the baseline, and the cases that are slower, failed or were left out."""
     lines = []
     for suite in results.suites:
         part = results.of(suite)
@@ -174,7 +174,7 @@ def _where(meta: Record) -> str:
 
 
 def _transformers_table(results: Results) -> list[str]:
-    """Of transformers_stack.py: a line for each shape, a column for each implementation."""
+    """The table of transformers_stack.py: a line for each shape, a column for each implementation."""
     meta, shapes = results.meta, dict[tuple[str, int, int], dict[str, Record]]()
     for record in results.records:
         shapes.setdefault((record["part"], record["batch"], record["length"]), {})[record["implementation"]] = record
@@ -207,7 +207,7 @@ def _speed_cell(record: Record | None) -> str:
 
 
 def _expert_parallel_table(results: Results) -> list[str]:
-    """Of expert_parallel.py: a line for each number of ranks, first of weak scaling, then of strong."""
+    """The table of expert_parallel.py: a line for each number of ranks, weak scaling before strong."""
     records = sorted(results.records, key=lambda r: (r["scaling"] == "strong", r["ranks"]))
     one = {r["scaling"]: r["tokens_per_s"] for r in records if r["ranks"] == 1}
     rows = []
@@ -330,7 +330,7 @@ def _others(suite: str, labels: Iterable[str]) -> list[str]:
 
 
 def start_up(measured: Record) -> str:
-    """Of start_up.py: seconds of a new process, a line for each part, a column for each state of the store."""
+    """The table of start_up.py: seconds, with a line for each part and a column for each state of the cache."""
     states = {
         "nothing cached": "nothing cached",
         "caches filled": "kept on disk",
@@ -360,7 +360,7 @@ def start_up(measured: Record) -> str:
 
 
 def overview(folder: Path) -> str:
-    """What the package gives, in five lines, from the results in `folder`."""
+    """The main results in `folder`, in five lines."""
 
     def times(suite: str, name: str, layout: str) -> tuple[str, list[str]]:
         results = Results.read(folder / f"{suite}.json")

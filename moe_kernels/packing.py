@@ -29,8 +29,8 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         does not fit. An empty list gives a float32 `[0, 0]` and the offsets `[0]`, on the CPU.
 
     Raises:
-        TypeError: a group is not a tensor, or its dtype differs from that of the first.
-        ValueError: a group is not 2-D, or its K or device differs from that of the first.
+        TypeError: a group is no tensor or has another dtype than the first.
+        ValueError: a group is not 2-D, or has another K or device than the first.
     """
     for i, group in enumerate(groups):
         _check_group(i, group, groups[0])

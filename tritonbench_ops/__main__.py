@@ -1,4 +1,4 @@
-"""`python -m tritonbench_ops --op NAME[,NAME...] [TritonBench's arguments]`: TritonBench, with our side in it.
+"""`python -m tritonbench_ops --op NAME[,NAME...] [TritonBench's arguments]`: TritonBench with our operators.
 
 Several operators run one after another in this process, because TritonBench would start a process for each, which does
 not load this package. A provider that raises or has a wrong result is shown as failed, and the others continue.
@@ -77,7 +77,7 @@ def run(args: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def failures_shown() -> Iterator[None]:
-    """In here, a provider with a wrong result has that for an error, and no times."""
+    """In here, a provider with a wrong result shows this as its error, and no times."""
     base: Any = importlib.import_module("tritonbench.utils.triton_op").BenchmarkOperator
     theirs = base.run
 

@@ -1,4 +1,4 @@
-"""Make TritonBench know our operators, and its `grouped_gemm` our providers."""
+"""Register our operators in TritonBench, and our providers in its `grouped_gemm`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Add our operators to TritonBench, and our providers to its `grouped_gemm`. Any further call changes nothing.
 
-    Without a CUDA GPU, the kernels that `grouped_gemm` brings along cannot be imported: functions that say so take
-    their place.
+    Without a CUDA GPU, TritonBench's own kernels for `grouped_gemm` cannot be imported; functions that raise take their
+    place.
 
     Raises:
-        ImportError: TritonBench, or a package that it needs, is not installed; the text has the command that does it.
+        ImportError: TritonBench, or a package that it needs, is not installed; the message has the command to install
+            it.
     """
     import_tritonbench()
     helion = logging.getLogger("helion")
