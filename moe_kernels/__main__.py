@@ -32,7 +32,7 @@ With a GPU: bfloat16, 64 experts, 8192 rows, N = K = 2048, compared with PyTorch
 GPU memory. Most of the time is compilation.
 Without a GPU, or with TRITON_INTERPRET=1: the same kernels in Triton's interpreter, float32, a small case.
 
-Needs torch, triton and helion. Exit status: 0 if every check passed, otherwise 1."""
+Needs torch, triton and helion. Exits with 0 if every check passed, otherwise with 1."""
 
 _INFO = """\
 Prints the GPU and its driver, the versions of Python and the packages, whether Triton's interpreter is on, and what is
@@ -40,7 +40,7 @@ missing, with the command that installs it. Also the kernel and config of a few 
 of tuned configs, with the distance to its entry in factors of two, or the rule. With --model it prints the launches of
 that model's layer for each class of token counts, and the distinct kernels and configs; this needs Helion.
 
-Needs torch only. Exit status: 0."""
+Needs torch only. Exits with 0."""
 
 # (model, G, M, N, K, dtype)
 _TYPICAL = [
@@ -196,10 +196,10 @@ def _print_configs() -> None:
     """Print the folders of tuned configs, and the configs of a few typical shapes."""
     gpu = targets.of_device("cuda", 0) if _gpu() == "cuda" and not _interpreter_on() else None
     if gpu is None:
-        print("Configs: by the rule, derived on an H200. Tuned configs are for GPUs, and none is used here.")
+        print("Configs: by the rule, measured on an H200. Tuned configs are for GPUs, and none is used here.")
     else:
         known = [file for file, _ in entries.load(gpu)]
-        print(f"Configs for {gpu.name}: the nearest tuned entry, or else the rule, derived on an H200. Searched files:")
+        print(f"Configs for {gpu.name}: the nearest tuned entry, or else by rule, measured on an H200. Files:")
         for file, _ in entries.files_for(gpu):
             print(f"  {file}: {f'{known.count(file)} entries for these versions' if file.exists() else 'not there'}")
     rows = []

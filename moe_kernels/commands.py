@@ -26,7 +26,7 @@ valid for the public versions of Triton and Helion that are installed here, and 
 launchers are built with a C compiler for this version of Python; with another version, they are built at the first
 launch, in 0.2 s each.
 
-Exit status: 0 if all is made, 1 if it could not be stored, 2 for wrong arguments."""
+Exits with 0 if all is made, 1 if it could not be stored, 2 for wrong arguments."""
 CACHE = """\
 Shows the folder of plans and binaries, the number and size of its files, and its size limit
 (MOE_KERNELS_CACHE_LIMIT_MB, by default 2048; the oldest files are removed first). `cache clear` empties it."""

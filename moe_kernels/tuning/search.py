@@ -67,11 +67,11 @@ The remaining time is divided evenly between the remaining problems. A problem f
 config, then Helion's autotuner from the best of them, under softmax-skewed, zipf-skewed and uniform routing at once. At
 the end the winner and the rule's config are timed in turns. Helion checks the clock only between rounds, so a problem
 may take a minute longer than its share. Entries of the file for these versions of triton and helion are skipped
-(--force tunes them again). Ctrl-C keeps finished problems, and the same command continues. With --op uniform or varied,
+(--force tunes them again). Ctrl-C keeps what is done, and the same command continues. With --op uniform or varied,
 a grid of configs (and torch.bmm) is timed in turns, without a search.
 
-Exit status: 0 if all is done or the time is over, 2 without a GPU or for wrong arguments, 130 after Ctrl-C, otherwise
-1."""
+Exits with 0 if all is done or the time is over, 2 without a GPU or for wrong arguments, 130 after Ctrl-C, otherwise
+with 1."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Turns:
                 calls = self._checked(choice)
             except Exception as error:
                 of, reason = self.work.stored(choice), str(error).split("\n")[0][:200]
-                print(f"  fails: {of['kernel']}, {of['config']} ({type(error).__name__}: {reason})", flush=True)
+                print(f"  does not work: {of['kernel']}, {of['config']} ({type(error).__name__}: {reason})", flush=True)
                 if gpu_is_lost(self.device):
                     raise
             else:
