@@ -35,10 +35,10 @@ Without a GPU, or with TRITON_INTERPRET=1: the same kernels in Triton's interpre
 Needs torch, triton and helion. Exits with 0 if every check passed, otherwise with 1."""
 
 _INFO = """\
-Prints the GPU and its driver, the versions of Python and the packages, whether Triton's interpreter is on, and what is
-missing, with the command that installs it. Also the kernel and config of a few typical shapes and their source: a file
-of tuned configs, with the distance to its entry in factors of two, or the rule. With --model it prints the launches of
-that model's layer for each class of token counts, and the distinct kernels and configs; this needs Helion.
+Prints the GPU and its driver, the versions of Python and the packages, whether Triton's interpreter is on, which
+kernel and config a few typical shapes get and from where (a file of tuned configs, with the distance of its entry
+in factors of two, or the rule), and what is missing, with the command that installs it. With --model, what that model's
+layer launches for each class of token counts, and how many kernels and configs that takes; this needs Helion.
 
 Needs torch only. Exits with 0."""
 

@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Add our operators to TritonBench, and our providers to its `grouped_gemm`. Any further call changes nothing.
 
-    Without a CUDA GPU, TritonBench's own kernels for `grouped_gemm` cannot be imported; functions that raise take their
-    place.
+    Without a CUDA GPU, the kernels that `grouped_gemm` brings along cannot be imported: functions that say so take
+    their place.
 
     Raises:
         ImportError: TritonBench, or a package that it needs, is not installed; the message has the command to install

@@ -1,8 +1,8 @@
 """Launch a compiled Triton kernel: the only file that knows Triton's launcher.
 
-Triton's public call, `kernel[grid](*arguments)`, takes 20 to 40 us of host time for arguments that a plan already has.
-The direct way calls the launcher's C function with these arguments. It relies on the launchers of Triton 3.6 and 3.7;
-with others, launches use the public call.
+Triton's own way, `kernel[grid](*arguments)`, takes 20 to 40 us of the host to wrap arguments that a plan has settled.
+The direct way calls the launcher's C function with just those. It leans on the launchers of Triton 3.6 and 3.7; where
+they look different, launches go Triton's way.
 """
 
 from __future__ import annotations

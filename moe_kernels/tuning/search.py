@@ -690,7 +690,7 @@ WORKLOADS: dict[str, Callable[[Task, torch.device], Workload]] = {
 
 
 def bucket(task: Task, device: torch.device) -> Bucket:
-    """The bucket of the entry for `task`."""
+    """What the entry for `task` is found by."""
     from moe_kernels.kernels.declare import tf32_allowed  # imports Helion
 
     dtype = DTYPES[task.dtype]
