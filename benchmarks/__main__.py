@@ -25,11 +25,11 @@ HELP = """\
 Times suites of shapes beside PyTorch, transformers and the peers that are installed (quack-kernels, DeepGEMM,
 triton_kernels). Each result is compared with float64 first; a provider that fails or is wrong gets no time. Then all
 providers of a case take turns, with a cold L2 cache, as eager calls and as CUDA-graph replays, and medians are printed:
-microseconds, times as fast as the baseline, TFLOP/s and GB/s of real rows only, and the host's microseconds for an
-eager call: with one of several numbers of rows that have been seen before (host us), with a number never seen, though
-others of its magnitude have been (new rows), and repeated in inference mode (prepared). Small cases of `uniform` and
-`varied` are timed warm, too: 100 calls in one graph, divided by 100, the L2 cache as they leave it. Of `ffn-train`,
-which is forward and backward, the peak of the memory that a call allocates is noted (peak MB).
+microseconds, the speedup over the baseline, TFLOP/s and GB/s of real rows only, and the host's microseconds for an
+eager call: with one of several numbers of rows seen before (host us), with a number never seen, of a magnitude that was
+(new rows), and repeated in inference mode (prepared). Small cases of `uniform` and `varied` are also timed with a warm
+L2 cache: 100 calls in one graph, divided by 100. `ffn-train`, which is forward and backward, also shows the most memory
+that a call allocates (peak MB).
 
 Needs a CUDA GPU that nothing else uses; the suite `smoke` alone runs on a CPU too. Files are written after every case,
 so Ctrl-C keeps what is done.

@@ -1,4 +1,4 @@
-"""The operators that suites measure, each with its providers: PyTorch's ways, ours, peers'."""
+"""The operators of the suites, each with its providers: PyTorch, ours, peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots of what `benchmarks` has measured: speed-ups by case, and a roofline. Needs matplotlib."""
+"""Plots of results: speedups by case, and a roofline. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _bars(results: Results) -> Figure:
-    """x the baseline, a cluster of bars per case and a bar per provider."""
+    """Speedups over the baseline: a cluster of bars per case and a bar per provider."""
     timing = tables.timing_of(results.records)
     base, ours = tables.roles(results.records[0]["suite"])
     cases = tables.by_case(results.records)
@@ -76,7 +76,7 @@ def _bars(results: Results) -> Figure:
         record = next(iter(case.values()))
         names.append(record["case"] + (f"\n{record['layout']}" if several else ""))
     axes.set_xticks(range(len(cases)), names, rotation=60, ha="right", fontsize=8, rotation_mode="anchor")
-    axes.set_ylabel(f"x {base}")
+    axes.set_ylabel(f"speedup over {base}")
     axes.margins(x=0.01)
     axes.set_title(_title(results, timing), fontsize=10, pad=30)
     axes.legend(fontsize=8, frameon=False, ncols=min(6, len(labels)), loc="lower center", bbox_to_anchor=(0.5, 1))
@@ -84,7 +84,7 @@ def _bars(results: Results) -> Figure:
 
 
 def _matrix(results: Results) -> Figure:
-    """x the baseline for every layer (rows) and number of tokens (columns)."""
+    """Our speedup for every layer (rows) and number of tokens (columns)."""
     timing = tables.timing_of(results.records)
     names, tokens, ratios = tables.layers(results, timing)
     figure, axes = _axes(3.5 + 0.75 * len(tokens), 1.2 + 0.24 * len(names))
@@ -98,7 +98,7 @@ def _matrix(results: Results) -> Figure:
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_xlabel("tokens")
     base, ours = tables.roles(results.records[0]["suite"])
-    axes.set_title(f"{ours} x {base}\n{_title(results, timing)}", fontsize=10)
+    axes.set_title(f"speedup of {ours} over {base}\n{_title(results, timing)}", fontsize=10)
     return figure
 
 

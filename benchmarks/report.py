@@ -1,29 +1,37 @@
-"""Tables and plots of README.md and benchmarks/README.md.
+"""Tables and plots of the pages that show measurements.
 
     python -m benchmarks.report [--check] [PAGE ...]
 
-writes the tables and plots of these pages, or others, anew. Between `<!-- table: FILE -->` and `<!-- end of table -->`,
-each on a line of its own, it puts what FILE, a JSON of `benchmarks` or a CSV of TritonBench, holds, with a path from
-the page's folder. The plots go beside FILE. Those of a JSON have their names from its suites: a file that is not named
-after one, such as a second run's, is shown without. With --check it writes nothing, and exits with 1 if anything would
-change.
+writes the tables and plots of these pages, or others, anew: what stands between a line of the first kind and
+`<!-- end of table -->`. Paths are relative to the page's folder.
+
+    <!-- table: FILE -->        all that FILE holds, a JSON of `benchmarks` or a CSV of TritonBench, and its plots
+    <!-- short table: FILE -->  the same in at most eight columns, without plots
+    <!-- overview: FOLDER -->   five lines from the results in FOLDER
+
+The plots go beside FILE. Those of a JSON have their names from its suites: a file that is not named after one, such as
+a second run's, is shown without. With --check it writes nothing, and exits with 1 if anything would change.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import plots, tables
 from benchmarks.run import Results
 from tritonbench_ops import plots as tritonbench
 
-PAGES = (Path("README.md"), Path("benchmarks/README.md"))
-_BLOCK = re.compile(r"^<!-- table: (\S+) -->\n(.*?)^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
+PAGES = tuple(map(Path, ("README.md", "benchmarks/README.md", "docs/performance.md", "docs/compiling_ahead.md")))
+_BLOCK = re.compile(
+    r"^<!-- (table|short table|overview): (\S+) -->\n(.*?)^<!-- end of table -->$", re.DOTALL | re.MULTILINE
+)
 
 
 def write_page(path: Path, check: bool) -> bool:
@@ -32,24 +40,15 @@ def write_page(path: Path, check: bool) -> bool:
 
     def block(match: re.Match[str]) -> str:
         nonlocal changed
-        file = path.parent / match[1]
-        results: Results | tritonbench.Measured
-        if file.suffix == ".csv":
-            results = tritonbench.read(file.read_text(encoding="utf-8"))
-            text, pictures = tables.of_tritonbench(results), [file.with_suffix(".png")]
-            draw = functools.partial(tritonbench.draw, results, *pictures)
-        else:
-            results = Results.read(file)
-            text, pictures = tables.markdown(results), []
-            if file.stem in results.suites:
-                pictures = plots.pictures(results, file.parent)
-            draw = functools.partial(plots.draw, results, file.parent)
-        if not all(tritonbench.is_of(picture, results) for picture in pictures):
+        kind, file = match[1], path.parent / match[2]
+        shown = _show(kind, file)
+        if not shown.drawn:
             changed = True
             if not check:
-                draw()
-        links = "".join(f"![{picture.stem}]({picture.relative_to(path.parent)})\n" for picture in pictures)
-        return f"<!-- table: {match[1]} -->\n{text}\n{links}<!-- end of table -->"
+                shown.draw()
+        pictures = (picture.relative_to(path.parent) for picture in shown.pictures)
+        links = "".join(f"![{picture.stem}]({picture})\n" for picture in pictures)
+        return f"<!-- {kind}: {match[2]} -->\n{shown.text}\n{links}<!-- end of table -->"
 
     text = path.read_text(encoding="utf-8")
     wanted = _BLOCK.sub(block, text)
@@ -58,11 +57,36 @@ def write_page(path: Path, check: bool) -> bool:
     return changed or wanted != text
 
 
+class _Shown(NamedTuple):
+    text: str
+    pictures: Sequence[Path] = ()
+    drawn: bool = True  # whether the pictures are there, of these results
+    draw: Callable[[], None] = lambda: None
+
+
+def _show(kind: str, file: Path) -> _Shown:
+    if kind == "overview":
+        return _Shown(tables.overview(file))
+    if file.stem == "start_up":
+        return _Shown(tables.start_up(json.loads(file.read_text(encoding="utf-8"))))
+    if file.suffix == ".csv":
+        measured, picture = tritonbench.read(file.read_text(encoding="utf-8")), file.with_suffix(".png")
+        draw = partial(tritonbench.draw, measured, picture)
+        return _Shown(tables.of_tritonbench(measured), [picture], tritonbench.is_of(picture, measured), draw)
+    results = Results.read(file)
+    text = tables.markdown(results, short=kind == "short table")
+    if kind == "short table" or file.stem not in results.suites:
+        return _Shown(text)
+    pictures = plots.pictures(results, file.parent)
+    drawn = all(tritonbench.is_of(picture, results) for picture in pictures)
+    return _Shown(text, pictures, drawn, partial(plots.draw, results, file.parent))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.report", description="Write the tables and plots of pages anew."
     )
-    pages = " and ".join(map(str, PAGES))
+    pages = ", ".join(map(str, PAGES))
     parser.add_argument("page", nargs="*", type=Path, default=PAGES, help=f"default: {pages}")
     parser.add_argument("--check", action="store_true", help="only say, by the exit status, whether all is as it is")
     options = parser.parse_args(argv)

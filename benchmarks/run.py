@@ -1,4 +1,4 @@
-"""Time the cases of a suite: check each provider's result, then let those that are right take turns."""
+"""Time the cases of a suite: check the result of each provider, then time those with right results in turns."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Results:
 
 
 def meta(device: torch.device, command: str) -> dict[str, Any]:
-    """GPU, driver, versions, date, command, and what this GPU reaches at most, measured now."""
+    """GPU, driver, versions, date, command, and the highest rates of this GPU, measured now."""
     peers = {
         provider.package: _version_of(provider.package)
         for operator in OPERATORS.values()

@@ -1,4 +1,4 @@
-"""What is measured: cases, and the suites that they make up."""
+"""The cases to measure, and the suites that consist of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def weights(self) -> tuple[Any, ...]:
-        """What cases with the same weights have in common."""
+        """The key of the weights of a case."""
         return self.G, self.N, self.K, self.layout, self.dtype, self.problems
 
 

@@ -1,25 +1,28 @@
-"""Tables of what `benchmarks` has measured, as text, CSV and Markdown."""
+"""Tables of results, as text, CSV and Markdown."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from benchmarks.operators import OPERATORS, Operator
 from benchmarks.run import FIELDS, Record, Results
 from benchmarks.suites import SUITES, WARM_CALLS
 from tritonbench_ops.plots import Measured
 
-SLOW = 0.98  # x the baseline below which a case is listed
+SLOW = 0.98  # speedup below which a case is listed
 _EAGER = {  # fields that eager calls alone have, some of them only in newer files
     "host_us": "host us",
     "host_new_rows_us": "host us, new rows",
     "host_prepared_us": "host us, prepared",
     "peak_mb": "peak MB",
 }
+SHORT = 8  # columns at most of a short table
 CUBES = re.compile(r"(\d+) x (\d+)\^3")  # so many products N x N x N
 _LAYER = re.compile(r"(.+), (\d+) tokens?")
 
@@ -45,7 +48,7 @@ def by_case(records: Sequence[Record]) -> list[dict[tuple[str, str], Record]]:
 
 
 def speedup(case: dict[tuple[str, str], Record], provider: str, timing: str) -> float | None:
-    """So many times as fast as the baseline; None if one of the two has no time."""
+    """A provider's speedup over the baseline; None if one of the two has no time."""
     record = case.get((provider, timing))
     if record is None:
         return None
@@ -57,7 +60,7 @@ def speedup(case: dict[tuple[str, str], Record], provider: str, timing: str) -> 
 
 
 def timing_of(records: Sequence[Record]) -> str:
-    """The timing that one is shown of: of graph replays where there are any, unless the baseline has none."""
+    """The timing to show: graph replays if there are any, unless the baseline has none."""
     timed = {(record["provider"], record["timing"]) for record in records if record["us"] is not None}
     base = roles(records[0]["suite"])[0]
     if (base, "eager") in timed and (base, "graph") not in timed:
@@ -97,7 +100,7 @@ def case_text(records: Sequence[Record]) -> str:
 
 
 def summary(results: Results) -> str:
-    """For each suite how ours stands to the baseline, which cases are slower, what failed and what was left out."""
+    """For each suite our speedup over the baseline, and the cases that are slower, failed or were left out."""
     lines = []
     for suite in results.suites:
         part = results.of(suite)
@@ -109,8 +112,8 @@ def summary(results: Results) -> str:
                 continue
             mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
             lines.append(
-                f"{suite}, {timing}: {ours} is {mean:.3f} times as fast as {base} "
-                f"(geometric mean of {len(ratios)} cases, {min(r for r, _ in ratios):.3f} at worst)"
+                f"{suite}, {timing}: {ours} has a speedup of {mean:.3f} over {base} "
+                f"(geometric mean of {len(ratios)} cases, lowest {min(r for r, _ in ratios):.3f})"
             )
             for ratio, case in sorted(ratios, key=lambda pair: pair[0]):
                 if ratio < SLOW:
@@ -136,8 +139,8 @@ def csv_text(results: Results) -> str:
     return text.getvalue()
 
 
-def markdown(results: Results) -> str:
-    """A paragraph that says what was measured where, and a table for each suite."""
+def markdown(results: Results, short: bool = False) -> str:
+    """For each suite a paragraph on what was measured where, and a table; a short one has at most `SHORT` columns."""
     meta = results.meta
     lines = []
     for suite in results.suites:
@@ -149,16 +152,20 @@ def markdown(results: Results) -> str:
         how = "as CUDA-graph replays" if timing == "graph" else "as eager calls"
         dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in part.records))
         lines += [
-            f"{_where(meta)}, {dtypes}, {how} with a cold L2 cache. x: so many times as fast as "
-            f"{_code(roles(suite)[0])} in the same run; below 1 is slower."
-            + (f" warm: a graph of {WARM_CALLS} calls, divided by {WARM_CALLS}." * any(map(_is_warm, part.records))),
-            "",
-            *(_layer_table(part, timing) if has_layers(part) else _case_table(part, timing)),
+            f"{_where(meta)}, {dtypes}, {how} with a cold L2 cache. Speedup: over {_code(roles(suite)[0])} in the same "
+            "run; below 1 is slower."
+            + f" warm: a graph of {WARM_CALLS} calls, divided by {WARM_CALLS}."
+            * (any(map(_is_warm, part.records)) and not short),
             "",
         ]
-        if part.skipped:
+        if has_layers(part):
+            lines += _layer_table(part, timing)
+        else:
+            lines += _short_case_table(part, timing) if short else _case_table(part, timing)
+        lines.append("")
+        if part.skipped and not short:
             lines += ["Left out: " + "; ".join(f"{_title(case)} ({case['reason']})" for case in part.skipped) + ".", ""]
-    return "\n".join([*lines, f"Made by `{meta['command']}`.", ""])
+    return "\n".join(lines if short else [*lines, f"Made by `{meta['command']}`.", ""])
 
 
 def _where(meta: Record) -> str:
@@ -167,7 +174,7 @@ def _where(meta: Record) -> str:
 
 
 def _transformers_table(results: Results) -> list[str]:
-    """Of transformers_stack.py: a line for each shape, a column for each implementation."""
+    """The table of transformers_stack.py: a line for each shape, a column for each implementation."""
     meta, shapes = results.meta, dict[tuple[str, int, int], dict[str, Record]]()
     for record in results.records:
         shapes.setdefault((record["part"], record["batch"], record["length"]), {})[record["implementation"]] = record
@@ -179,11 +186,11 @@ def _transformers_table(results: Results) -> list[str]:
         speeds = {name: record["tokens_per_s"] for name, record in found.items() if record["tokens_per_s"]}
         best = max((value for name, value in speeds.items() if name != names[0]), default=None)
         rows[-1].append(_number(speeds[names[0]] / best, 2) if best and names[0] in speeds else "-")
-    head = ["part, sequences x tokens", *(f"`{name}`" for name in names), f"`{names[0]}` x the best other"]
+    head = ["part, sequences x tokens", *(f"`{name}`" for name in names), f"`{names[0]}`, speedup over the best other"]
     return [
         f"{_where(meta)}, transformers {meta['transformers']}: tokens per second of {meta['model']}, medians of "
-        "interleaved rounds. decode: `generate` from a short prompt, where on a GPU each step after it takes "
-        "`batched_mm` for `grouped_mm`; compiled: the same with a static cache and transformers' own `torch.compile`. "
+        "interleaved rounds. decode: `generate` from a short prompt; on a GPU, transformers replaces `grouped_mm` by "
+        "`batched_mm` in its steps. compiled: decode with a static cache and transformers' own `torch.compile`. "
         "First calls, which compile, are not counted; those of all parts together took "
         f"{', '.join(f'{seconds:.0f} s (`{name}`)' for name, seconds in first.items())}.",
         "",
@@ -200,7 +207,7 @@ def _speed_cell(record: Record | None) -> str:
 
 
 def _expert_parallel_table(results: Results) -> list[str]:
-    """Of expert_parallel.py: a line for each number of ranks, first of weak scaling, then of strong."""
+    """The table of expert_parallel.py: a line for each number of ranks, weak scaling before strong."""
     records = sorted(results.records, key=lambda r: (r["scaling"] == "strong", r["ranks"]))
     one = {r["scaling"]: r["tokens_per_s"] for r in records if r["ranks"] == 1}
     rows = []
@@ -211,13 +218,13 @@ def _expert_parallel_table(results: Results) -> list[str]:
         row += [_number(r["tokens_per_s"] / alone if alone else None, 2), f"{100 * r['comm']:.0f}%"]
         rows.append([*row, _number(r["first_s"], 0)])
     r = records[0]
-    head = ["scaling, ranks", "experts per rank", "tokens per rank", "step ms", "tokens/s", "x one rank"]
+    head = ["scaling, ranks", "experts per rank", "tokens per rank", "step ms", "tokens/s", "speedup over one rank"]
     return [
         f"{_where(results.meta)}, {r['dtype']}: forward and backward of a layer with H = {r['H']}, I = {r['I']}, "
         f"E = {r['E']}, top_k = {r['top_k']}; medians, of the slowest rank. Outputs and all gradients were those of a "
         f"single process, with at most {max(r['error_share'] for r in records):.2f} of the error budget.",
         "",
-        *_markdown_rows([*head, "in all-to-alls", "first step s"], rows),
+        *_markdown_rows([*head, "time in all-to-alls", "first step s"], rows),
     ]
 
 
@@ -225,13 +232,13 @@ SCRIPTS = {"transformers": _transformers_table, "expert_parallel": _expert_paral
 
 
 def of_tritonbench(found: Measured) -> str:
-    """A table: the baseline's time for each input, how many times as fast the others were, and the means of that."""
+    """A table: the baseline's time for each input, the others' speedups over it, and the means of these."""
     times = found.providers.get(found.baseline, {}).get("latency", [None] * len(found.names))
     rows = [[name, _number(ms and 1e3 * ms)] for name, ms in zip(found.names, times, strict=True)]
     head, means = [found.title, f"{found.baseline} us"], ["geometric mean", ""]
     for label, metrics in found.providers.items():
         if "speedup" in metrics:
-            head.append(f"{label} x")
+            head.append(f"{label} speedup")
             for row, ratio in zip(rows, metrics["speedup"], strict=True):
                 row.append(_number(ratio, 2))
             ratios = [ratio for ratio in metrics["speedup"] if ratio]
@@ -245,7 +252,7 @@ def has_layers(results: Results) -> bool:
 
 
 def layers(results: Results, timing: str) -> tuple[list[str], list[int], list[list[float | None]]]:
-    """Layers, token counts, and ours x the baseline for each layer (rows) and token count (columns)."""
+    """Layers, token counts, and our speedup for each layer (rows) and token count (columns)."""
     ours = roles(results.records[0]["suite"])[1]
     found: dict[str, dict[int, float | None]] = {}
     for case in by_case(results.records):
@@ -269,7 +276,7 @@ def _layer_table(results: Results, timing: str) -> list[str]:
     rows = [
         [f"{name} ({shapes[name]})", *(_number(r, 2) for r in row)] for name, row in zip(names, ratios, strict=True)
     ]
-    return [f"{ours} x {base}:", "", *_markdown_rows(head, rows)]
+    return [f"Speedup of {ours} over {base}:", "", *_markdown_rows(head, rows)]
 
 
 def _case_table(results: Results, timing: str) -> list[str]:
@@ -279,7 +286,7 @@ def _case_table(results: Results, timing: str) -> list[str]:
     eager = [(p, name) for name in _EAGER for p in dict.fromkeys((ours, base, *others)) if (p, name) in there]
     eager = [(p, name) for p, name in eager if p in (ours, base) or name == "peak_mb"]
     head = [f"case ({operator_of(results.records[0]['suite']).dimensions})", "B", f"{_code(base)} us"]
-    head += [*(f"{_code(other)} x" for other in others), f"{_code(ours)} TFLOP/s", "GB/s"]
+    head += [*(f"{_code(other)} speedup" for other in others), f"{_code(ours)} TFLOP/s", "GB/s"]
     head += [f"{_code(p)} {_EAGER[name]}" for p, name in eager]
     warmed = [p for p in dict.fromkeys(r["provider"] for r in results.records if _is_warm(r)) if p in (base, ours)]
     head += [f"{_code(p)} warm us" for p in warmed]
@@ -295,6 +302,95 @@ def _case_table(results: Results, timing: str) -> list[str]:
         row += [_number(case.get((p, "warm"), {}).get("us"), 2) for p in warmed]
         rows.append(row)
     return _markdown_rows(head, rows)
+
+
+def _short_case_table(results: Results, timing: str) -> list[str]:
+    """The times of the baseline and ours, and the speedups of ours and of others that compute the same."""
+    suite = results.records[0]["suite"]
+    base, ours = roles(suite)
+    others = _others(suite, (record["provider"] for record in results.records))
+    head = [f"case ({operator_of(suite).dimensions})", "weights", f"{_code(base)} us", f"{_code(ours)} us"]
+    head += [*(f"{_code(p)} speedup" for p in (ours, *others)), f"{_code(ours)} TFLOP/s", "GB/s"]
+    rows = []
+    for case in by_case(results.records):
+        first, mine = next(iter(case.values())), case.get((ours, timing), {})
+        row = [f"{first['case']} ({', '.join(str(first[d]) for d in 'GMNK')})", f"`{first['layout']}`"]
+        row += [_number(case.get((base, timing), {}).get("us")), _number(mine.get("us"))]
+        row += [_number(speedup(case, p, timing), 2) for p in (ours, *others)]
+        rows.append([*row, _number(mine.get("tflops"), 0), _number(mine.get("gbps"), 0)])
+    return _markdown_rows(head[:SHORT], [row[:SHORT] for row in rows])
+
+
+def _others(suite: str, labels: Iterable[str]) -> list[str]:
+    """Those that are neither the baseline nor ours, and compute the same."""
+    operator = operator_of(suite)
+    left_out = {p.label for p in operator.providers.values() if p.ours or not p.same_result}
+    left_out.add(operator.providers[operator.baseline].label)
+    return [label for label in dict.fromkeys(labels) if label not in left_out]
+
+
+def start_up(measured: Record) -> str:
+    """The table of start_up.py: seconds, with a line for each part and a column for each state of the cache."""
+    states = {
+        "nothing cached": "nothing cached",
+        "caches filled": "kept on disk",
+        "compiled on a machine without a GPU": "made by `compile` without a GPU, for another Python",
+    }
+    parts = {
+        ("layer", "first grouped_gemm"): "first `grouped_gemm` of a process",
+        ("layer", "25 calls"): "then a layer's first calls with 25 token counts from 1 to 8192, in total",
+        ("layer", "worst of them"): "the longest of these 25",
+        ("training", "first step"): "first training step of a process",
+        ("training", "first step of another T"): "first step with another token count",
+    }
+    rows = [
+        [text, *(_number(measured[f"{part}, {state}"][key], 2) for state in states)]
+        for (part, key), text in parts.items()
+    ]
+    versions = ", ".join(f"{name} {measured[name]}" for name in ("torch", "triton", "helion"))
+    return "\n".join(
+        [
+            f"{measured['gpu']}, {versions}, {measured['date']}: seconds, from `import torch` and the making of the "
+            "operands on.",
+            "",
+            *_markdown_rows(["", *states.values()], rows),
+            "",
+        ]
+    )
+
+
+def overview(folder: Path) -> str:
+    """The main results in `folder`, in five lines."""
+
+    def times(suite: str, name: str, layout: str) -> tuple[str, list[str]]:
+        results = Results.read(folder / f"{suite}.json")
+        records = [r for r in results.records if (r["case"], r["layout"], r["timing"]) == (name, layout, "graph")]
+        us = {record["provider"]: record["us"] for record in records if record["us"] is not None}
+        base, ours = roles(suite)
+        best = min(_others(suite, us), key=us.__getitem__)
+        cells = [f"**{_number(us[ours])} us**", *(f"{_number(us[p])} us, {_code(p)}" for p in (best, base))]
+        return _where(results.meta), cells
+
+    lines = {
+        "layer forward, 8192 tokens": ("ffn", "qwen3_30b, T = 8192", "[E, 2I, H]"),
+        "layer forward and backward, 8192 tokens": ("ffn-train", "qwen3_30b, T = 8192", "[E, 2I, H]"),
+        "layer forward, 16 tokens (decoding)": ("ffn", "qwen3_30b, T = 16", "[E, 2I, H]"),
+        "one product, 65536 rows": ("table", "qwen3_up", "[G, N, K] transposed"),
+    }
+    found = {text: times(*asked) for text, asked in lines.items()}
+    where = "; ".join(dict.fromkeys(where for where, _ in found.values()))
+    first = json.loads((folder / "start_up.json").read_text(encoding="utf-8"))["layer, caches filled"]
+    seconds = f"**{_number(first['first grouped_gemm'], 2)} s**"
+    rows = [[text, *cells] for text, (_, cells) in found.items()]
+    rows.append(["first product of a new process, kernels on disk", seconds, "not measured", "not measured"])
+    return "\n".join(
+        [
+            *_markdown_rows(["Qwen3-30B-A3B, bfloat16", "moe_kernels", "best other in the same run", "PyTorch"], rows),
+            "",
+            f"{where}. Microseconds are CUDA-graph replays with a cold L2 cache, by providers that took turns.",
+            "",
+        ]
+    )
 
 
 def _is_warm(record: Record) -> bool:

@@ -1,4 +1,4 @@
-"""`python -m moe_kernels demo | info | compile | cache | tune`: run the main job, say what is installed, prepare."""
+"""`python -m moe_kernels demo | info | compile | cache | tune`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from moe_kernels.tuning import entries
 from moe_kernels.tuning import search as tune
 
 _DEMO = """\
-Runs the main job on generated Mixture-of-Experts traffic: one ragged matrix of rows per expert, skewed, some of them
-empty. It packs them, multiplies them by grouped_gemm_jagged, grouped_gemm_jagged_persistent and grouped_gemm, with one
-weight per expert and with one that all share, compares each result with float64, unpacks it, and prints times and
+Multiplies generated Mixture-of-Experts traffic: one matrix per expert, with skewed numbers of rows, some of them 0. The
+demo packs the matrices, multiplies them by grouped_gemm_jagged, grouped_gemm_jagged_persistent and grouped_gemm, with
+one weight per expert and with one shared weight, compares each result with float64, unpacks it, and prints times and
 errors. An error may be twice that of plain PyTorch in the same dtype, plus a few roundings of float32.
 
-With a GPU: bfloat16, 64 experts, 8192 rows, N = K = 2048, and PyTorch's own grouped_mm beside; needs about 2 GB of GPU
-memory. Most of the time goes into compiling.
+With a GPU: bfloat16, 64 experts, 8192 rows, N = K = 2048, compared with PyTorch's own grouped_mm; needs about 2 GB of
+GPU memory. Most of the time is compilation.
 Without a GPU, or with TRITON_INTERPRET=1: the same kernels in Triton's interpreter, float32, a small case.
 
 Needs torch, triton and helion. Exits with 0 if every check passed, otherwise with 1."""
@@ -58,16 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m moe_kernels",
-        description="Grouped GEMM kernels for Mixture-of-Experts layers: try them here, and see what they would use.",
-        epilog="`python -m moe_kernels demo --help` and so on say more.",
+        description="Grouped GEMM kernels for Mixture-of-Experts layers: try them, inspect them, prepare them.",
+        epilog="`python -m moe_kernels demo --help` describes a command.",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="{demo,info,compile,cache,tune}")
     for name, summary, text, add_arguments in (
         ("demo", "run every kernel, check the results, print times; works without a GPU", _DEMO, None),
-        ("info", "print GPU, versions, configs, and what is missing", _INFO, commands.add_info_arguments),
+        ("info", "print GPU, versions, configs and missing packages", _INFO, commands.add_info_arguments),
         ("compile", "make plans and binaries ahead, for any GPU", commands.COMPILE, commands.add_compile_arguments),
-        ("cache", "show or clear what is kept on disk", commands.CACHE, commands.add_cache_arguments),
-        ("tune", "search faster configs on this GPU, and keep them", tune.HELP, tune.add_arguments),
+        ("cache", "show or clear the plans and binaries on disk", commands.CACHE, commands.add_cache_arguments),
+        ("tune", "search faster configs on this GPU, and store them", tune.HELP, tune.add_arguments),
     ):
         added = subparsers.add_parser(name, help=summary, description=text, formatter_class=raw)
         if add_arguments is not None:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def demo() -> int:
-    """Pack, multiply, check and unpack generated traffic; 0 if everything was right."""
+    """Pack, multiply, check and unpack generated traffic; the exit code."""
     gpu = None if _interpreter_on() else _gpu()
     if gpu is None and not _interpreter_on():
         if "triton" in sys.modules:  # it has read the variable already
@@ -150,9 +150,9 @@ def demo() -> int:
             for (name, weight, _), spent, outcome in zip(calls, times, checked, strict=True)
         ],
     )
-    print("\nerror, budget: largest difference from float64, and the largest allowed, in the group that comes nearest.")
+    print("\nerror, budget: largest difference from float64 and its limit, in the group closest to its limit.")
     if gpu:
-        print(f"us: medians of {_ROUNDS} rounds in which every row takes its turn, compiling not counted.")
+        print(f"us: medians of {_ROUNDS} rounds in which the rows of this table take turns, without compilation.")
     else:
         print("seconds: in the interpreter, after compiling. They say nothing about the speed on a GPU.")
     wrong = sum(outcome[-1] == "WRONG" for outcome in checked)
@@ -177,7 +177,7 @@ def info() -> int:
     )
     print()
     if problems:
-        print("Configs: not shown, because finding them needs what is missing.")
+        print("Configs: not shown, because they need the missing packages.")
         return 0
     try:
         importlib.import_module("helion")
@@ -194,15 +194,13 @@ def info() -> int:
 
 
 def _print_configs() -> None:
-    """Where tuned configs are looked for, and what a few typical shapes get."""
+    """Print the folders of tuned configs, and the configs of a few typical shapes."""
     gpu = targets.of_device("cuda", 0) if _gpu() == "cuda" and not _interpreter_on() else None
     if gpu is None:
-        print("Configs: by rule, measured on an H200. Tuned configs are for GPUs, and none is used here.")
+        print("Configs: by the rule, measured on an H200. Tuned configs are for GPUs, and none is used here.")
     else:
         known = [file for file, _ in entries.load(gpu)]
-        print(
-            f"Configs for {gpu.name}: the nearest of those tuned, or else by rule, measured on an H200. Looked for in"
-        )
+        print(f"Configs for {gpu.name}: the nearest tuned entry, or else by rule, measured on an H200. Files:")
         for file, _ in entries.files_for(gpu):
             print(f"  {file}: {f'{known.count(file)} entries for these versions' if file.exists() else 'not there'}")
     rows = []

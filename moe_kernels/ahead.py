@@ -1,7 +1,7 @@
-"""Plans and binaries made ahead of the calls that need them, for the GPU at hand or for a named one.
+"""Make plans and binaries before the calls that need them, for the GPU of this machine or for a named one.
 
-A layer is run on meta tensors, once for each class of token counts. Nothing is computed: what it asks of the plan cache
-is collected, and made.
+A layer is run on meta tensors, once for each class of token counts. Nothing is computed: its requests to the plan cache
+are collected, and the plans made.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 
 class LayerShape(NamedTuple):
-    """A layer of experts."""
+    """The sizes of a layer of experts, for `compile_ahead`."""
 
     hidden_size: int
     intermediate_size: int
@@ -49,7 +49,7 @@ class LayerShape(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A kind of call to make a plan for."""
+    """A kind of call that needs a plan."""
 
     operator: str
     inputs: tuple[SymbolicTensor | None, ...]
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What `compile_ahead` has seen to: numbers of plans, binaries and launcher libraries."""
+    """The result of `compile_ahead`: the numbers of plans, binaries and launcher libraries on disk."""
 
     plans: int
     binaries: int
@@ -74,22 +74,27 @@ def compile_ahead(
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> Made:
-    """Make the plans and binaries of layers for all of `tokens`, and keep them on disk.
+    """Make the plans and binaries of layers for all of `tokens`, and store them on disk.
 
     Args:
-        what: an `MoE`; a module that has some, or a transformers model with `experts_implementation="moe_kernels"`
-            after `register()`; a `LayerShape`, the name of a model of `compile --list`, or several of these.
-        tokens: the numbers of tokens in a call, such as `range(1, 8193)`. Those of one class share a plan.
-        training: forward with gradients, and backward, too.
-        gpu: the name of a GPU of `compile --list`, which need not be there; by default the current one.
-        jobs: processes that compile side by side. With more than one, or without the GPU, they import the calling
-            script again, which needs a `__main__` guard.
-        progress: called with the plans made so far and their number in all.
+        what: an `MoE`; a module that contains some; a transformers model with `experts_implementation="moe_kernels"`
+            after `register()`; a `LayerShape`; the name of a model of `python -m moe_kernels compile --list`; or
+            several shapes and names.
+        tokens: the numbers of tokens in a call, such as `range(1, 8193)`. Numbers of one class share a plan.
+        training: True also makes the forward with gradients, and the backward.
+        gpu: the name of a GPU of `python -m moe_kernels compile --list`, which need not be in this machine; by default
+            the current one.
+        jobs: the number of processes that compile at the same time. With more than one, or for a GPU that is not in
+            this machine, these processes import the calling script again, so it needs a `__main__` guard.
+        progress: a function, called with the number of plans made so far and the number of all plans.
+
+    Returns:
+        The numbers of plans, binaries and launcher libraries.
 
     Raises:
-        ValueError: an unknown GPU or model, or no layer in the module.
-        RuntimeError: there is no GPU, and none is named.
-        OSError: what was made could not be kept.
+        ValueError: an unknown GPU or model, or a module without a layer of this package.
+        RuntimeError: there is no GPU, and `gpu` names none.
+        OSError: the folder cannot be written to, or its size limit is too small.
     """
     target = _target(gpu)
     counts = sorted(set(tokens))
@@ -281,7 +286,7 @@ def _make(wanted: Wanted, gpu: Gpu) -> None:
 
 @contextmanager
 def output(folder: str | None) -> Iterator[None]:
-    """In here, and in processes begun in here, what is made is kept in `folder`, whatever other folders have."""
+    """In here, and in processes started in here, plans go to `folder`, even if other folders have them."""
     made = {} if folder is None else {"MOE_KERNELS_CACHE_DIR": folder, "MOE_KERNELS_CACHE_READONLY": ""}
     before = {name: os.environ[name] for name in made if name in os.environ}
     os.environ |= made

@@ -22,16 +22,18 @@ def uniform_grouped_gemm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply groups that are all of one size: `out[g] = A[g] @ B[g]`, in one launch.
+    """Multiply groups of one size: `out[g] = A[g] @ B[g]`, in one launch.
 
-    Products are accumulated in fp32. Nothing of one group reaches another's result. A call can be captured into a CUDA
-    graph. Gradients, also of gradients, are products of the same kind. Where cuBLAS is faster the call is `torch.bmm`:
-    for more than 64 columns, for many rows of fewer than 16, in float32, and where TMA cannot read the operands; unless
-    it would have to copy an operand or does not know the dtypes.
+    Products are accumulated in float32. NaN and infinity of one group never reach another's result. A call can be
+    captured in a CUDA graph. Gradients of any order are products of the same kind.
+
+    The call is `torch.bmm` where cuBLAS is faster: for more than 64 columns, for many rows with fewer than 16 columns,
+    in float32, and where TMA cannot read the operands. The exception is a `torch.bmm` that would copy an operand or
+    does not support the dtypes.
 
     Args:
-        A: `[G, M, K]`, or `[G * M, K]` with the groups one below the other; bfloat16, float16 or float32, any
-            strides. On a CPU float64 too.
+        A: `[G, M, K]`, or `[G * M, K]` with the groups one below the other; bfloat16, float16 or float32, on a CPU
+            also float64; any strides.
         B: `[G, K, N]` or `[G * K, N]`; dtypes and strides as for `A`.
         num_groups: `G`.
         out_dtype: dtype of the result; by default `torch.promote_types(A.dtype, B.dtype)`.
@@ -66,14 +68,15 @@ def varied_grouped_gemm(
     *,
     out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
 ) -> list[Tensor]:
-    """Multiply matrices pair by pair, `group_A[p] @ group_B[p]`, each pair of its own sizes, in one launch.
+    """Multiply matrices pair by pair, `group_A[p] @ group_B[p]`, each pair with sizes of its own, in one launch.
 
-    Products are accumulated in fp32. Nothing of one pair reaches another's result. Where the matrices lie is copied to
-    the device at every call; `plan_varied_grouped_gemm` does that once, and its plan can be captured into a CUDA graph.
+    Products are accumulated in float32. NaN and infinity of one pair never reach another's result. Every call copies a
+    table of addresses to the device; `plan_varied_grouped_gemm` does so once, and its plan can be captured in a CUDA
+    graph.
 
     Args:
-        group_A: list of `[M_p, K_p]`; all tensors of one dtype, bfloat16, float16 or float32, and on one device; any
-            sizes, 0 among them, and any strides. On a CPU float64 too.
+        group_A: list of `[M_p, K_p]`; all tensors have one device and one dtype: bfloat16, float16 or float32, on a CPU
+            also float64. Sizes may be 0; any strides.
         group_B: list of `[K_p, N_p]`.
         out: list of `[M_p, N_p]` to write to, any strides; by default new tensors.
 
@@ -111,9 +114,9 @@ def plan_varied_grouped_gemm(
 ) -> Callable[[], list[Tensor]]:
     """Prepare `varied_grouped_gemm(group_A, group_B, out=out)` for these tensors, to be called any number of times.
 
-    A call of the plan reads what the tensors then hold, and costs a launch, and without `out` the allocation of one
-    buffer that the new results are parts of. It can be captured into a CUDA graph, gives no gradients, and keeps the
-    tensors alive. Arguments and errors are those of `varied_grouped_gemm`.
+    A call of the plan reads the current values of the tensors. It costs one launch and, without `out`, the allocation
+    of one buffer for all results. It can be captured in a CUDA graph and gives no gradients. The plan keeps the tensors
+    alive. Arguments and errors are those of `varied_grouped_gemm`.
     """
     checks.check_varied(group_A, group_B, out)
     if not group_A:

@@ -1,4 +1,4 @@
-"""`python -m moe_kernels compile | cache`, and `info --model`: what is made ahead, kept, and made of a layer."""
+"""`python -m moe_kernels compile`, `cache` and `info --model`: make plans, show the cache, show a layer's launches."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from moe_kernels.models import MODELS
 from moe_kernels.runtime import store, targets
 
 COMPILE = """\
-Makes the plans and binaries that layers of experts need, for all numbers of tokens in a range, and keeps them in a
-folder. A process that finds them compiles nothing, and imports neither Helion nor its compiler. With --gpu no GPU is
-needed: an image can be built with everything in it.
+Makes the plans and binaries of layers of experts for a range of token counts, and stores them in a folder. A process
+that finds them there compiles nothing, and imports neither Helion nor its compiler. With --gpu this machine needs no
+GPU, so an image can be built with all binaries in it.
 
 The folder is --output, or else MOE_KERNELS_CACHE_DIR, or else moe_kernels/compiled in the user's cache folder. At run
-time it is found as MOE_KERNELS_CACHE_DIR, or, if nothing may be written to it, in MOE_KERNELS_CACHE_READONLY. It is
-for the versions of Triton and Helion that are installed here, in their public part, and for any version of PyTorch.
-Launchers, which Triton builds with a C compiler, are for this version of Python; elsewhere they are built at the first
+time set MOE_KERNELS_CACHE_DIR to it, or MOE_KERNELS_CACHE_READONLY if the folder is not writable. Its contents are
+valid for the public versions of Triton and Helion that are installed here, and for any version of PyTorch. Triton's
+launchers are built with a C compiler for this version of Python; with another version, they are built at the first
 launch, in 0.2 s each.
 
-Exits with 0 when all is made, 1 when it could not be kept, 2 on wrong arguments."""
+Exits with 0 if all is made, 1 if it could not be stored, 2 for wrong arguments."""
 CACHE = """\
-Shows the folder in which plans and binaries are kept, what is in it, and its limit (MOE_KERNELS_CACHE_LIMIT_MB, by
-default 2048; the oldest files go first). `cache clear` empties it."""
+Shows the folder of plans and binaries, the number and size of its files, and its size limit
+(MOE_KERNELS_CACHE_LIMIT_MB, by default 2048; the oldest files are removed first). `cache clear` empties it."""
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `compile`."""
-    parser.add_argument("--list", action="store_true", help="name the models and GPUs that are known, and exit")
+    parser.add_argument("--list", action="store_true", help="list the known models and GPUs, and exit")
     parser.add_argument("--model", nargs="+", default=[], choices=MODELS, metavar="NAME", help="layers of these models")
     parser.add_argument(
         "--layer", nargs="+", default=[], type=layer, metavar="H,I,E,TOP_K", help="layers of these sizes"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--tokens", type=token_range, default=range(1, 8193), metavar="A:B", help="default: 1:8192")
-    parser.add_argument("--training", action="store_true", help="also forward with gradients, and backward")
-    parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the one of this machine")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that compile side by side")
-    parser.add_argument("--output", metavar="DIR", help="the folder to keep everything in")
+    parser.add_argument("--training", action="store_true", help="also the forward with gradients, and the backward")
+    parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the GPU of this machine")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that compile at the same time")
+    parser.add_argument("--output", metavar="DIR", help="the folder to write to")
     parser.add_argument(
-        "--torch", metavar="VERSION", help="that of the target: plans do not depend on it, 2.11 to 2.15"
+        "--torch", metavar="VERSION", help="version on the target, 2.11 to 2.15; plans do not depend on it"
     )
-    parser.add_argument("--triton", metavar="VERSION", help="that of the target: has to be the one installed here")
+    parser.add_argument("--triton", metavar="VERSION", help="version on the target; has to be the one installed here")
 
 
 def layer(text: str) -> LayerShape:
@@ -109,7 +109,7 @@ def compile_main(options: argparse.Namespace) -> int:
 
 
 def _refused(options: argparse.Namespace) -> str | None:
-    """What keeps `compile` from doing what it is asked."""
+    """Return the error message for options that `compile` cannot serve, or None."""
     if not options.model and not options.layer:
         return "compile: give --model or --layer (--list names the models)"
     if options.gpu is None and not torch.cuda.is_available():
@@ -131,7 +131,7 @@ def _progress(done: int, total: int) -> None:
 def _summary(made: Made, seconds: float) -> str:
     return (
         f"{made.plans} plans, {made.binaries} binaries, {made.libraries} launcher libraries in {seconds:.0f} s. "
-        f"Give the folder to MOE_KERNELS_CACHE_READONLY, or write it with MOE_KERNELS_CACHE_DIR."
+        f"At run time set MOE_KERNELS_CACHE_READONLY or MOE_KERNELS_CACHE_DIR to the folder."
     )
 
 
@@ -160,13 +160,13 @@ def _show(root: Path, note: str) -> None:
 
 def add_info_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `info`."""
-    parser.add_argument("--model", choices=MODELS, metavar="NAME", help="show what this model's layer launches")
+    parser.add_argument("--model", choices=MODELS, metavar="NAME", help="show the launches of a layer of this model")
     parser.add_argument("--tokens", type=token_range, default=range(1, 8193), metavar="A:B", help="default: 1:8192")
-    parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the one of this machine, or else h200")
+    parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the GPU of this machine, or else h200")
 
 
 def print_layer(options: argparse.Namespace) -> None:
-    """What a model's layer launches for each class of token counts, and how much of that is distinct."""
+    """Print the launches of a model's layer for each class of token counts, and the distinct kernels and configs."""
     gpu = targets.KNOWN[options.gpu or "h200"]
     if options.gpu is None and torch.cuda.is_available():
         gpu = targets.of_device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Experts spread over the ranks of a process group: rank p of P owns the experts `p * E / P` to `(p + 1) * E / P`.
+"""Experts spread over the ranks of a process group: rank p of P holds the experts `p * E / P` to `(p + 1) * E / P`.
 
 hidden --dispatch--> rows of this rank's experts --swiglu_ffn, grouped_gemm--> rows --combine--> hidden
 """
@@ -19,10 +19,10 @@ from moe_kernels.routing_maps import Routing
 
 
 class Exchange(NamedTuple):
-    """What `dispatch` did, for `combine` to undo.
+    """The record of a `dispatch`, for `combine`.
 
-    `routing` sorts this rank's slots by all E experts, so that they stand in the order of the ranks to send to.
-    `arrival` sorts the rows that came, which stand in the order of the ranks they came from, by this rank's experts.
+    `routing` sorts this rank's slots by all E experts, and so by the rank to send them to. `arrival` sorts the received
+    rows, which come in the order of the sending ranks, by the experts of this rank.
     """
 
     routing: Routing
@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
 
     @property
     def group_offsets(self) -> Tensor:
-        """`[E / P + 1]` int32, which rows each of this rank's experts has."""
+        """`[E / P + 1]` int32, the offsets of this rank's experts in the rows of `dispatch`."""
         return self.arrival.group_offsets
 
 
@@ -44,24 +44,24 @@ def dispatch(
     num_experts: int,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Tensor, Exchange]:
-    """Send each token's row to the ranks of its experts. All ranks of the group have to call it.
+    """Send each token's row to the ranks of its experts. Collective: all ranks of the group have to call it.
 
-    Waits once for the device, to learn how many rows come from and go to each rank.
+    Waits once for the device, to learn the number of rows to send to and to receive from each rank.
 
     Args:
-        hidden: `[T, H]`, this rank's tokens; T differs from rank to rank as it likes and may be 0.
-        topk_ids: `[T, top_k]` int32 or int64, out of all ranks' experts; an id outside `0..num_experts - 1` drops its
-            slot.
-        topk_weights: `[T, top_k]`; they stay here, and `combine` applies them.
+        hidden: `[T, H]`, this rank's tokens; T may differ between ranks and may be 0.
+        topk_ids: `[T, top_k]` int32 or int64, among the experts of all ranks; an id outside `0..num_experts - 1` drops
+            its slot.
+        topk_weights: `[T, top_k]`; not sent, but applied by `combine`.
         num_experts: E, a multiple of the number of ranks.
         group: the ranks, as a process group or a mesh of one dimension; by default all.
 
     Returns:
-        `rows [R', H]`, those of this rank's experts, sorted by expert as `exchange.group_offsets` says; and `exchange`.
-        Differentiable in `hidden`; the backward is collective, too.
+        `rows [R', H]`, the rows of this rank's experts, sorted by expert with the offsets `exchange.group_offsets`; and
+        `exchange`. Differentiable in `hidden`; the backward is collective, too.
 
     Raises:
-        TypeError, ValueError: as for `route` and `permute`; the ranks do not divide the experts.
+        TypeError, ValueError: as for `route` and `permute`; `num_experts` is not a multiple of the number of ranks.
     """
     if isinstance(group, DeviceMesh):
         group = group.get_group()
@@ -85,10 +85,10 @@ def dispatch(
 
 
 def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
-    """Send the experts' rows back, and add up each token's, weighted with its topk_weights.
+    """Send the experts' rows back, and add up each token's rows, weighted with its topk_weights. Collective.
 
     Args:
-        rows: `[R', H]`, in the order of `dispatch`'s.
+        rows: `[R', H]`, in the order of the rows of `dispatch`.
         exchange: from `dispatch`.
 
     Returns:

@@ -31,17 +31,17 @@ def swiglu_ffn(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    """The first half of each expert: `act = f(rows @ gate) * (rows @ up)`, by default SwiGLU.
+    """Compute the first half of each expert: `act = f(rows @ gate) * (rows @ up)`, by default SwiGLU.
 
-    Rows are grouped as by `grouped_gemm`; rows in no group give zeros, and one group's NaN never reaches another.
-    The activation is computed in float32.
+    Rows are grouped as by `grouped_gemm`. Rows outside all groups give zeros, and NaN in one group never reaches
+    another. The activation is computed in float32.
 
     Args:
         rows: `[M, H]`, sorted by expert; dtypes as for `grouped_gemm`.
-        w_gate_up: both weights, gate first: `[E, 2I, H]`. The gate's alone, `[E, I, H]`, if there is `w_up`; the only
-            one, `[E, I, H]`, unless `gated`.
+        w_gate_up: both weights, gate first: `[E, 2I, H]`. With `w_up` the gate alone, and with `gated=False` the only
+            weight: `[E, I, H]`.
         group_offsets: `[E + 1]` int32 or int64.
-        w_up: `[E, I, H]`, for weights that are kept apart.
+        w_up: `[E, I, H]`, for gate and up in separate tensors.
         gate_up_bias, up_bias: `[E, 2I]` or `[E, I]`, added in float32.
         activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu_squared". Two more clamp gate to at most `limit`, and
             up to `-limit..limit`: "clamped_swiglu", gpt-oss's `gate * sigmoid(alpha * gate) * (up + 1)`; and
@@ -57,7 +57,8 @@ def swiglu_ffn(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device; options that exclude
-            each other. Offsets are checked on the host if the environment has MOE_KERNELS_VALIDATE=1.
+            each other. Offsets are checked on the host if the environment variable MOE_KERNELS_VALIDATE was 1 at
+            import.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     rows, w_gate_up, w_up = autocast(rows, w_gate_up, w_up)
@@ -89,24 +90,25 @@ def moe_mlp(
     limit: float = 7.0,
     validate: bool | None = None,
 ) -> Tensor:
-    """A layer of experts: `out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])`.
+    """Compute a layer of experts: `out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])`.
 
-    `expert(x) = act @ w_down^T + down_bias` with the act of `swiglu_ffn`. The same as `route`, `permute`, `swiglu_ffn`,
-    `grouped_gemm` and `unpermute`, one after another, but that its backward keeps only the first product's result.
+    Here `expert(x) = act @ w_down^T + down_bias`, with the act of `swiglu_ffn`. The result is that of `route`,
+    `permute`, `swiglu_ffn`, `grouped_gemm` and `unpermute`, one after another. For the backward pass it saves only the
+    result of the first product.
 
     Args:
         hidden: `[T, H]`; dtypes as for `grouped_gemm`.
         topk_ids: `[T, top_k]` int32 or int64; an id outside `0..E - 1` drops its slot.
-        topk_weights: `[T, top_k]`, any of these dtypes; weights are applied in float32.
+        topk_weights: `[T, top_k]`, any of these dtypes, applied in float32.
         w_gate_up, w_up, gate_up_bias, up_bias: as for `swiglu_ffn`, by default gate and up in one `[E, 2I, H]`.
         w_down: `[E, H, I]`.
         down_bias: `[E, H]`, added in float32.
         activation, gated, interleaved, alpha, limit: as for `swiglu_ffn`.
-        transposed: all weights are stored the other way, `[E, H, 2I]` and `[E, I, H]`.
+        transposed: all weights are stored transposed, `[E, H, 2I]` and `[E, I, H]`.
         validate: as for `route`.
 
     Returns:
-        `[T, H]`, of the promoted dtype of hidden states and weights. Differentiable in everything but the ids.
+        `[T, H]`, of the promoted dtype of hidden states and weights. Differentiable in all arguments except the ids.
 
     Raises:
         TypeError, ValueError: as for `route` and `swiglu_ffn`.

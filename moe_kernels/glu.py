@@ -1,4 +1,4 @@
-"""What an expert computes between its two products."""
+"""The activation between the two products of an expert."""
 
 from __future__ import annotations
 

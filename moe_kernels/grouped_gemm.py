@@ -23,22 +23,21 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply each group's rows by the group's matrix: `out[rows of g] = A_packed[rows of g] @ B[g]`.
 
-    Group g owns the rows `group_offsets[g]:group_offsets[g + 1]`. Rows that belong to no group come back as zeros.
-    Products are accumulated in fp32. The offsets stay on the device and are never read by the host, so a call can be
-    captured into a CUDA graph and replayed with other offsets; malformed ones are taken as
-    clamp(cummax(group_offsets), 0, M) and never lead out of bounds.
+    Group g owns the rows `group_offsets[g]:group_offsets[g + 1]`. Rows outside all groups come back as zeros. Products
+    are accumulated in float32. The host never reads the offsets, so a call can be captured in a CUDA graph and replayed
+    with other offsets. Malformed offsets are read as clamp(cummax(group_offsets), 0, M) and never lead out of bounds.
 
     Args:
-        A_packed: `[M, K]`, the rows of all groups one after another; bfloat16, float16 or float32, any strides. On a
-            CPU float64 too.
+        A_packed: `[M, K]`, the rows of all groups one after another; bfloat16, float16 or float32, on a CPU also
+            float64; any strides.
         B: `[K, N]`, shared by all groups, or `[G, K, N]`; dtypes as for `A_packed`, any strides: the transposed view
             of a `[G, N, K]` parameter costs nothing extra.
         group_offsets: `[G + 1]` int32 or int64, exclusive prefix sums of the group sizes, `group_offsets[0] == 0`.
         out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, B.dtype)`.
-        variant: "basic" (a grid over the tiles of all groups), "persistent" (one worker per SM walks a list of tiles)
-            or "auto", which picks the faster of the two by rows per group.
+        variant: "basic" (a grid over the tiles of all groups), "persistent" (one worker per SM walks a list of tiles),
+            or "auto", which picks the kernel by tuned entries, or by the mean number of rows per group.
         validate: True checks the offsets on the host, which waits for the device; None does so if the environment
-            had MOE_KERNELS_VALIDATE=1 at import.
+            variable MOE_KERNELS_VALIDATE was 1 at import.
 
     Returns:
         `[M, N]`, contiguous.
@@ -64,12 +63,12 @@ def grouped_gemm(
 
 
 def grouped_gemm_jagged(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
-    """`grouped_gemm` by the basic kernel: a grid over the output tiles of all groups."""
+    """Compute `grouped_gemm` by the basic kernel: a grid over the output tiles of all groups."""
     return grouped_gemm(A_packed, B, group_offsets, variant="basic")
 
 
 def grouped_gemm_jagged_persistent(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
-    """`grouped_gemm` by the persistent kernel: a fixed number of workers walks the output tiles of all groups."""
+    """Compute `grouped_gemm` by the persistent kernel: a fixed number of workers walks the tiles of all groups."""
     return grouped_gemm(A_packed, B, group_offsets, variant="persistent")
 
 
@@ -81,10 +80,10 @@ def grouped_gemm_wgrad(
     out_dtype: torch.dtype | None = None,
     validate: bool | None = None,
 ) -> Tensor:
-    """Multiply each group's two blocks of rows: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
+    """Compute the gradient of `grouped_gemm` in `B [G, K, N]`: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
 
-    The gradient of `grouped_gemm` in a `B [G, K, N]`. Products are accumulated in fp32. Groups without rows give
-    exact zeros, and rows in no group count for nothing, whatever they hold. Offsets are read as by `grouped_gemm`.
+    Products are accumulated in float32. Groups without rows give exact zeros. Rows outside all groups do not
+    affect the result, even if they hold NaN. Offsets are read as by `grouped_gemm`.
 
     Args:
         A_packed: `[M, K]`; dtypes and strides as for `grouped_gemm`.
@@ -115,28 +114,28 @@ def grouped_mm(
     bias: Tensor | None = None,  # [G, N]
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.grouped_mm`, with bias, out_dtype, and any dtype, size and strides.
+    """Compute `torch.nn.functional.grouped_mm`, also with a bias, an out_dtype, and any dtype, size and strides.
 
         [M, K]    x [G, K, N]  ->  [M, N]        the rows of mat_a are grouped
         [M, K]    x [K, N]     ->  [G, M, N]     the contraction is grouped
         [G, M, K] x [K, N]     ->  [M, N]        the columns of mat_b are grouped
         [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
 
-    Group g has the rows (columns) `offs[g - 1]:offs[g]`, with `offs[-1]` read as 0 for the first group. Rows and
-    columns at or past the last of `offs`, which PyTorch leaves uninitialised, are zeros.
+    Group g has the rows (columns) `offs[g - 1]:offs[g]`, the first group `0:offs[0]`. Rows and columns at or past the
+    last of `offs` are zeros; PyTorch leaves them uninitialised.
 
     Args:
         mat_a, mat_b: as above; dtypes and strides as for `grouped_gemm`.
         offs: `[G]` int32 or int64, where each group ends.
-        bias: `[G, N]`, for the first form only, added in fp32 before the result is rounded.
+        bias: `[G, N]`, for the first form only, added in float32 before the result is rounded.
         out_dtype: as for `grouped_gemm`.
 
     Returns:
-        As above; contiguous, but for the third form, which is a transposed view.
+        As above; contiguous, except for the third form, which is a transposed view.
 
     Raises:
         TypeError, ValueError, ImportError: as for `grouped_gemm`; offsets are checked on the host if the environment
-            has MOE_KERNELS_VALIDATE=1.
+            variable MOE_KERNELS_VALIDATE was 1 at import.
     """
     mat_a, mat_b = autocast(mat_a, mat_b)
     dtype = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype)

@@ -1,7 +1,7 @@
 """Lists of ragged matrices <-> one packed matrix and its offsets.
 
 Group `g` of `A_packed [M, K]` is `A_packed[group_offsets[g]:group_offsets[g + 1]]`: sizes 2, 0, 3 are the
-offsets 0, 2, 2, 5, so an empty group repeats an offset. PyTorch's `offs` are those without the leading 0.
+offsets 0, 2, 2, 5, so an empty group repeats an offset. PyTorch's `offs` are the same without the leading 0.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ _INT32_MAX = torch.iinfo(torch.int32).max
 
 
 def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Put the rows of all groups one after another.
+    """Return the rows of all groups in one tensor, one group after another, and the offsets of the groups.
 
-    The data is copied once and gradients flow back to the groups.
+    Copies the data once. Differentiable in the groups.
 
     Args:
         groups: G matrices `[M_g, K]` of one dtype on one device; any strides, and any `M_g` down to 0.
 
     Returns:
         `A_packed [M, K]`, contiguous, and `group_offsets [G + 1]` on the same device: int32, or int64 if `M`
-        does not fit. Without any groups: a float32 `[0, 0]` and `[0]` on the CPU.
+        does not fit. An empty list gives a float32 `[0, 0]` and the offsets `[0]`, on the CPU.
 
     Raises:
         TypeError: `groups` is no sequence, or a group is no tensor or has another dtype than the first.
@@ -49,10 +49,10 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def unpack_groups(packed: Tensor, group_offsets: Tensor) -> list[Tensor]:
-    """Return the groups of `packed [M, N]` as G views `[M_g, N]`; rows in no group are left out.
+    """Return the groups of `packed [M, N]` as G views `[M_g, N]`, without the rows outside all groups.
 
-    The list's shapes depend on the offsets' values, so this reads them on the host: it waits for the device
-    and cannot be captured in a CUDA graph.
+    Reads the offsets on the host, because the shapes of the views depend on them: it waits for the device and cannot
+    be captured in a CUDA graph.
 
     Raises:
         TypeError: an argument is no tensor, or `group_offsets` is neither int32 nor int64.
@@ -80,7 +80,7 @@ def group_offsets_from_sizes(sizes: Tensor) -> Tensor:
     The sum of `sizes` has to fit into their dtype.
 
     Raises:
-        TypeError: `sizes` is no tensor or neither int32 nor int64.
+        TypeError: `sizes` is not a tensor, or neither int32 nor int64.
         ValueError: `sizes` is not 1-D.
     """
     check_index_vector("sizes", sizes)
@@ -101,8 +101,8 @@ def group_sizes(group_offsets: Tensor) -> Tensor:
 def offs_from_group_offsets(group_offsets: Tensor) -> Tensor:
     """Return PyTorch's `offs [G]`, the inclusive ends of `group_offsets [G + 1]`, without a sync.
 
-    The result is a new contiguous int32 tensor, whatever the strides and dtype of `group_offsets`, because
-    `torch.nn.functional.grouped_mm` takes nothing else. Offsets of 2**31 and more cannot be expressed.
+    The result is a new contiguous int32 tensor, as `torch.nn.functional.grouped_mm` requires. Offsets have to be below
+    2**31.
 
     Raises:
         TypeError: `group_offsets` is no tensor or neither int32 nor int64.
@@ -116,7 +116,7 @@ def group_offsets_from_offs(offs: Tensor) -> Tensor:
     """Return the offsets `[G + 1]` of PyTorch's `offs [G]`: a 0, then the ends, same dtype, without a sync.
 
     Raises:
-        TypeError: `offs` is no tensor or neither int32 nor int64.
+        TypeError: `offs` is not a tensor, or neither int32 nor int64.
         ValueError: `offs` is not 1-D.
     """
     check_index_vector("offs", offs)

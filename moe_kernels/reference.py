@@ -53,8 +53,8 @@ def grouped_gemm(
         out_dtype: of the result; None is `torch.promote_types(A_packed.dtype, B.dtype)`.
 
     Returns:
-        `[M, N]`. Rows in no group are exact zeros, and so are their gradients and those of the weights of
-        empty groups, whatever values stand there.
+        `[M, N]`. Rows outside all groups are exact zeros. So are their gradients and the weight gradients of empty
+        groups, even if the operands hold NaN there.
 
     Raises:
         TypeError, ValueError: see `checks.check_grouped_gemm`.
@@ -95,7 +95,8 @@ def grouped_gemm_wgrad(
         out_dtype: of the result; None is `torch.promote_types(A_packed.dtype, d_out.dtype)`.
 
     Returns:
-        `[G, K, N]`. Empty groups have exact zeros. Rows in no group count for nothing, whatever values stand there.
+        `[G, K, N]`. Empty groups have exact zeros. Rows outside all groups do not affect the result, even if they hold
+        NaN.
 
     Raises:
         TypeError, ValueError: see `checks.check_grouped_gemm_wgrad`.
@@ -135,7 +136,7 @@ def grouped_mm(
         out_dtype: of the result; None is `torch.promote_types(mat_a.dtype, mat_b.dtype)`.
 
     Returns:
-        As above. Rows or columns in no group are exact zeros, without a bias.
+        As above. Rows or columns outside all groups are exact zeros, without a bias.
 
     Raises:
         TypeError, ValueError: see `checks.check_grouped_mm`.
@@ -179,7 +180,7 @@ def uniform_grouped_gemm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [G * M, N] or [G, M, N], like A
-    """Multiply groups that are all of one size: `out[g] = A[g] @ B[g]`.
+    """Multiply groups of one size: `out[g] = A[g] @ B[g]`.
 
     The products are `torch.bmm`, in the dtypes in which `grouped_gemm` computes.
 
@@ -207,7 +208,7 @@ def varied_grouped_gemm(
     *,
     out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
 ) -> list[Tensor]:
-    """Multiply matrices pair by pair, each pair of its own sizes: `torch.mm(group_A[p], group_B[p])`.
+    """Multiply matrices pair by pair, each pair with sizes of its own: `torch.mm(group_A[p], group_B[p])`.
 
     Args:
         group_A: list of `[M_p, K_p]`, all of one dtype, any strides.
@@ -316,7 +317,7 @@ def dot_rows(
 
 
 def _kept(slots: Tensor, slot_to_row: Tensor, group_offsets: Tensor) -> Tensor:
-    """`slots [R, H]` in the order of slots, with zeros for the dropped ones, whatever values stand there."""
+    """Return `slots [R, H]`, in the order of slots, with zeros in place of dropped slots."""
     kept = (slot_to_row < group_offsets[-1]).unsqueeze(1)
     return torch.where(kept, slots, torch.zeros_like(slots))
 
@@ -326,7 +327,7 @@ def activate(
     preact_up: Tensor | None,  # [R, I]
     spec: GLUSpec,
 ) -> Tensor:  # [R, I]
-    """What stands between an expert's two products, in float32, float64 for float64, rounded once: see `GLUSpec`."""
+    """The activation between an expert's two products, in float32 or float64, rounded once: see `GLUSpec`."""
     gate, up = spec.halves(preact, preact_up)
     compute = _accumulation_dtype(preact)
     if up is None:

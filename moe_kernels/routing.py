@@ -1,4 +1,4 @@
-"""From a router's choice to the order that grouped products need, and back.
+"""From the router's choice of experts to rows sorted by expert, and back.
 
 topk_ids, topk_weights --route--> Routing          hidden --permute--> rows --...--> rows --unpermute--> hidden
 """
@@ -23,11 +23,11 @@ def route(
 
     Args:
         topk_ids: `[T, top_k]` int32 or int64, any strides. An id outside `0..num_experts - 1` drops its slot.
-        topk_weights: `[T, top_k]` router weights, bfloat16, float16 or float32, on a CPU also float64; they are
-            passed on.
+        topk_weights: `[T, top_k]` router weights, bfloat16, float16 or float32, on a CPU also float64; returned as
+            they are.
         num_experts: E.
-        validate: True refuses ids that would drop a slot, which waits for the device; None does so if the
-            environment had MOE_KERNELS_VALIDATE=1 at import.
+        validate: True makes an id that would drop a slot a ValueError, and waits for the device; None does so if the
+            environment variable MOE_KERNELS_VALIDATE was 1 at import.
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
@@ -57,8 +57,8 @@ def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tenso
     """Add up each token's rows: `hidden[t] = sum over k of topk_weights[t, k] * rows[slot_to_row[t * top_k + k]]`.
 
     Rows are weighted and added in float32 (on a CPU float64 if an argument is) in the order of k, and rounded once.
-    Dropped slots add nothing, whatever their rows hold. Differentiable in `rows` and the weights. With `weighted=False`
-    the weights count as ones, which makes this the adjoint of `permute`.
+    Dropped slots add nothing, even where their rows hold NaN. Differentiable in `rows` and the weights. With
+    `weighted=False` all weights are 1, which makes this the adjoint of `permute`.
 
     Returns:
         `[T, H]` of the dtype of `rows`.
@@ -114,9 +114,9 @@ def topk_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     """Choose the top_k experts by `sigmoid(logits) + bias`; the topk_weights are the chosen experts' sigmoids.
 
-    The gating of DeepSeek-V3 (arXiv 2412.19437, 2.1.2): experts stand in `num_groups` equal groups, a group's
-    score is the sum of its two best experts', and only experts of the `top_groups` best groups can be chosen. The
-    bias balances the experts' load; it takes part in the choice alone.
+    The gating of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). The experts form `num_groups` equal groups. A group's
+    score is the sum of its two best experts' scores, and only experts of the `top_groups` best groups can be chosen.
+    The bias balances the load of the experts; it affects the choice, not the weights.
 
     Args:
         logits: `[T, E]`.

@@ -1,4 +1,4 @@
-"""Where the rows of tokens go: what `route` makes, and `permute` and `unpermute` take."""
+"""`Routing`: the result of `route`, and an argument of `permute` and `unpermute`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """Where the rows of T tokens go, each of which chose top_k experts: R = T * top_k rows, sorted by expert.
+    """The order of the rows of T tokens with top_k experts each: R = T * top_k rows, sorted by expert.
 
-    Slot `s = t * top_k + k` is token t's k-th choice. Rows stand in the order of (expert, slot): expert e owns the
-    rows `group_offsets[e]:group_offsets[e + 1]`, and two equal neighbours are an expert without a row. A slot whose
-    id names no expert was dropped: its row is at or past `group_offsets[-1]`, after all experts' rows, so that both
-    maps are permutations of R and each other's inverse. The first three are int32.
+    Slot `s = t * top_k + k` is token t's k-th choice. Rows are sorted by (expert, slot). Expert e owns the rows
+    `group_offsets[e]:group_offsets[e + 1]`; two equal neighbours are an expert without a row. A slot whose id names no
+    expert is dropped: its row comes at or past `group_offsets[-1]`, after the rows of all experts. So both maps are
+    permutations of R, and each other's inverse. The first three fields are int32.
 
-    Three tokens, two of four experts each; id 4 names none:
+    Examples:
+        Three tokens choose two of four experts each; id 4 names none.
 
-    >>> import torch
-    >>> from moe_kernels import route
-    >>> topk_ids = torch.tensor([[2, 0], [0, 3], [4, 2]])
-    >>> group_offsets, row_to_slot, slot_to_row, _ = route(topk_ids, torch.ones(3, 2), num_experts=4)
-    >>> group_offsets.tolist()  # expert 1 has no row, and row 5 belongs to no expert
-    [0, 2, 2, 4, 5]
-    >>> row_to_slot.tolist()
-    [1, 2, 0, 5, 3, 4]
-    >>> slot_to_row.tolist()
-    [2, 0, 1, 4, 5, 3]
+        >>> import torch
+        >>> from moe_kernels import route
+        >>> topk_ids = torch.tensor([[2, 0], [0, 3], [4, 2]])
+        >>> group_offsets, row_to_slot, slot_to_row, _ = route(topk_ids, torch.ones(3, 2), num_experts=4)
+        >>> group_offsets.tolist()  # expert 1 has no row, and row 5 belongs to no expert
+        [0, 2, 2, 4, 5]
+        >>> row_to_slot.tolist()
+        [1, 2, 0, 5, 3, 4]
+        >>> slot_to_row.tolist()
+        [2, 0, 1, 4, 5, 3]
     """
 
     group_offsets: Tensor  # [E + 1]

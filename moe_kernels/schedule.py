@@ -15,25 +15,26 @@ class Tile(NamedTuple):
 
 
 def tile_counts(shapes: Sequence[tuple[int, int, int]], block_m: int, block_n: int) -> list[tuple[int, int]]:
-    """The rows and columns of tiles that each problem `(M, N, K)` has."""
+    """Return the numbers of rows and columns of tiles of each problem `(M, N, K)`."""
     return [(-(-M // block_m), -(-N // block_n)) for M, N, _ in shapes]
 
 
 def varied_schedule(
     shapes: Sequence[tuple[int, int, int]], block_m: int, block_n: int, num_workers: int
 ) -> list[list[Tile]]:
-    """The tiles that each worker of `varied_grouped_gemm` computes, in order.
+    """Return the tiles of each worker of `varied_grouped_gemm`, in order.
 
     The tiles of all problems `(M, N, K)` are numbered one problem after another, each from left to right and then down;
     worker w of W takes tiles w, w + W, w + 2 W, ...
 
-    Two problems, [192, 128] x [128, 320] and [256, 192] x [192, 448], have 3 x 5 and 4 x 7 tiles of 64 x 64:
+    Examples:
+        Two problems, [192, 128] x [128, 320] and [256, 192] x [192, 448], have 3 x 5 and 4 x 7 tiles of 64 x 64.
 
-    >>> workers = varied_schedule([(192, 320, 128), (256, 448, 192)], 64, 64, num_workers=6)
-    >>> [len(tiles) for tiles in workers]
-    [8, 7, 7, 7, 7, 7]
-    >>> [tuple(tile) for tile in workers[2][:4]]  # tiles 2, 8, 14, and 20, which is the sixth of problem 1
-    [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 5)]
+        >>> workers = varied_schedule([(192, 320, 128), (256, 448, 192)], 64, 64, num_workers=6)
+        >>> [len(tiles) for tiles in workers]
+        [8, 7, 7, 7, 7, 7]
+        >>> [tuple(tile) for tile in workers[2][:4]]  # tiles 2, 8, 14 and 20; the last one is the sixth of problem 1
+        [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 5)]
     """
     counts = tile_counts(shapes, block_m, block_n)
     tiles = [Tile(p, i // n, i % n) for p, (m, n) in enumerate(counts) for i in range(m * n)]

@@ -18,7 +18,7 @@ _BLOCK_ELEMENTS = 2**24
 
 
 class CloseReport(TypedDict):
-    """The group that came nearest to its budget; group -1 if there was nothing to compare."""
+    """The group whose error is closest to its budget; group -1 if there was nothing to compare."""
 
     group: int
     max_error: float
@@ -28,18 +28,18 @@ class CloseReport(TypedDict):
 
 
 def group_sizes_for(kind: SizeKind, G: int, M: int, seed: int = 0) -> list[int]:
-    """Return the sizes of G groups, always M rows in all.
+    """Return the sizes of G groups with M rows in total.
 
     Kinds:
         uniform: as even as possible; the first `M % G` groups are one row larger.
-        softmax: how often `torch.multinomial(softmax(0.5 * randn(G)), M, replacement=True)` drew each group.
+        softmax: M draws of a group with the probabilities `softmax(0.5 * randn(G))`, by `torch.multinomial`.
         zipf: the same with probabilities proportional to `(g + 1) ** -1.5`, in float64.
         one: every row in group `G // 2`.
-        empty: groups 0, 3, 6, ... and the last one empty, the others as in random.
+        empty: groups 0, 3, 6, ... and the last one are empty, the others as in random.
         random: as softmax, with the heavy-tailed `softmax(2 * randn(G))`.
 
-    One CPU `torch.Generator().manual_seed(seed)` serves both `randn` (float32), first, and `multinomial`.
-    For "empty", `randn` draws one number for each group that is not meant to be empty.
+    One CPU `torch.Generator().manual_seed(seed)` draws first `randn` (float32), then `multinomial`. For "empty",
+    `randn` draws one number for each group that is not meant to be empty.
 
     Raises:
         ValueError: an unknown kind, a negative G or M, or rows without a group to hold them (`G = 0`, or
@@ -108,8 +108,9 @@ def make_experts(
 ) -> tuple[Tensor, Tensor]:
     """Return random weights of E experts, `w_gate_up [E, 2 * width, H]` and `w_down [E, H, width]`.
 
-    Both are normal, with the inverse of a row's length as variance. With `transposed` they are `[E, H, 2 * width]` and
-    `[E, width, H]`. One generator on `device`, seeded with `seed`, draws `w_gate_up`, then `w_down`.
+    Both are normal; the variance is 1 / H for the first, 1 / width for the second. With `transposed` they are
+    `[E, H, 2 * width]` and `[E, width, H]`. One generator on `device`, seeded with `seed`, draws `w_gate_up`, then
+    `w_down`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     weights = []
@@ -146,23 +147,23 @@ def assert_grouped_gemm_close(
     *,
     plain_dtype: torch.dtype | None = None,
 ) -> CloseReport:
-    """Compare a grouped GEMM's result with float64, allowing twice the error of plain PyTorch.
+    """Compare the result of a grouped GEMM with float64. Its error may be twice that of plain PyTorch.
 
-    For each group, `max|out - ref|` may be up to `2 * max|plain - ref| + 2 * eps(float32) * max(|A| @ |B|)`:
-    `ref` is the product of the same inputs in float64, `plain` that of `reference.grouped_gemm` rounded to
-    `out.dtype`. Where `ref`, rounded to `out.dtype`, is NaN, inf or -inf, `out` has to be the same, and
-    these elements count in no maximum. Rows in no group have to be exact zeros.
+    For each group the limit of `max|out - ref|` is `2 * max|plain - ref| + 2 * eps(float32) * max(|A| @ |B|)`. Here
+    `ref` is the product of the inputs in float64, and `plain` that of `reference.grouped_gemm` rounded to `out.dtype`.
+    Where `ref`, rounded to `out.dtype`, is NaN, inf or -inf, `out` has to be the same; the maxima leave these elements
+    out. Rows outside all groups have to be exact zeros.
 
     Args:
         out: `[M, N]`, in any floating-point dtype.
         A_packed, B, group_offsets: the inputs, as for `reference.grouped_gemm`.
-        plain_dtype: the dtype to which the inputs of `plain` are converted first, for a kernel that
-            multiplies in another dtype than that of its inputs.
+        plain_dtype: a dtype to which the inputs of `plain` are converted first, for a kernel whose products have
+            another dtype than its inputs.
 
     Raises:
-        AssertionError: `out` is wrong; the text names the first such group, its error and its budget.
-        ValueError: a group's budget is over a tenth of `max|ref|`, so zeros might pass: the inputs are
-            unsuitable. Where `ref` is all zeros, `out` has to be, too.
+        AssertionError: `out` is wrong; the message names the first wrong group, its error and its budget.
+        ValueError: the budget of a group is over a tenth of `max|ref|`. The inputs are unsuitable, because a result of
+            zeros might pass. Where `ref` is all zeros, `out` has to be, too.
         TypeError: unsupported dtypes; see `checks.check_grouped_gemm`.
     """
     check_grouped_gemm(A_packed, B, group_offsets, out.dtype, reference=True)
@@ -205,24 +206,24 @@ def assert_grouped_gemm_close(
 
 @torch.no_grad()
 def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: float = 0.0, name: str = "out") -> float:
-    """Compare any result with float64, allowing twice the error of plain PyTorch.
+    """Compare any result with float64. Its error may be twice that of plain PyTorch.
 
-    `max|out - exact|` may be up to `2 * max|plain - exact| + 2 * eps(float32) * scale`.
+    The limit of `max|out - exact|` is `2 * max|plain - exact| + 2 * eps(float32) * scale`.
 
     Args:
-        out: what is tested.
-        plain: what plain PyTorch gives for the same inputs in the same dtypes.
-        exact: the same in float64; finite.
-        scale: the largest sum of absolute values that is added up for an element.
-        name: what the error calls `out`.
+        out: the result to test.
+        plain: the result of plain PyTorch for the same inputs in the same dtypes.
+        exact: the result in float64; finite.
+        scale: the largest sum of the absolute values of an element's terms.
+        name: the name of `out` in messages.
 
     Returns:
         The error as a share of the budget, at most 1.
 
     Raises:
-        AssertionError: another shape or dtype than that of `plain`, or too large an error.
-        ValueError: the budget is over a tenth of `max|exact|`, so zeros might pass. Where `exact` is all zeros, `out`
-            has to be, too.
+        AssertionError: a shape or dtype that differs from that of `plain`, or too large an error.
+        ValueError: the budget is over a tenth of `max|exact|`, so a result of zeros might pass. Where `exact` is all
+            zeros, `out` has to be, too.
     """
     if (out.shape, out.dtype) != (plain.shape, plain.dtype):
         raise AssertionError(f"{name}: expected {list(plain.shape)} {plain.dtype}, got {list(out.shape)} {out.dtype}")
@@ -242,7 +243,7 @@ def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: fl
 
 
 def flop_count(sizes: Sequence[int], N: int, K: int) -> int:
-    """Return the floating-point operations of a grouped GEMM: 2 for each multiply-add, real rows only."""
+    """Return the floating-point operations of a grouped GEMM: 2 per multiply-add, without padding."""
     return 2 * sum(sizes) * N * K
 
 
@@ -251,7 +252,7 @@ def byte_count(
 ) -> int:
     """Return the bytes that a grouped GEMM has to move: each input read once, the output written once.
 
-    Weights of empty groups are not read; the offsets are left out. `per_group`: `B` is `[G, K, N]`.
+    Counts neither weights of empty groups nor offsets. `per_group`: `B` is `[G, K, N]`.
     """
     rows = sum(sizes)
     weights = sum(size > 0 for size in sizes) if per_group else int(rows > 0)

@@ -1,6 +1,6 @@
-"""How this package times: calls take turns, each finds a cold L2 cache, and the median counts.
+"""Timing: calls take turns, each with a cold L2 cache, and the median is reported.
 
-One run's clocks are not the next one's, so only what took turns may be compared.
+Clocks differ between runs, so compare only calls that took turns.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 def interleaved(
     calls: Mapping[_Key, Call], rounds: int, device: torch.device, *, cold: bool = True
 ) -> dict[_Key, float]:
-    """Median microseconds of each call over `rounds` rounds, in which all take turns, the order rotating.
+    """Median microseconds of each call over `rounds` rounds, in which all calls take turns in rotating order.
 
-    On a GPU that is the time between two events around the call, after the L2 cache has been overwritten, if `cold`;
-    what a call needs once, such as compiling, is to be done before. On a CPU it is the host's time.
+    On a GPU, the time between two events around the call; if `cold`, the L2 cache is overwritten before it. Compile
+    beforehand. On a CPU, the host's time.
     """
     keys = list(calls)
     if not keys:
@@ -40,10 +40,10 @@ def interleaved(
 
 
 def host_microseconds(calls: Iterable[Call], device: torch.device) -> float:
-    """Median microseconds until a call returns, the device not waited for.
+    """Median microseconds until a call returns, without waiting for the device.
 
-    Five calls at a time are taken from `calls`, which may make them only then; before them the device is synchronized,
-    so that none waits for room in the queue.
+    Takes five calls at a time from the iterator `calls`. The device is synchronized before these five, so that none
+    waits for space in the launch queue.
     """
     times = []
     remaining = iter(calls)
@@ -58,7 +58,7 @@ def host_microseconds(calls: Iterable[Call], device: torch.device) -> float:
 
 
 def captured(call: Call, times: int = 1) -> Call:
-    """The replay of a CUDA graph of so many calls of `call`, which has been called before."""
+    """The replay of a CUDA graph with this many calls of `call`. Call it once before capturing."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(times):
@@ -68,7 +68,7 @@ def captured(call: Call, times: int = 1) -> Call:
 
 
 def gpu_is_lost(device: torch.device) -> bool:
-    """Whether an error has left the process without a usable GPU."""
+    """Whether the GPU has become unusable for this process after an error."""
     try:
         _synchronize(device)
     except RuntimeError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
+from typing import Any
 
 from test_benchmarks import META, record
 
@@ -25,9 +27,8 @@ def test_the_summary_lists_what_is_slower() -> None:
             record("c", ours, None, error="RuntimeError: no"),
         )
     )
-    assert (
-        "grouped_gemm is 1.000 times as fast as torch._grouped_mm (geometric mean of 2 cases, 0.500 at worst)" in text
-    )
+    expected = "grouped_gemm has a speedup of 1.000 over torch._grouped_mm (geometric mean of 2 cases, lowest 0.500)"
+    assert expected in text
     assert "slower: 0.500  b (8, 64, 32, 16), B [G, K, N]" in text and "  a (8" not in text
     assert "failed: grouped_gemm on c: RuntimeError: no" in text
 
@@ -45,12 +46,80 @@ def test_markdown_of_cases() -> None:
     [head] = [line for line in lines if line.startswith("| case")]
     [row] = [line for line in lines if line.startswith("| a (8, 64, 32, 16)")]
     cells = dict(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)), strict=True))
-    assert cells["`torch._grouped_mm` us"] == "120" and cells["`grouped_gemm` x"] == "1.20"
-    assert cells["loop of `torch.mm` x"] == "-"
+    assert cells["`torch._grouped_mm` us"] == "120" and cells["`grouped_gemm` speedup"] == "1.20"
+    assert cells["loop of `torch.mm` speedup"] == "-"
     assert cells["`grouped_gemm` host us"] == "16" and cells["`torch._grouped_mm` host us, prepared"] == "9"
     assert "new rows" not in head
     found.records[-1]["host_new_rows_us"] = 21.0
     assert "| `grouped_gemm` host us, new rows |" in tables.markdown(found)
+
+
+def test_a_short_table() -> None:
+    """At most eight columns: no second function of ours, nothing that computes something else, no host times."""
+    base, ours = tables.roles("table")
+    times = {
+        base: 120.0,
+        ours: 100.0,
+        "basic": 110.0,
+        "loop of torch.mm": 240.0,
+        "one dense torch.mm, same FLOPs": 50.0,
+    }
+    peers = {f"peer{i}": 60.0 for i in range(5)}
+    found = results_of(*(record("a", p, us) for p, us in times.items()), record("a", ours, 130.0, "eager", host_us=9.0))
+    text = tables.markdown(found, short=True)
+    assert (
+        "| case (G, M, N, K) | weights | `torch._grouped_mm` us | `grouped_gemm` us | `grouped_gemm` speedup |" in text
+    )
+    assert "| a (8, 64, 32, 16) | `[G, K, N]` | 120 | 100 | 1.20 | 0.50 | " in text
+    assert "basic" not in text and "dense" not in text and "host" not in text and "Made by" not in text
+    found.records += [record("a", p, us) for p, us in peers.items()]
+    assert all(line.count("|") == 9 for line in tables.markdown(found, short=True).splitlines() if line[:1] == "|")
+
+
+def test_the_seconds_of_start_up(tmp_path: Path) -> None:
+    """A number for each part and state, and the report puts the table into a page."""
+    parts = {
+        "layer": ("first grouped_gemm", "25 calls", "worst of them"),
+        "training": ("first step", "first step of another T"),
+    }
+    states = ("nothing cached", "caches filled", "compiled on a machine without a GPU")
+    seconds = iter(range(1, 100))
+    measured: dict[str, Any] = {name: name for name in ("gpu", "torch", "triton", "helion", "date")}
+    for part, keys in parts.items():
+        for state in states:
+            measured[f"{part}, {state}"] = {key: next(seconds) + 0.004 for key in keys}
+    (tmp_path / "start_up.json").write_text(json.dumps(measured))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: start_up.json -->\n<!-- end of table -->\n")
+    assert report.main([str(page)]) == 0 and report.main([str(page), "--check"]) == 0
+    rows = [line.split(" | ")[1:] for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+    assert [[cell.removesuffix(" |") for cell in row] for row in rows] == [
+        ["1.00", "4.00", "7.00"],
+        ["2.00", "5.00", "8.00"],
+        ["3.00", "6.00", "9.00"],
+        ["10.00", "12.00", "14.00"],
+        ["11.00", "13.00", "15.00"],
+    ]
+
+
+def test_the_overview_names_the_best_of_what_was_timed(tmp_path: Path) -> None:
+    layers = {"transformers": 300.0, "transformers, compiled": 200.0, "moe_mlp": 100.0}
+    for suite, names in (
+        ("ffn", ("qwen3_30b, T = 8192", "qwen3_30b, T = 16")),
+        ("ffn-train", ("qwen3_30b, T = 8192",)),
+    ):
+        records = [record(name, p, us, suite=suite, layout="[E, 2I, H]") for name in names for p, us in layers.items()]
+        results_of(*records).write(tmp_path / f"{suite}.json")
+    base, ours = tables.roles("table")
+    products = {base: 50.0, ours: 40.0, "loop of torch.mm": 60.0, "basic": 30.0, "one dense torch.mm, same FLOPs": 20.0}
+    records = [record("qwen3_up", p, us, layout="[G, N, K] transposed") for p, us in products.items()]
+    results_of(*records).write(tmp_path / "table.json")
+    (tmp_path / "start_up.json").write_text(json.dumps({"layer, caches filled": {"first grouped_gemm": 0.254}}))
+    lines = tables.overview(tmp_path).splitlines()
+    layer = "| **100 us** | 200 us, transformers, compiled | 300 us, transformers |"
+    assert [line.partition(" | ")[2] for line in lines[2:5]] == [layer.removeprefix("| ")] * 3
+    assert lines[5].endswith("| **40.0 us** | 60.0 us, loop of `torch.mm` | 50.0 us, `torch._grouped_mm` |")
+    assert lines[6].endswith("| **0.25 s** | not measured | not measured |")
 
 
 def test_records_of_older_files() -> None:
@@ -154,7 +223,7 @@ def test_a_csv_of_tritonbench(tmp_path: Path) -> None:
     assert found.names == ["8, zipf", "4, one", "2, one"] and tritonbench.plotted(found) == ["tflops", "speedup"]
     assert found.providers["fast (packed)"]["speedup"] == [2.0, None, 0.5]
     assert tables.of_tritonbench(found).splitlines() == [
-        "| G, sizes | loop us | fast (packed) x |",
+        "| G, sizes | loop us | fast (packed) speedup |",
         "|---|---|---|",
         "| 8, zipf | 200 | 2.00 |",
         "| 4, one | 12.4 | - |",
@@ -179,7 +248,7 @@ def test_a_csv_of_tritonbench_without_numbers() -> None:
 def test_a_csv_of_tritonbench_whose_baseline_failed() -> None:
     text = "(n,);base-latency;ours-latency;ours-speedup;zero-speedup\n(1,);;0.01;nan;0.0\n(2,);;0.02;;0.0\n"
     assert tables.of_tritonbench(tritonbench.read(text)).splitlines() == [
-        "| n, | base us | zero x |",
+        "| n, | base us | zero speedup |",
         "|---|---|---|",
         "| 1 | - | 0.00 |",
         "| 2 | - | 0.00 |",

@@ -1,4 +1,4 @@
-"""The examples and the README's code run as they stand."""
+"""The examples run as they stand, and the README's loop and commands do what they say."""
 
 from __future__ import annotations
 
@@ -61,15 +61,6 @@ def test_readme_loop_gives_the_same_as_the_layer() -> None:
     torch.testing.assert_close(*outs)
 
 
-@pytest.mark.parametrize("name", ["moe_layer", "transformers_qwen3_moe", "expert_parallel"])
-def test_readme_shows_the_example_in_ten_lines(name: str) -> None:
-    """The section that links to the example has a block of at most ten lines."""
-    sections = [part for part in README.split("\n## ") if f"(examples/{name}.py)" in part]
-    assert len(sections) == 1
-    blocks = re.findall(r"^```python\n(.*?)^```$", sections[0], re.DOTALL | re.MULTILINE)
-    assert blocks and all(len(block.splitlines()) <= 10 for block in blocks)
-
-
 def test_expert_parallel_example_says_how_to_start_it() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "expert_parallel.py")],
@@ -115,18 +106,6 @@ def test_readme_quickstart() -> None:
     assert run("-c", readme_block("quickstart")) == "[[300, 256], [0, 256], [17, 256], [1, 256]]\n"
 
 
-def test_readme_quickstart_of_forms() -> None:
-    printed = run("-c", readme_block("quickstart of forms"))
-    assert printed == "[8, 128, 64] [1024, 64] [[192, 320], [256, 448]]\n"
-
-
-def test_readme_python_compiles() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 2
-    for block in blocks:
-        compile(block, "README.md", "exec")
-
-
 def test_ci_runs_the_readme_command() -> None:
     """The shell that .ci/run takes the command out of the README with finds the same as the pattern here."""
     extraction = re.search(r"^command=\$\((awk .*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
@@ -134,17 +113,3 @@ def test_ci_runs_the_readme_command() -> None:
     found = subprocess.run(["bash", "-c", extraction[1]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert found == readme_block("test-command")
     assert "pytest" in found and len(found.splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/notes.md"])
-def test_links_lead_somewhere(name: str) -> None:
-    page = ROOT / name
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
-
-
-def test_readme_names_every_public_function() -> None:
-    import moe_kernels
-
-    for name in moe_kernels.__all__:
-        assert f"| `{name}(" in README, name

@@ -1,7 +1,7 @@
-"""`python -m tritonbench_ops --op NAME[,NAME...] [TritonBench's arguments]`: TritonBench, with our side in it.
+"""`python -m tritonbench_ops --op NAME[,NAME...] [TritonBench's arguments]`: TritonBench with our operators.
 
-Operators run one after another in this process, because the one that TritonBench starts for each of several would not
-know ours. A provider that raises, or whose result is wrong, shows as failed, and the others go on.
+Several operators run one after another in this process, because TritonBench would start a process for each, which does
+not load this package. A provider that raises or has a wrong result is shown as failed, and the others continue.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(args: Sequence[str] | None = None) -> int:
     elif len(operators) > 1 and (known.output or known.output_json):
         problem = "--output and --output-json are for one operator; --output-dir takes a file of each"
     elif known.device == "cuda" and not torch.cuda.is_available() and not known.help:
-        problem = "no CUDA GPU can be used here: add --device cpu, which shows that all works, on small inputs"
+        problem = "no CUDA GPU can be used here: add --device cpu, which checks the installation on small inputs"
     if problem:
         print(f"python -m tritonbench_ops: {problem}", file=sys.stderr)
         return 2
@@ -77,7 +77,7 @@ def run(args: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def failures_shown() -> Iterator[None]:
-    """In here, a provider with a wrong result has that for an error, and no times."""
+    """In here, a provider with a wrong result shows this as its error, and no times."""
     base: Any = importlib.import_module("tritonbench.utils.triton_op").BenchmarkOperator
     theirs = base.run
 

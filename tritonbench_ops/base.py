@@ -1,4 +1,4 @@
-"""What our operators have in common. Importing this needs TritonBench."""
+"""The base of our operators. Importing this needs TritonBench."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def checked(provider: Callable[..., Callable[[], Any]]) -> Callable[..., Callable[[], Any]]:
-    """A provider whose result is compared with float64 before anything is timed; a wrong one raises AssertionError."""
+    """Mark a provider whose result is compared with float64 before it is timed; a wrong one raises AssertionError."""
 
     @functools.wraps(provider)
     def build(self: Operator, *inputs: Any) -> Callable[[], Any]:
@@ -65,7 +65,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
         raise NotImplementedError
 
     def check(self, out: Any, *inputs: Any) -> None:
-        """Raise AssertionError if `out` is not what a provider has to give for `inputs`."""
+        """Raise AssertionError if `out` is not the right result for `inputs`."""
         raise NotImplementedError
 
     def result(self, name: str, made: Any) -> Any:
@@ -134,7 +134,7 @@ def chosen_config(call: Callable[[], Any]) -> dict[str, Any] | str:
 
 
 def described(choice: Any) -> dict[str, Any]:
-    """What a choice consists of, for `best_config`."""
+    """The text of a choice, for `best_config`."""
     said = {
         name: getattr(choice, name) for name in ("variant", "block_m", "block_n", "source") if hasattr(choice, name)
     }

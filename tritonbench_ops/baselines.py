@@ -1,6 +1,6 @@
-"""What our kernels are compared with, in our operators and in `benchmarks`: PyTorch's ways, and peers.
+"""The baselines of our operators and of `benchmarks`: PyTorch and peers.
 
-Each takes an operator's inputs, and returns the call that is timed.
+Each function takes an operator's inputs and returns the call to time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Provider:
 
     label: str
     make: Callable[[Any], Call]  # from an operator's inputs; what it does itself is not timed
-    package: str | None = None  # of another project; without it the provider is skipped
+    package: str | None = None  # of another project; if it is missing, the provider is skipped
     by_default: bool = True  # False: has to be named, because it is slow to prepare
     ours: bool = False
     same_result: bool = True  # False for a yardstick that computes something else

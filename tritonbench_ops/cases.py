@@ -1,7 +1,7 @@
 """The problems that our operators are timed on, also by `benchmarks`. Needs no TritonBench.
 
-Every list starts with what a serving step looks like and ends with what a training step looks like. A CPU gets small
-ones: there the operators show that the providers work and agree, not how fast they are.
+Every list goes from the sizes of a serving step to those of a training step. A CPU gets small cases: they check that
+the providers work and agree, not how fast they are.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def moe_cases(device: str) -> list[MoeCase]:
 
 
 def uniform_cases(device: str) -> list[UniformCase]:
-    """The published pair, thin outputs, sizes that no tile divides, and experts with equal capacity."""
+    """Two published sizes, thin outputs, sizes that no tile divides, and experts with equal capacity."""
     if device == "cpu":
         return [UniformCase(4, 48, 16, 64), UniformCase(3, 33, 7, 50)]
     published = [UniformCase(8, 512, 64, 512), UniformCase(8, 2048, 64, 2048)]

@@ -26,7 +26,7 @@ _PER_TOKEN, _PER_EXPERT = ("hidden", "topk_weights"), ("w_gate_up", "w_down")
 
 @dataclass(frozen=True)
 class Layer:
-    """Inputs, of which the four that are differentiated require gradients if that is what is measured."""
+    """The inputs of a layer; in training, all but the ids require gradients."""
 
     hidden: Tensor  # [T, H]
     topk_ids: Tensor  # [T, top_k] int64
@@ -46,7 +46,7 @@ class Layer:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """How many rows each expert has."""
+        """The number of rows of each expert."""
         return self.topk_ids.flatten().bincount(minlength=len(self.w_down)).tolist()
 
     @cached_property
@@ -74,8 +74,7 @@ def make_layer(
 
 
 def work(layer: Layer, forward: bool = True, backward: bool = False) -> tuple[int, int]:
-    """FLOPs of the products, and bytes: what comes in read once, what is returned written once, ids and router weights
-    left out.
+    """FLOPs of the products, and bytes: inputs read once, results written once, without ids and router weights.
 
     Weights of experts without a row are not read; the gradients of the weights have those of all experts.
     """
@@ -104,7 +103,7 @@ def transformers(layer: Layer) -> Call:
 
 
 def compiled(layer: Layer) -> Call:
-    """The same by torch.compile, for these shapes alone."""
+    """The same under torch.compile, for these shapes alone."""
     forward, experts = _transformers(layer)
     forward = torch.compile(forward, fullgraph=True, dynamic=False)
     return lambda: forward(experts, *_arguments(layer))

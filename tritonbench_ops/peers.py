@@ -1,4 +1,4 @@
-"""Other libraries' grouped GEMMs, as providers. None is a dependency; what each needs beforehand is made untimed."""
+"""Other libraries' grouped GEMMs, as providers. None is a dependency; their preparation is not timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TritonBench has measured, from the CSV that it writes, and a plot of it, which needs matplotlib."""
+"""Results from a CSV of TritonBench, and a plot of them, which needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CEILING = "dense_ceiling"  # a provider of this name computes something else
-_AXES = {"tflops": "TFLOP/s", "gbps": "GB/s", "speedup": "times as fast as {}"}
+_AXES = {"tflops": "TFLOP/s", "gbps": "GB/s", "speedup": "speedup over {}"}
 _MARKERS = "osD^vPX<>"
 _KEY = "Results"  # of the PNG text chunk that says which results a plot is of
 
 
 @dataclass
 class Measured:
-    """What was measured of each input; None where a provider failed or was left out."""
+    """The measurements of each input; None where a provider failed or was left out."""
 
     title: str  # what an input's name consists of
     names: list[str]
@@ -33,7 +33,7 @@ class Measured:
 
 
 def read(text: str) -> Measured:
-    """From a CSV, less what has no number at all, and the averages, which count a provider that failed as 0."""
+    """Results from a CSV, without columns that have no number, and without averages, in which a failure counts as 0."""
     [title, *columns], *rows = csv.reader(io.StringIO(text), delimiter=";")
     rows = [row for row in rows if row[0] != "average"]
     providers: dict[str, dict[str, list[float | None]]] = {}
@@ -100,7 +100,7 @@ def draw(found: Measured, picture: Path) -> None:
 
 
 def missing() -> str | None:
-    """What keeps plots from being drawn here."""
+    """The reason why plots cannot be drawn here, or None."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

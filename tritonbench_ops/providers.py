@@ -4,11 +4,11 @@
 
     group_A   G matrices [M_g, K], one dtype
     group_B   G matrices [K, N]; up to 2025 each group its own, since then all the same tensor
-    rest      what later states hand over besides; not needed
+    rest      further arguments of later versions; not used
 
 Up to 2025 a provider returns a list of G matrices [M_g, N], since then one [M, N]; an operator that wants the latter
-has `list_input_to_jagged`. What is timed is the call of what a function here returns: with packing, which copies the
-rows, makes the offsets and, where the weights differ, stacks them; or in a `preprocessed_` form without it.
+has `list_input_to_jagged`. The call of the returned function is timed. It includes packing, which copies the
+rows, makes the offsets and stacks different weights; in the `preprocessed_` forms packing is done beforehand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make TritonBench know our operators, and its `grouped_gemm` our providers."""
+"""Register our operators in TritonBench, and our providers in its `grouped_gemm`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def register() -> None:
     that import, and so needs a GPU for it; `run.py --launch tritonbench_ops.__main__` does not.
 
     Raises:
-        ImportError: TritonBench, or a package that it needs, is not installed; the text has the command that does it.
+        ImportError: TritonBench, or a package that it needs, is not installed; the message has the command to install
+            it.
     """
     import_tritonbench()
     helion = logging.getLogger("helion")

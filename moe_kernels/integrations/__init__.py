@@ -1,1 +1,1 @@
-"""The kernels inside other people's models; each module needs its framework only when it is called."""
+"""The kernels in the models of other libraries. Each module can be imported without its library."""

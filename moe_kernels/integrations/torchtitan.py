@@ -1,4 +1,4 @@
-"""torchtitan: its grouped experts through these kernels, chosen in a run's configuration.
+"""torchtitan: an override that replaces its grouped experts by these kernels.
 
 torchtitan_train ... --override.imports moe_kernels.integrations.torchtitan.grouped_experts
 """
@@ -24,18 +24,18 @@ if util.find_spec("torchtitan") is not None:
     from torchtitan.models.common.moe import GroupedExperts
 
     class MoEKernelsExperts(GroupedExperts):
-        """torchtitan's `GroupedExperts`, with its parameters, by `swiglu_ffn` and `grouped_gemm`."""
+        """torchtitan's `GroupedExperts` with the same parameters, computed by `swiglu_ffn` and `grouped_gemm`."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(GroupedExperts.Config):
-            """That of `GroupedExperts`."""
+            """The configuration of `GroupedExperts`."""
 
         def forward(
             self,
             x_RD: Tensor,  # [R, D], sorted by expert
             num_tokens_per_expert_E: Tensor,  # [E]
         ) -> Tensor:  # [R, D]
-            """The experts' rows, computed in bfloat16 as torchtitan does; rows past the last expert's are zeros."""
+            """Return the experts' rows, computed in bfloat16 as in torchtitan; rows past the last expert are zeros."""
             w1, w2, w3 = (
                 (w.to_local() if isinstance(w, DTensor) else w).bfloat16()
                 for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
@@ -47,12 +47,12 @@ if util.find_spec("torchtitan") is not None:
     # Not for subclasses, which compute something else.
     @override(target=GroupedExperts.Config, exact=True, description="Grouped GEMMs of moe_kernels")
     def grouped_experts(config: Any) -> Any:
-        """The configuration of `MoEKernelsExperts` for that of a `GroupedExperts`."""
+        """Return the configuration of `MoEKernelsExperts` for that of a `GroupedExperts`."""
         requirements.warn_if_untested("torchtitan", metadata.version("torchtitan"), *TESTED)
         return derive(config, MoEKernelsExperts.Config)
 
 else:
 
     def grouped_experts(config: Any) -> Any:
-        """Say what is missing."""
+        """Raise an ImportError that names the missing package."""
         raise ImportError("moe_kernels.integrations.torchtitan needs torchtitan 0.3: pip install 'torchtitan>=0.3'")

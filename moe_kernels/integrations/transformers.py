@@ -63,9 +63,9 @@ if util.find_spec("transformers") is not None and util.find_spec("transformers.i
 
 
 def register() -> None:
-    """Make "moe_kernels" a name that transformers takes as `experts_implementation`. More calls change nothing.
+    """Make "moe_kernels" a valid `experts_implementation` of transformers. Further calls change nothing.
 
-    A version of transformers outside `TESTED` is a warning, once.
+    Warns once if the version of transformers is outside the tested range, `TESTED`.
 
     Raises:
         ImportError: transformers is missing, or has no interface for experts.
@@ -85,7 +85,7 @@ def experts_forward(
     top_k_index: Tensor,  # [T, top_k]
     top_k_weights: Tensor,  # [T, top_k]
 ) -> Tensor:  # [T, H]
-    """What transformers calls as the forward of a class that has `@use_experts_implementation`.
+    """Compute the forward of a transformers class with `@use_experts_implementation`.
 
     One `moe_mlp` if the class leaves its gate to the library and `moe_mlp` has its activation, or for the gates of
     gpt_oss, openai_privacy_filter, minimax_m3_vl, deepseek_v4, glm5_next and hy_v4. Else two products with the class's
@@ -93,7 +93,7 @@ def experts_forward(
     which stand for another rank's experts under the library's expert parallelism, are dropped.
 
     Raises:
-        TypeError: a weight is missing or in a format of its own.
+        TypeError: a weight is missing, or is not a plain tensor.
         TypeError, ValueError: as for `moe_mlp`.
     """
     in_name = "gate_up_proj" if experts.has_gate else "up_proj"

@@ -1,4 +1,4 @@
-"""What stands between the two products of an expert, elementwise, computed in float32.
+"""The activation between the two products of an expert, elementwise, computed in float32.
 
 act = f(gate) * up              or f(gate) where there is no up
 clamped_swiglu (gpt-oss):       act = gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within +-limit
@@ -202,7 +202,7 @@ def _gated_backward(
 def plan_activate(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[GLUSpec]
 ) -> SymbolicTensor:
-    """Of a preactivation `[R, 2I]` or `[R, I]` and, if apart, that of up `[R, I]`: act `[R, I]`."""
+    """Plan act `[R, I]` from a preactivation `[R, 2I]` or `[R, I]` and, if separate, that of up `[R, I]`."""
     preact, preact_up = tensors
     assert preact is not None
     return write_activation(builder, preact, preact_up, options[0])
@@ -221,9 +221,10 @@ def write_activation(
 def plan_activate_backward(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
-    """Of preact, preact_up, d_act, topk_weights, row_to_slot and group_offsets, as `reference.activate_backward`:
-    the gradients of the first two, weighted act if the first option asks for it, and the weights' gradient; empty for
-    what there is not.
+    """Plan `reference.activate_backward` from preact, preact_up, d_act, topk_weights, row_to_slot and group_offsets.
+
+    Results: the gradients of the first two, weighted act if the first option asks for it, and the gradient of the
+    weights; empty tensors for those that do not exist.
     """
     preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets = tensors
     assert preact is not None and d_act is not None
@@ -253,7 +254,7 @@ def _is_empty(tensor: SymbolicTensor) -> bool:
 
 
 def _launch(builder: Builder, kernel: Any, tensors: Sequence[SymbolicTensor | None], spec: GLUSpec) -> None:
-    """Fill what the kernel writes, in so many rows as the first tensor has."""
+    """Launch over the rows of the first tensor."""
     first = tensors[0]
     assert first is not None
     if _is_empty(first):

@@ -18,7 +18,7 @@ from moe_kernels.runtime.targets import Gpu
 
 
 class _Preset:
-    """Stands where Helion expects a search: answers with the rule's config, and searches only when forced to."""
+    """Replaces Helion's search: returns the rule's config, and searches only when forced to."""
 
     def __init__(self, rule: Callable[..., Config], bound: Any, args: Sequence[Any], options: dict[str, Any]):
         self.rule, self.bound, self.args, self.options = rule, bound, args, options

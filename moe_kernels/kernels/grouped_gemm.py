@@ -36,7 +36,7 @@ def _preset_persistent(A: torch.Tensor, B: torch.Tensor, _: Any, __: Any, bias: 
 
 
 def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.Tensor | None) -> Config:
-    """The rule's config where nothing is read by TMA, for who calls the kernels themselves."""
+    """The rule's config without TMA, for direct calls of the kernels."""
     M, K = A.shape
     dtype = torch.promote_types(A.dtype, B.dtype)
     by_pointers = rules.Problem(
@@ -178,7 +178,7 @@ def jagged_persistent(
 def plan_grouped_gemm(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, str]
 ) -> SymbolicTensor:
-    """Of A_packed `[M, K]`, B `[G, K, N]` or `[K, N]`, group_offsets `[G + 1]` and a bias `[G, N]` or None."""
+    """Plan the product of A_packed `[M, K]`, B `[G, K, N]` or `[K, N]`, group_offsets and a bias `[G, N]` or None."""
     A_packed, B, group_offsets, bias = tensors
     assert A_packed is not None and B is not None and group_offsets is not None
     dtype, variant = options

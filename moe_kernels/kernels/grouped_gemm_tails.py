@@ -1,9 +1,9 @@
 """The persistent grouped GEMM with two heights of tiles: 128 rows, and 64 for the end of a group where that is enough.
 
-A group's last tile is half empty on average, and yet takes the time of a full one. Here those that are at most half
-full, the tails, are tiles of half the height. A loop over tiles is only flattened if all are of one height, so each
-program has two such loops, and some programs walk tails while the others walk whole tiles. Both go through the groups
-from the first to the last at the same pace, so a group's weights are in the L2 cache when its tail is computed.
+The last tile of a group is half empty on average, but takes as long as a full one. Here, last tiles that are at most
+half full, the tails, have half the height. A flattened loop needs tiles of one height, so each program has two loops,
+and some programs walk tails while the others walk whole tiles. Both go through the groups in order and at the same
+pace, so the weights of a group are in the L2 cache when its tail is computed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def jagged_tails(
     tail_cost: hl.constexpr,  # the time of a tail, that of a whole tile being 64
     group_m: hl.constexpr,  # so many whole tiles below each other come before those in the next column
 ) -> Tensor:
-    """Each worker walks its share of the tails, which most have none of, and then its share of the whole tiles."""
+    """Each worker walks its share of the tails (none for most workers), and then its share of the whole tiles."""
     K = A_packed.size(1)
     block_k = hl.register_block_size(16, 128)
     hl.pdl_wait()  # for tile_table, which need not have ended when this is launched
@@ -107,7 +107,7 @@ def _weight(B: Tensor, index: Tensor, n: Tensor, tile_k: Any, transposed: bool, 
 
 
 def _store(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, tma: bool) -> None:
-    """The n-th columns of that many, in rows row0 to `end`."""
+    """Store the n-th block of columns in rows row0 to `end`."""
     height, width = tile.shape
     if tma:
         hl.store(out, [row0 + height - end + hl.arange(height), end, n, slice(None)], tile)
@@ -144,5 +144,5 @@ def multiply(
 
 
 def _windows(out: SymbolicTensor, height: int, width: int) -> SymbolicTensor:
-    """`windows` of so many rows, `[height, M + 1, N / width, width]`."""
+    """`windows` of `height` rows, `[height, M + 1, N / width, width]`."""
     return windows(out, height).transpose(1, 2).unflatten(2, (out.size(1) // width, width))

@@ -86,7 +86,7 @@ def _windows(rows: SymbolicTensor, block_m: int) -> SymbolicTensor:
 def plan_grouped_gemm_wgrad(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype]
 ) -> SymbolicTensor:
-    """Of X `[M, P]`, Y `[M, Q]` and group_offsets `[G + 1]`: `[G, P, Q]`."""
+    """Plan the result `[G, P, Q]` from X `[M, P]`, Y `[M, Q]` and group_offsets `[G + 1]`."""
     X, Y, group_offsets = tensors
     assert X is not None and Y is not None and group_offsets is not None
     (dtype,) = options

@@ -1,4 +1,4 @@
-"""What kernel bodies share, and what they call where Helion has no word for it."""
+"""Functions shared by kernel bodies, and inline Triton where Helion has no equivalent."""
 
 from __future__ import annotations
 

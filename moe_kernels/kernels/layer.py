@@ -1,4 +1,4 @@
-"""Whole layers of experts: the steps of their parts in a row.
+"""Whole layers of experts: the steps of their parts, one after another.
 
 hidden --route--> order of the experts --first half--> act --grouped_gemm--> rows --combine--> out
 """
@@ -26,7 +26,7 @@ _Optional = SymbolicTensor | None
 def plan_swiglu_ffn(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
-    """Of rows `[M, H]`, group_offsets, w_in, w_up, b_in and b_up: act, and preactivations if they are to be saved."""
+    """Plan act, and preactivations if saved, from rows `[M, H]`, group_offsets, w_in, w_up, b_in and b_up."""
     rows, group_offsets, *parameters = tensors
     save_preact, adjacent, spec = options
     assert rows is not None and group_offsets is not None
@@ -36,7 +36,7 @@ def plan_swiglu_ffn(
 def plan_moe_mlp(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
-    """Of hidden states, weights and a routing, and the parameters: the result `[T, H]`, and preactivations."""
+    """Plan the result `[T, H]` and preactivations from hidden states, weights, a routing and the parameters."""
     hidden, topk_weights, *routing, w_in, w_up, w_out, b_in, b_up, b_out = tensors
     save_preact, adjacent, spec = options
     parameters = (w_in, w_up, b_in, b_up)
@@ -46,7 +46,7 @@ def plan_moe_mlp(
 def plan_moe_layer(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
 ) -> SymbolicTensor:
-    """Of hidden states, ids, weights and the parameters as `moe_mlp` is given them: the result `[T, H]`."""
+    """Plan the result `[T, H]` from the hidden states, ids, weights and parameters of `moe_mlp`."""
     hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, b_in, b_up, b_out = tensors
     transposed, adjacent, spec = options
     assert hidden is not None and topk_ids is not None and w_gate_up is not None and w_down is not None
@@ -62,7 +62,7 @@ def plan_moe_layer(
 def plan_moe_mlp_of_one_token(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[GLUSpec]
 ) -> SymbolicTensor:
-    """Of a token's hidden state, ids, weights, and the parameters: the result `[1, H]`."""
+    """Plan the result `[1, H]` from a token's hidden state, ids, weights, and the parameters."""
     hidden, topk_ids, topk_weights, *parameters = tensors
     return _one_token(builder, hidden, topk_ids, topk_weights, parameters, options[0])
 
@@ -96,7 +96,7 @@ def _layer(
     adjacent: bool,
     spec: GLUSpec,
 ) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
-    """The result `[T, H]`, and what `_first_half` saves."""
+    """The result `[T, H]`, and the saved preactivations of `_first_half`."""
     group_offsets, row_to_slot, slot_to_row = routing
     top_k = topk_weights.size(1)
     act, preact, preact_up = _first_half(
@@ -121,7 +121,7 @@ def _first_half(
     adjacent: bool,  # w_up lies in the middle between two experts of w_in
     spec: GLUSpec,
 ) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
-    """act `[M, I]`, and if `save_preact` what it is made of; empty otherwise."""
+    """act `[M, I]`, and if `save_preact` its preactivations; empty otherwise."""
     w_in, w_up, b_in, b_up = parameters
     if adjacent:
         w_up = w_in.as_strided(w_up.shape, w_up.strides, w_in.stride(0) // 2)

@@ -1,4 +1,4 @@
-"""A layer of experts for one token: products of matrices and a vector, a slot at a time, and nothing is sorted.
+"""A layer of experts for one token: matrix-vector products, one slot at a time, without sorting.
 
 A slot is one of the token's top_k choices. Its expert is read from `topk_ids` where it is needed, so that the layer is
 two kernels. An id outside `0..E - 1` drops its slot.
@@ -24,7 +24,7 @@ _BLOCK = 1024  # elements of a weight's row that a program reads at once
 
 
 def _config(width: int) -> Config:
-    """A weight's row per program, or two long ones: small programs, many on an SM, keep the most loads under way."""
+    """One row of a weight per program, or two long ones: many small programs on an SM keep the most loads in flight."""
     rows = 1 if width <= 4096 else 2
     return Config(block_sizes=[fitting(_BLOCK, width), rows], num_warps=4)
 

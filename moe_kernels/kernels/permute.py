@@ -4,9 +4,9 @@
     combine_rows:   tokens[t] = sum over t's slots s, in order, of (topk_weights[s]) * rows[slot_to_row[s]]
     dot_rows:       dots[s] = sum over h of tokens[s // top_k, h] * rows[slot_to_row[s], h]
 
-The first two are each other's adjoint; the third is the gradient of the router weights. Each writes an element once,
-so nothing is added up by atomics. Slots whose row is at or past `group_offsets[-1]` were dropped: they scatter zeros,
-and their rows are not read.
+The first two are each other's adjoint; the third is the gradient of the router weights. Each kernel writes an
+element once, without atomics. Slots whose row is at or past `group_offsets[-1]` were dropped: they scatter zeros, and
+their rows are not read.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _config(width: int, T: int) -> Config:
 def plan_scatter_rows(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
 ) -> SymbolicTensor:
-    """Of tokens `[T, H]`, topk_weights, slot_to_row and group_offsets: rows `[R, H]`."""
+    """Plan rows `[R, H]` from tokens `[T, H]`, topk_weights, slot_to_row and group_offsets."""
     tokens, topk_weights, slot_to_row, group_offsets = tensors
     assert tokens is not None and slot_to_row is not None and group_offsets is not None
     return scatter(builder, tokens, topk_weights, slot_to_row, group_offsets, *options)
@@ -147,7 +147,7 @@ def scatter(
 def plan_combine_rows(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
 ) -> SymbolicTensor:
-    """Of rows `[R, H]`, topk_weights, slot_to_row and group_offsets: tokens `[T, H]`."""
+    """Plan tokens `[T, H]` from rows `[R, H]`, topk_weights, slot_to_row and group_offsets."""
     rows, topk_weights, slot_to_row, group_offsets = tensors
     assert rows is not None and slot_to_row is not None and group_offsets is not None
     return combine(builder, rows, topk_weights, slot_to_row, group_offsets, *options)
@@ -171,7 +171,7 @@ def combine(
 def plan_dot_rows(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
 ) -> SymbolicTensor:
-    """Of tokens `[T, H]`, rows `[R, H]`, slot_to_row and group_offsets: dots `[T, top_k]`."""
+    """Plan dots `[T, top_k]` from tokens `[T, H]`, rows `[R, H]`, slot_to_row and group_offsets."""
     tokens, rows, slot_to_row, group_offsets = tensors
     assert tokens is not None and rows is not None and slot_to_row is not None and group_offsets is not None
     top_k, dtype = options

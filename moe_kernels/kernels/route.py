@@ -1,4 +1,4 @@
-"""Counting sort of top-k ids: where each slot's row goes, and where each expert's rows start.
+"""Counting sort of top-k ids: the row of each slot, and the first row of each expert.
 
     row(s) = #(slots of lower experts) + #(earlier slots of the same expert)        s = t * top_k + k
 
@@ -152,14 +152,14 @@ def place_slots(
 def plan_route(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int]
 ) -> tuple[SymbolicTensor, ...]:
-    """Of topk_ids `[T, top_k]` and the number of experts: group_offsets, row_to_slot, slot_to_row."""
+    """Plan group_offsets, row_to_slot and slot_to_row from topk_ids `[T, top_k]` and the number of experts."""
     (topk_ids,) = tensors
     assert topk_ids is not None
     return sort_slots(builder, topk_ids, options[0])
 
 
 def sort_slots(builder: Builder, topk_ids: SymbolicTensor, E: int) -> tuple[SymbolicTensor, ...]:
-    """group_offsets `[E + 1]`, row_to_slot `[R]`, slot_to_row `[R]`. There has to be a slot and an expert."""
+    """group_offsets `[E + 1]`, row_to_slot `[R]`, slot_to_row `[R]`. Needs at least one slot and one expert."""
     R = topk_ids.flatten().size(0)
     if topk_ids.is_contiguous():
         topk_ids = topk_ids.flatten()

@@ -1,7 +1,7 @@
 """Both products of an expert's first half at once, with the activation at their end: `act = f(A @ gate) * (A @ up)`.
 
-Rows, groups and tiles are those of grouped_gemm.py. A row of A is read once for both products. The rows may be given as
-tokens, read through `row_to_slot`: then nothing has to be gathered beforehand.
+Rows, groups and tiles are those of grouped_gemm.py. A row of A is read once for both products. A may also hold tokens,
+read through `row_to_slot`, so that no gather is needed beforehand.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _preset_persistent(A: torch.Tensor, pairs: torch.Tensor, _: Any, *rest: Any)
 
 
 def _by_pointers(A: torch.Tensor, weight: torch.Tensor, E: int, rest: tuple[Any, ...]) -> swiglu_rules.Problem:
-    """The problem where nothing is read by TMA, for who calls the kernels themselves."""
+    """The problem without TMA, for direct calls of the kernels."""
     row_to_slot, gate_bias, up_bias, act, preact_gate, _ = rest[2:8]
     dtype = torch.promote_types(A.dtype, weight.dtype)
     nothing = dict.fromkeys(("paired", "tma_A", "tma_B", "tma_out", "int64_A", "int64_B", "int64_out"), False)
@@ -167,8 +167,8 @@ def swiglu_persistent(
 ) -> torch.Tensor:
     """One program per SM walks the listed tiles, as `jagged_persistent`.
 
-    Both weights' columns are one operand of one product. The compiler would keep two products in a flattened loop from
-    overlapping.
+    The columns of both weights are one operand of one product, because the compiler would not overlap two products in a
+    flattened loop.
     """
     H = A.size(1)
     I = act.size(1)  # noqa: E741
@@ -217,7 +217,7 @@ def swiglu_persistent(
 def fuses(
     A: SymbolicTensor, w_in: SymbolicTensor, w_up: SymbolicTensor | None, spec: GLUSpec, M: Any, builder: Builder
 ) -> bool:
-    """Whether the kernels here are faster than `grouped_gemm` and `activate`: for `M` rows of `A`, or made of it."""
+    """Whether the kernels here are faster than `grouped_gemm` and `activate`, for `M` rows, of `A` or gathered."""
     if not spec.gated or least(M) == 0 or 0 in w_in.shape:
         return False
     if least(M) // w_in.size(0) < rules.PERSISTENT_FROM_ROWS:

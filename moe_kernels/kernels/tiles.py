@@ -1,4 +1,4 @@
-"""The list of the row tiles of all groups, made on the device, and what else kernels that walk it share."""
+"""The list of the row tiles of all groups, made on the device, and functions for kernels that walk it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tile_table(
     block_m: hl.constexpr,
     tails_apart: hl.constexpr,
 ) -> torch.Tensor:
-    """List the row tiles of all groups, and set the rows in no group to zero.
+    """List the row tiles of all groups, and set the rows outside all groups to zero.
 
     tiles[0, 0] is their number, tiles[1 + i] = (group, first row, end row) of tile i. With `tails_apart`, those of at
     most half of `block_m` rows are not among them: tiles[0, 1] is their number, tiles[1 + i] the i-th of them, and
@@ -154,7 +154,7 @@ def windows(out: SymbolicTensor, block_m: int) -> SymbolicTensor:
 
 
 def max_num_tiles(M: Any, G: int, block_m: int) -> Any:
-    """An upper bound of the row tiles of G groups and the rows in none; odd."""
+    """An upper bound of the number of row tiles of G groups and the rows outside them; odd."""
     return (M // block_m + (G + 2)) | 1
 
 
@@ -170,7 +170,7 @@ def plan_table(
     block_m: int,
     tails_apart: bool = False,
 ) -> SymbolicTensor:  # [1 + max_tiles, 3], or [1 + G + max_tiles, 3] if `tails_apart`
-    """List the tiles of `block_m` rows, and set the rows of `out` in no group to zero: see `tile_table`."""
+    """List the tiles of `block_m` rows, and set the rows of `out` outside all groups to zero: see `tile_table`."""
     M, G = out.size(0), group_offsets.size(0) - 1
     max_tiles = max_num_tiles(M, G, block_m)
     tiles = builder.alloc((max_tiles + (1 + G * tails_apart), 3), torch.int32)

@@ -2,7 +2,7 @@
 
 One launch with a grid over (group, rows, columns). Where tiles fill the groups exactly, the groups are one matrix, one
 below the other, and the group is folded into the row. Elsewhere it is a coordinate of 3-D descriptors: a tile that
-sticks out of its group is cut off there by TMA, and nothing is read of the next one.
+exceeds its group is clipped by TMA, and rows of the next group are not read.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def uniform(
 def plan_uniform_grouped_gemm(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
 ) -> SymbolicTensor:
-    """Of A `[G, M, K]` or `[G * M, K]` and B `[G, K, N]` or `[G * K, N]`; the result has A's rank."""
+    """Plan the product of A `[G, M, K]` or `[G * M, K]` and B `[G, K, N]` or `[G * K, N]`; the result has A's rank."""
     A, B = tensors
     assert A is not None and B is not None
     G, dtype = options
@@ -176,12 +176,12 @@ def _problem(
 
 
 def _has_rows(x: SymbolicTensor) -> bool:
-    """Whether each matrix of `x [G, _, _]` is one for cuBLAS: contiguous rows, which do not overlap."""
+    """Whether cuBLAS takes each matrix of `x [G, _, _]` without a copy: contiguous rows without overlap."""
     return x.dim() == 3 and x.stride(2) == 1 and x.stride(1) >= max(x.size(2), 1)
 
 
 def _groups(x: SymbolicTensor, G: int) -> SymbolicTensor:
-    """`[G, _, _]` of what may be given with the groups one below the other."""
+    """`[G, _, _]` of a tensor that may have the groups one below the other."""
     return x if x.dim() == 3 else x.unflatten(0, (G, x.size(0) // max(G, 1)))
 
 

@@ -142,7 +142,7 @@ def varied_launch(
     module = torch.cuda if first.is_cuda else torch.xpu
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "varied_grouped_gemm: what it copies to the device cannot be captured into a CUDA graph; "
+            "varied_grouped_gemm: its copy to the device cannot be captured in a CUDA graph; "
             "make a plan_varied_grouped_gemm beforehand and capture a call of it"
         )
     if first.device.index == module.current_device():

@@ -1,4 +1,4 @@
-"""What an expert layer does around its products: activate, swiglu_ffn, moe_mlp, and what these are made of."""
+"""Operators of an expert layer: activate, swiglu_ffn, moe_mlp, and their gradients."""
 
 from __future__ import annotations
 

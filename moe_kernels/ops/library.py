@@ -1,4 +1,4 @@
-"""How an operator is registered, and the function that calls it."""
+"""Registration of an operator, and the function that calls it."""
 
 from __future__ import annotations
 

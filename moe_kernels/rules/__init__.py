@@ -1,6 +1,6 @@
-"""Which kernel and which `Config` a problem gets: a tuned one for this GPU (see `tuning.entries`), or else by rule.
+"""The choice of kernel and `Config` for a problem: a tuned entry for this GPU (see `tuning.entries`), or the rule.
 
-The rule was written down from measurements on an H200.
+The rule was derived from measurements on an H200.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _C = TypeVar("_C")
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice may depend on. Everything but `rows` is fixed for a layer; `rows` comes in powers of two."""
+    """The properties that a choice may depend on. All but `rows`, a power of two, are fixed for a layer."""
 
     rows: int  # mean rows per group, rounded down to a power of two; 0 if less than 1
     M: int  # rounded down to a power of two
@@ -47,7 +47,7 @@ class Problem:
 
 
 class Addressing(NamedTuple):
-    """Which operands are read or written by TMA, and whether offsets by pointers need an int64 index."""
+    """TMA or pointers, per operand, and whether pointer offsets need an int64 index."""
 
     tma_A: bool
     tma_B: bool
@@ -62,7 +62,7 @@ class Addressing(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """How a problem is computed."""
+    """The kernel and config for a problem."""
 
     variant: str  # "basic", "persistent", or "tails", a persistent kernel too
     block_m: int  # the kernels' argument of this name
@@ -103,9 +103,7 @@ def note(problem: Any, choice: Any) -> None:
 
 
 def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) -> Choice:
-    """The choice where nothing has been tuned: it compiles everywhere. With a `block_m`, the one for that, which
-    "tails" has none for.
-    """
+    """The choice without tuned entries; it compiles on every GPU. `block_m` fixes the tile height, but of "tails"."""
     if variant == "auto":
         variant = "persistent" if problem.rows >= PERSISTENT_FROM_ROWS else "basic"
     if variant == "tails" or (variant == "persistent" and block_m is None and _apart(problem)):
@@ -138,7 +136,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
 
 
 def tails_from_rows(problem: Problem) -> int:
-    """Per group. Of few rows too much is tails, and waits for the weights."""
+    """The least rows per group for `jagged_tails`. With fewer, most tiles are tails, which wait for the weights."""
     return 1024 if problem.gpu is not None and problem.gpu.slow_memory else 512
 
 
@@ -157,7 +155,7 @@ def tails(K: int, has_bias: bool, addressing: Addressing) -> Config:
 
 
 def tail_cost(K: int) -> int:
-    """The time that `jagged_tails` takes for a tail, that for a whole tile being 64; see benchmarks/notes.md."""
+    """The time of a tail in `jagged_tails`, in units of 1/64 of a whole tile; see benchmarks/notes.md."""
     return min(50, 40 + 16384 // K)
 
 
@@ -246,7 +244,7 @@ def by_rows(width: int, most: int = 1024) -> Config:
 
 
 def bucket_of(problem: Problem) -> entries.Bucket:
-    """What `problem` is looked up by."""
+    """The key of `problem` among tuned entries."""
     dtype = entries.dtype_label(problem.dtype, problem.tf32, problem.out_dtype)
     return entries.Bucket(dtype, problem.transposed, problem.rows, problem.N, problem.K, problem.G)
 
@@ -318,7 +316,7 @@ def _adapted(found: entries.Found, problem: Problem) -> Choice:
 
 
 def why_illegal(choice: Choice, problem: Problem) -> str | None:
-    """What keeps `choice` from being used for `problem`; None if nothing does."""
+    """The reason why `choice` cannot be used for `problem`, or None."""
     values: dict[str, Any] = choice.config.config
     if choice.variant not in _KERNELS["auto"]:
         return f"no kernel {choice.variant!r}"

@@ -21,7 +21,7 @@ from moe_kernels.rules.config import Config
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice may depend on."""
+    """The properties that a choice may depend on."""
 
     rows: int  # mean rows per expert, rounded down to a power of two; 0 if less than 1
     M: int  # rounded down to a power of two
@@ -60,7 +60,7 @@ _FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 16, 8, 3)}
 
 
 def rule(problem: Problem) -> Choice:
-    """Total: it compiles everywhere."""
+    """The choice for any problem; it compiles on every GPU."""
     return persistent(problem) if problem.paired and problem.rows >= PERSISTENT_FROM_ROWS else basic(problem)
 
 

@@ -1,6 +1,6 @@
-"""How a uniform grouped GEMM is computed: a tuned entry's way for this GPU (see `tuning.entries`), or else by rule.
+"""The choice for a uniform grouped GEMM: a tuned entry for this GPU (see `tuning.entries`), or the rule.
 
-The rule was written down from measurements on an H200, where cuBLAS is ahead as soon as the output is wide.
+The rule was derived from measurements on an H200, where cuBLAS is ahead as soon as the output is wide.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice may depend on."""
+    """The properties that a choice may depend on."""
 
     G: int
     M: int
@@ -70,7 +70,7 @@ def choose(problem: Problem) -> Choice:
 
 
 def rule(problem: Problem) -> Choice:
-    """The choice where nothing has been tuned: it works everywhere."""
+    """The choice without tuned entries; it works on every GPU."""
     thin = problem.N <= THIN and problem.tma_A and problem.tma_B and problem.dtype != torch.float32
     # Of a tile with fewer than 16 columns the rest is wasted, which counts once there is more than a tile for each SM.
     wasteful = problem.N < 16 and problem.G * -(-problem.M // 64) > _SMS

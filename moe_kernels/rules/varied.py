@@ -1,6 +1,6 @@
 """The blocks and config that a varied grouped GEMM gets: tuned for this GPU (see `tuning.entries`), or else by rule.
 
-The rule was written down from measurements on an H200.
+The rule was derived from measurements on an H200.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Options = tuple[int, int, int, int]  # block_k, num_warps, num_stages, workers 
 
 
 class _Blocks(NamedTuple):
-    """Blocks for 16-bit types, and how long a step along K of a tile takes an SM, in units of that of 128 x 256."""
+    """Blocks for 16-bit types, and the time of a step along K, relative to that of a 128 x 256 tile."""
 
     few: _Options  # for at most `tiles` on an SM: short steps, which begin sooner, or one worker
     tiles: int
@@ -59,7 +59,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice may depend on."""
+    """The properties that a choice may depend on."""
 
     shapes: Shapes  # (M, N, K) of each product
     dtype: torch.dtype
@@ -97,7 +97,7 @@ def choose(problem: Problem) -> Choice:
 
 
 def rule(problem: Problem) -> Choice:
-    """The choice where nothing has been tuned: it compiles everywhere."""
+    """The choice without tuned entries; it compiles on every GPU."""
     P, block_k = len(problem.shapes), BLOCK_K[problem.dtype.itemsize]
     if not problem.aligned:
         return make(P, 64, 64, block_k // 2, 8, 3, 1)

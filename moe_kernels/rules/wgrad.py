@@ -14,7 +14,7 @@ MOST_OFFSETS = 1024  # that a program looks at together; more are clamped before
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice may depend on."""
+    """The properties that a choice may depend on."""
 
     M: int  # rounded down to a power of two
     P: int  # columns of X, rows of a result
@@ -42,7 +42,7 @@ PERSISTENT_LARGE_FROM_ROWS = 1024
 
 
 def rule(problem: Problem) -> Choice:
-    """Total: it compiles everywhere."""
+    """The choice for any problem; it compiles on every GPU."""
     tma = problem.tma and not problem.int64_out and problem.M >= 64 and problem.dtype != torch.float32
     # A persistent program stores a tile by TMA while it loads for the next one.
     tma_out = tma and problem.tma_out

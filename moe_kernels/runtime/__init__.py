@@ -1,1 +1,1 @@
-"""Plans: made once for a kind of call, kept in memory and on disk, run by one generated function."""
+"""Plans: made once per kind of call, stored in memory and on disk, run as one generated function."""

@@ -1,9 +1,9 @@
-"""The plan cache: from the tensors of a call to what runs it.
+"""The plan cache: from the tensors of a call to the function that runs it. Looked up in this order:
 
-replay    a recent call was like this one: one function, guarded in C++
-memory    its signature has a plan
-disk      another process made the plan
-planner   it is made, which imports Helion
+replay    the functions of recent calls, guarded in C++
+memory    plans by signature
+disk      plans of other processes
+planner   makes the plan, which imports Helion
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ plans = PlanCache()
 
 
 def replay(operator: Operator, tensors: Tensors, asked: Any) -> Any:
-    """The result of a call if a recent one was like it, and nothing observes this one; else None."""
+    """The result of a call like a recent one, if bypassing torch.library and autograd is unobservable; else None."""
     if torch.compiler.is_dynamo_compiling() or torch_internals.profiled():
         return None
     recent = plans.recent.get(operator.name, ())
@@ -92,7 +92,7 @@ def replay(operator: Operator, tensors: Tensors, asked: Any) -> Any:
 
 
 def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> None:
-    """Let the next calls like this one, which has been run with `options` as it was `asked`, be a replay."""
+    """Make later calls like this one replays. `asked` are its options as given, `options` as resolved."""
     if torch.compiler.is_dynamo_compiling() or not torch_internals.can_bypass_dispatcher(*tensors):
         return
     first = next(x for x in tensors if x is not None)
@@ -126,7 +126,7 @@ _collectors = threading.local()  # other threads' calls are real
 
 @contextmanager
 def collecting(collector: Callable[[Operator, Tensors, Any], Any]) -> Iterator[None]:
-    """In here calls of this thread, on meta tensors, go to `collector(operator, tensors, options)`, not to a plan."""
+    """In here, calls of this thread on meta tensors go to `collector(operator, tensors, options)` instead of a plan."""
     _collectors.current = collector
     try:
         yield
@@ -140,7 +140,7 @@ def collects() -> bool:
 
 
 def call(operator: Operator, tensors: Tensors, options: Any) -> Any:
-    """Run the plan of a call: a tensor, or a tuple of them. Nothing is checked, and nothing is recorded by autograd."""
+    """Run the plan of a call and return a tensor or a tuple of them. No checks, no autograd."""
     collector = getattr(_collectors, "current", None)
     if collector is not None:
         return collector(operator, tensors, options)
@@ -152,7 +152,7 @@ def call(operator: Operator, tensors: Tensors, options: Any) -> Any:
 
 
 def find(operator: Operator, tensors: Tensors, options: Any) -> Callable[..., Any]:
-    """What runs calls like this one, from the current device, which has to be that of the tensors."""
+    """The function that runs calls like this one. The current device has to be that of the tensors."""
     key = signature(operator, tensors, options)
     entry = plans.get(key)
     if entry is None:
@@ -182,7 +182,7 @@ def _load(
     gpu: Gpu,
     device: torch.device,
 ) -> tuple[Plan, dict[str, launch.Launcher]]:
-    """A plan from the store, or else made, and the launchers of its binaries."""
+    """A plan, from the store or new, and the launchers of its binaries."""
     if gpu.backend == "interpreter":
         from moe_kernels.runtime.interpreter import InterpretedWay
 
@@ -207,11 +207,11 @@ def plan_of(
     gpu: Gpu,
     load: Callable[[Mapping[str, store.Binary]], None] = lambda binaries: None,
 ) -> tuple[Plan, dict[str, store.Binary]]:
-    """A plan with its binaries for a GPU model, which need not be there: from the store, or made and kept there.
+    """A plan with its binaries for a GPU model, from the store, or new and then stored. The GPU need not be present.
 
-    `load` is called with the binaries. A plan of the store that it does not take is drawn again, so that
-    `rules.with_fallback` hears of the choices in it, and one that has been drawn is not kept. Nor is one under a forced
-    choice, for which the store is not asked either.
+    `load` is called with the binaries. If it fails on a stored plan, the plan is drawn again, so that
+    `rules.with_fallback` sees its choices; if it fails on a new plan, the plan is not stored. Plans under a forced
+    choice bypass the store.
     """
     kept = rules.forced() is None
 
@@ -246,7 +246,7 @@ def draw(
     gpu: Gpu,
     begin: Callable[[Any], None] = lambda one: None,
 ) -> tuple[Plan, dict[str, Any]]:
-    """A plan by its planner, and what its binaries are to be compiled from; `begin` is told of each at once."""
+    """A plan from its planner, and the sources of its binaries; `begin` is called with each source at once."""
     from moe_kernels.runtime import compile as compiler  # imports Helion
 
     builder, results = sketch(operator, inputs, options, gpu)
@@ -256,7 +256,7 @@ def draw(
 def sketch(
     operator: Operator, inputs: Sequence[SymbolicTensor | None], options: Any, gpu: Gpu
 ) -> tuple[Builder, Sequence[SymbolicTensor]]:
-    """What a planner draws: steps with what is to be compiled, nothing of which is."""
+    """The steps that a planner draws, with requests in place of binaries; nothing is compiled."""
     planner = importlib.import_module(operator.planner)
     builder = Builder(gpu, operator.inputs)
     results = getattr(planner, f"plan_{operator.name}")(builder, inputs, options)
@@ -264,7 +264,7 @@ def sketch(
 
 
 def _checked(plan: Plan, launchers: dict[str, launch.Launcher], device: torch.device) -> Callable[..., Any]:
-    """What runs a plan: directly, but Triton's way, which `launchers` then are, if that fails in the first call."""
+    """The function that runs a plan by direct launches. If the first call fails, by Triton's public launches."""
     direct = {name: one for name, one in launchers.items() if isinstance(one, launch.DirectWay)}
     if not direct:
         return emit(plan, launchers, device)
@@ -291,19 +291,19 @@ def _checked(plan: Plan, launchers: dict[str, launch.Launcher], device: torch.de
 
 
 def clear() -> None:
-    """Forget all plans, such as those made with other configs."""
+    """Forget all plans, as after a change of configs."""
     plans.clear()
 
 
 def reload() -> None:
-    """Read the files of tuned entries again when they are next needed, and make plans by what they then say."""
+    """Read the files of tuned entries again when next needed, and make new plans from them."""
     rules.reload()
     clear()
 
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """In here all calls make plans of their own, as the first ones of a process; those on disk are not read."""
+    """In here, all calls make new plans, as in a new process, and do not read those on disk."""
     kept, recent, reads_store = plans.entries, plans.recent, plans.reads_store
     plans.entries, plans.recent, plans.reads_store = OrderedDict(), {}, False
     try:

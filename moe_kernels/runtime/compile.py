@@ -1,8 +1,8 @@
-"""From what a planner asks for to a plan: the only file, but for the kernels, that imports Helion and its compiler.
+"""Turn a planner's requests into a plan. Besides the kernels, only this file imports Helion and its compiler.
 
 Helion generates a Triton function and a host function that launches it. The host function is run on symbolic tensors,
-which gives the launch's grid and arguments as expressions. Triton compiles the function for the arguments' types, and
-for what divides their strides and extents: a specialization. Binaries are shared by all plans that end in the same one.
+which gives the launch's grid and arguments as expressions. Triton compiles the function for a specialization: the types
+of the arguments, and the divisibility of strides and extents. All plans with the same specialization share a binary.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _one_at_a_time = threading.RLock()  # Helion is not made for several threads
 
 @dataclass(frozen=True)
 class _HostDescriptor:
-    """What Helion's host function makes a TMA descriptor with."""
+    """A TMA descriptor, as Helion's host function makes it."""
 
     base: SymbolicTensor
     shape: Sequence[Any]
@@ -65,7 +65,7 @@ class _HostDescriptor:
 
 @dataclass(frozen=True)
 class Specialized:
-    """A Triton function with the types of its arguments: what a binary is compiled from."""
+    """The source of a binary: a Triton function and the types of its arguments."""
 
     key: str
     function: Any  # of Triton: compiled, or interpreted
@@ -78,7 +78,7 @@ class Specialized:
 def finish(
     builder: Builder, results: Sequence[SymbolicTensor], begin: Callable[[Specialized], None] = lambda one: None
 ) -> tuple[Plan, dict[str, Specialized]]:
-    """The plan that was drawn on `builder`, and what its binaries are to be compiled from; `begin` is told of each."""
+    """The plan drawn on `builder`, and the sources of its binaries; `begin` is called with each."""
     steps: list[Alloc | Call | Launch] = []
     specialized: dict[str, Specialized] = {}
     for step in builder.steps:
@@ -96,7 +96,7 @@ def finish(
 
 
 def _uses(step: Alloc | Call | Launch) -> list[int]:
-    """The variables that a step reads or writes, but for those that it makes."""
+    """The variables that a step reads or writes, except those that it makes."""
     if isinstance(step, Call):
         return [step.variable, *step.arguments]
     if isinstance(step, Alloc):
@@ -105,7 +105,7 @@ def _uses(step: Alloc | Call | Launch) -> list[int]:
 
 
 def lower(request: Request, gpu: Gpu) -> tuple[Launch, Specialized]:
-    """The launch of `request` as data, and what its binary is compiled from."""
+    """The launch of `request` as data, and the source of its binary."""
     host = _host_function(request, gpu)
     made: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = []
     host(*request.arguments, _launcher=lambda fn, grid, *args, **options: made.append((fn, grid, args, options)))
@@ -280,7 +280,7 @@ def _generate(request: Request, examples: Sequence[Any], gpu: Gpu) -> Callable[.
 
 
 def _supported(config: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
-    """What of a config there is on a GPU: Triton's interpreter knows neither TMA nor flattened loops."""
+    """The options of a config that a GPU supports: Triton's interpreter has neither TMA nor flattened loops."""
     if gpu.backend != "interpreter":
         return dict(config)
     unknown = ("indexing", "host_tensor_descriptors", "range_flattens")
@@ -334,7 +334,7 @@ def _without_symmetric_memory() -> Iterator[None]:
 
 @contextmanager
 def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
-    """What makes tensors to compile for. They are fake: nothing is allocated, and no GPU has to be there."""
+    """A function that makes example tensors. They are fake: nothing is allocated, and no GPU is needed."""
     device = torch.device("cpu") if gpu.backend == "interpreter" else torch.device(gpu.device_type, 0)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     to_fake = helion_environment.CompileEnvironment._to_fake_tensor
@@ -371,7 +371,7 @@ def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
 
 
 def pretend(gpu: Gpu) -> None:
-    """Make PyTorch believe in this GPU, for the rest of the process: to compile for one that is not there."""
+    """Make PyTorch report this GPU for the rest of the process, to compile for a GPU that is not present."""
     major, minor = gpu.capability
     properties = types.SimpleNamespace(
         name=gpu.name,

@@ -35,7 +35,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Body:
-    """The statements of a plan, and what the names in them stand for."""
+    """The statements of a plan, and the values of the names in them."""
 
     def __init__(self, plan: Plan, launchers: Mapping[str, Launcher], device: torch.device):
         self.plan, self.launchers = plan, launchers

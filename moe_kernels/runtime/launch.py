@@ -41,7 +41,7 @@ UNEXPECTED = (
 
 
 class Text(Protocol):
-    """What a launcher needs of the function that it is a statement of."""
+    """The names and values that a launcher needs in the generated function."""
 
     def named(self, kind: str, value: Any) -> str: ...
 
@@ -51,7 +51,7 @@ class Text(Protocol):
 
 
 class Launcher(Protocol):
-    """What turns a launch into statements."""
+    """Turns a launch into statements of the generated function."""
 
     def before(self, device: torch.device, named: Callable[[str, Any], str]) -> list[str]: ...
 
@@ -180,7 +180,7 @@ def _encoder(meta: dict[str, Any], like: Descriptor) -> Callable[..., Any]:
 
 
 class _Address:
-    """What Triton's host descriptors need of a tensor."""
+    """The part of a tensor that Triton's host descriptors need."""
 
     def __init__(self, address: int, dtype: torch.dtype):
         self.address, self.dtype = address, dtype
@@ -269,7 +269,7 @@ def _library(name: str, src: str, srcdir: str, library_dirs: Any, include_dirs: 
         return path
     if os.environ.get("CC") is None and not (shutil.which("gcc") or shutil.which("clang")):
         raise RuntimeError(
-            "moe_kernels: Triton builds a launcher with a C compiler, and there is none. Install one (apt install gcc) "
+            "moe_kernels: Triton needs a C compiler to build a launcher, and found none. Install one (apt install gcc) "
             "or make launchers elsewhere: python -m moe_kernels compile --help"
         )
     ours, knobs.build.impl = knobs.build.impl, None

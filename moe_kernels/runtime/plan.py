@@ -41,7 +41,7 @@ class Alloc:
 
 @dataclass(frozen=True)
 class Call:
-    """A function of PyTorch, one of FUNCTIONS, into a variable."""
+    """A call of a PyTorch function, one of FUNCTIONS, whose result is a variable."""
 
     function: str
     variable: int  # that it writes to, or that its result becomes
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Pointer:
-    """The address of a variable, and some bytes."""
+    """The address of a variable, plus some bytes."""
 
     variable: int
     offset: int
@@ -72,14 +72,14 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Constant:
-    """What is compiled into a kernel; its place among the arguments has to be filled."""
+    """A value compiled into a kernel; Triton's launcher still expects an argument in its place."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel launch. `binary` is the key of what is launched: see `store` and `compile`."""
+    """A kernel launch. `binary` is the key of the compiled kernel: see `store` and `compile`."""
 
     binary: str
     grid: tuple[Any, ...]
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def binaries(self) -> list[str]:
-        """The keys of what it launches, each once."""
+        """The keys of the launched binaries, each once."""
         return list(dict.fromkeys(step.binary for step in self.steps if isinstance(step, Launch)))
 
     def to_json(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def plan_from_json(value: Any) -> Plan:
     """Inverse of `Plan.to_json`.
 
     Raises:
-        ValueError: anything in it that a plan cannot have.
+        ValueError: the content is not a valid plan.
     """
     try:
         inputs = tuple(value["inputs"])
@@ -271,7 +271,7 @@ def _int(value: Any) -> int:
 
 
 def _check_extents(value: Any, inputs: int) -> None:
-    """Raise ValueError for an extent of something that is no input."""
+    """Raise ValueError for an extent of a variable that is not an input."""
     if isinstance(value, dict):
         for part in value.values():
             _check_extents(part, inputs)

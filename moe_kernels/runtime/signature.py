@@ -1,7 +1,7 @@
-"""What a plan depends on: the signature of a call, and the bounds within which another call shares it.
+"""The signature of a call, which determines its plan, and the numbers of rows that share a signature.
 
-A plan is for all numbers of rows of a class. The classes are those that rules tell apart: powers of two of the rows and
-of the mean rows per group, and the limits of a few kernels.
+A plan serves all numbers of rows of a class. The classes are those that rules distinguish: powers of two of the rows
+and of the mean rows per group, and the limits of a few kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """A kind of calls that has plans."""
+    """An operator with plans."""
 
     name: str
     planner: str  # the module of `kernels` that has `plan_<name>(builder, tensors, options)`
@@ -48,7 +48,7 @@ class Operator:
 
 
 def extent_class(n: int) -> tuple[int, ...]:
-    """What rules tell apart of a number of rows."""
+    """The class of a number of rows, as rules distinguish it."""
     return n.bit_length(), n > FEW_TOKENS, n > RANK_UP_TO
 
 
@@ -61,7 +61,7 @@ def extent_bounds(n: int) -> tuple[int, int]:
 
 
 def rows_class(counts: Counts) -> tuple[int, ...]:
-    """What rules tell apart of the rows of a call."""
+    """The class of the rows of a call, as rules distinguish it."""
     rows, others, groups = counts
     found, largest = extent_class(rows), rows
     for n in others:
@@ -85,9 +85,9 @@ def rows_bounds(counts: Counts) -> tuple[int, int]:
 
 
 def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, ...]:
-    """Everything that a plan depends on, for the devices that the tensors are on; rows are in it by their class alone.
+    """Everything that a plan depends on, including the devices of the tensors. Rows appear by their class alone.
 
-    This is on the way of every call without a replay, where an attribute of a tensor takes some 0.1 us.
+    Every call without a replay computes it; reading an attribute of a tensor takes about 0.1 us.
     """
     key: list[Any] = [operator.name, options, rows_class(operator.counts(tensors, options))]
     for tensor, has_rows, name in zip(tensors, operator.has_rows, operator.inputs, strict=True):
@@ -108,13 +108,13 @@ def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, 
 
 
 def portable(key: tuple[Any, ...]) -> str:
-    """A signature as text, without the devices' indices, which a process elsewhere may number otherwise."""
+    """A signature as text, without device indices, which may differ in another process."""
     kept = [part for part in key if type(part) is not int]
     return repr([list(part) if isinstance(part, torch.Size) else part for part in kept])
 
 
 def symbolic(operator: Operator, tensors: Tensors, options: Any) -> tuple[SymbolicTensor | None, ...]:
-    """What a planner is given for the tensors of a call."""
+    """The symbolic tensors that a planner gets for the tensors of a call."""
     counts = operator.counts(tensors, options)
     low, high = rows_bounds(counts)
     made: list[SymbolicTensor | None] = []

@@ -11,8 +11,8 @@ MOE_KERNELS_CACHE_READONLY, and `compiled` in the installed package, are read af
 is a version of this package's kernels and of Triton and Helion; plans do not depend on PyTorch's version.
 
 Everything read is checked: folders and files may be writable by the user and root alone, links in them are not
-followed, contents have to match their SHA-256, and their file's name. What does not is ignored with one warning, and
-made again. Nothing is unpickled or evaluated. Files are replaced atomically, and no failure to read or write stops a
+followed, contents have to match their SHA-256 and their file's name. Others are ignored with one warning, and made
+again. Nothing is unpickled or evaluated. Files are replaced atomically, and no failure to read or write stops a
 call.
 """
 
@@ -64,7 +64,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Binary:
-    """What Triton made of a kernel for one specialization of its arguments."""
+    """A compiled kernel, for one specialization of its arguments."""
 
     key: str
     signature: tuple[str, ...]  # Triton's types of the arguments
@@ -86,7 +86,7 @@ class Binary:
 
 
 class _Refused(Exception):
-    """A file, or the file or folder at `path`, may not be used; the text says why."""
+    """A file, or the file or folder at `path`, may not be used; the message has the reason."""
 
     def __init__(self, text: str, path: Path | None = None):
         super().__init__(text)
@@ -94,7 +94,7 @@ class _Refused(Exception):
 
 
 def folder() -> Path:
-    """Where plans and binaries are kept."""
+    """The folder of plans and binaries."""
     if named := os.environ.get("MOE_KERNELS_CACHE_DIR"):
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -105,7 +105,7 @@ def folder() -> Path:
 
 
 def read_only_folders() -> list[Path]:
-    """Where they are looked for, too."""
+    """Further folders of plans and binaries, which are only read."""
     named = os.environ.get("MOE_KERNELS_CACHE_READONLY", "")
     return [Path(part) for part in named.split(os.pathsep) if part] + [_PACKAGE / "compiled"]
 
@@ -163,7 +163,7 @@ def read_plan(key: str, known: Mapping[str, Binary]) -> tuple[Plan, dict[str, Bi
 
 
 def write_plan(key: str, plan: Plan, binaries: Mapping[str, Binary]) -> None:
-    """Keep a plan whose binaries have been written."""
+    """Store a plan whose binaries have been written."""
     payload = {"plan": plan.to_json(), "binaries": {name: binaries[name].sha256 for name in plan.binaries}}
     _write_payload(f"{environment()}/plans/{key}.json", payload)
 
@@ -219,7 +219,7 @@ def read_library(key: str) -> bytes | None:
 
 
 def write_library(key: str, content: bytes) -> None:
-    """Keep a launcher library."""
+    """Store a launcher library."""
     record: dict[str, Any] = {}
     if _write_code(_libraries(), content, "so", record):
         _write_payload(f"{_libraries()}/{key}.json", record)
@@ -415,7 +415,7 @@ def _keep_within_limit(size: int) -> None:
 
 
 def limit_mb() -> int:
-    """The most that is kept on disk, in MiB."""
+    """The size limit on disk, in MiB."""
     try:
         return max(1, int(os.environ["MOE_KERNELS_CACHE_LIMIT_MB"]))
     except (KeyError, ValueError):
@@ -460,7 +460,7 @@ def _warn(path: Path, trouble: str) -> None:
     """Warn, once for all files with the same trouble."""
     if trouble not in _warned:
         _warned.add(trouble)
-        text = f"moe_kernels keeps what it compiles on disk, but {path} {trouble}: it is not used"
+        text = f"moe_kernels stores compiled kernels on disk, but {path} {trouble}: it is not used"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 

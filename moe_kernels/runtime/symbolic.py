@@ -1,7 +1,7 @@
-"""Integers and tensors of which only a call knows the values: what a planner computes with.
+"""Symbolic integers and tensors for planners; their values are known only in a call.
 
-A plan is made for a kind of call. What calls of a kind may differ in is the number of rows, and where memory lies. So
-an extent is an int, or a `SymbolicInt` with bounds, and a tensor is a `SymbolicTensor`, which has no memory.
+A plan is made for a kind of call. Calls of one kind differ in the number of rows and in addresses. So an extent is an
+int, or a `SymbolicInt` with bounds, and a tensor is a `SymbolicTensor`, which has no memory.
 """
 
 from __future__ import annotations

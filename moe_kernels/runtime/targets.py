@@ -1,4 +1,4 @@
-"""What a GPU has that kernels are chosen and compiled for."""
+"""Properties of GPU models that kernels are chosen and compiled for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTERPRETED_WORKERS = 4
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU model. `arch` is Triton's name for what code is generated for."""
+    """A GPU model. `arch` is Triton's name of the architecture."""
 
     name: str  # as the driver gives it
     backend: str  # Triton's: "cuda", "hip" or "xpu"; "interpreter" for its interpreter on a CPU
@@ -61,7 +61,7 @@ def interpreted() -> bool:
 
 @functools.cache
 def of_device(kind: str, index: int) -> Gpu:
-    """The model of a device that this process has, by PyTorch's type and index; the interpreter if that is on."""
+    """The model of a device of this machine, by PyTorch's type and index; the interpreter if that is on."""
     if kind == "cpu" or interpreted():
         return INTERPRETER
     if kind == "xpu":

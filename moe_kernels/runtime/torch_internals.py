@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that this package uses, and what takes over where there is none.
+"""All private names of PyTorch in this package, and the public replacement for each one that is missing.
 
 They save the host's time, or answer what PyTorch has no public question for.
 """
@@ -98,7 +98,7 @@ def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
-    """Whether autograd records what is computed from these."""
+    """Whether autograd records a function of these tensors."""
     return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
 
 
@@ -146,7 +146,7 @@ _AUTOCAST_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
 
 def autocast(*operands: Any) -> tuple[Any, ...]:
-    """The operands of a product as torch.autocast would have them; None, float64 and what is no float stay."""
+    """The operands of a product, cast as by torch.autocast; None, float64 and other than floats are unchanged."""
     if not (torch.compiler.is_dynamo_compiling() or autocast_enabled()):
         return operands
     cast = []

@@ -64,7 +64,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Versions:
-    """The packages that a config's worth depends on."""
+    """The versions for which a config was tuned."""
 
     torch: str
     triton: str
@@ -72,7 +72,7 @@ class Versions:
 
     @property
     def minor(self) -> tuple[str, str]:
-        """What has to be the same for an entry to be used."""
+        """The minor versions, which have to be equal for an entry to be used."""
         triton, helion = (".".join(version.split(".")[:2]) for version in (self.triton, self.helion))
         return triton, helion
 
@@ -95,7 +95,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a file has only one entry for."""
+        """The key of an entry in a file."""
         b = self.bucket
         return b.op, b.dtype, b.transposed, b.N, b.K, b.G, b.rows, self.versions.minor
 
@@ -139,7 +139,7 @@ def files_for(gpu: Gpu) -> list[tuple[Path, str]]:
 
 
 class Skipped(ValueError):
-    """A file that cannot be used; the text says why."""
+    """A file cannot be used; the message has the reason."""
 
 
 def read(file: Path, gpu: str) -> list[Entry]:
@@ -200,7 +200,7 @@ def load(gpu: Gpu) -> list[tuple[Path, Entry]]:
         _loaded[gpu.name] = [(file, entry) for file, name in files_for(gpu) for entry in _usable(file, name)]
         if not _loaded[gpu.name] and not _warned:
             _warned.add(gpu.name)
-            _warn(f"no config has been tuned for {gpu.name}: a rule chooses. To tune: {TUNE} --help")
+            _warn(f"no config has been tuned for {gpu.name}: a rule derived on an H200 is used. To tune: {TUNE} --help")
     return _loaded[gpu.name]
 
 
@@ -249,7 +249,7 @@ def _usable(file: Path, gpu: str) -> Iterable[Entry]:
     if old := [entry for entry in entries if entry.bucket not in tuned]:
         found = ", ".join(sorted({"triton {}, helion {}".format(*entry.versions.minor) for entry in old}))
         needed = "triton {}, helion {}".format(*here)
-        warn_once(file, f"has {len(old)} entries for {found}, but here is {needed}: skipped. To tune again: {TUNE}")
+        warn_once(file, f"has {len(old)} entries for {found}, but {needed} is here: skipped. To tune again: {TUNE}")
     return usable
 
 

@@ -59,18 +59,18 @@ _FINALISTS = 5
 _LEAST_SEARCH = 20  # seconds; what Helion's first round of configs takes
 
 HELP = """\
-Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU, and writes it, or the
-rule's where none is faster, to <out>/<gpu>.json, where the next process finds it. Needs a CUDA GPU that nothing else
-uses.
+Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU. The fastest config, or the
+rule's if none is faster, is written to <out>/<gpu>.json, where the next process finds it. Needs a CUDA GPU that nothing
+else uses.
 
-The time is split evenly over what is left to do. Each problem first tries neighbours of the rule's config, then
-Helion's own autotuner from the best of them, with softmax-skewed, zipf-skewed and uniform routing at once, and last
-times the winner in turns with the rule's config. Helion looks at the clock between rounds only, so a problem may take
-a minute longer than its share. What the file has for these versions of triton and helion is skipped (--force does it
-anew), and Ctrl-C keeps what is done, so a search can be continued by the same command. With --op uniform or varied a
-grid of configs (and torch.bmm) takes turns, in place of a search.
+The remaining time is divided evenly between the remaining problems. A problem first tries neighbours of the rule's
+config, then Helion's autotuner from the best of them, under softmax-skewed, zipf-skewed and uniform routing at once. At
+the end the winner and the rule's config are timed in turns. Helion checks the clock only between rounds, so a problem
+may take a minute longer than its share. Entries of the file for these versions of triton and helion are skipped
+(--force tunes them again). Ctrl-C keeps what is done, and the same command continues. With --op uniform or varied,
+a grid of configs (and torch.bmm) is timed in turns, without a search.
 
-Exits with 0 when all is done or the time is spent, 2 without a GPU or on wrong arguments, 130 after Ctrl-C, otherwise
+Exits with 0 if all is done or the time is over, 2 without a GPU or for wrong arguments, 130 after Ctrl-C, otherwise
 with 1."""
 
 
@@ -96,27 +96,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", choices=MODELS, help="both GEMMs of this model's experts, for several token counts")
     what.add_argument(
-        "--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="groups, rows in all, columns, contraction"
+        "--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="groups, total rows, columns, contraction"
     )
     parser.add_argument(
         "--op",
         choices=WORKLOADS,
         default="grouped_gemm",
-        help="what --shapes are of; for the last two G products of one size, and M is the rows of each",
+        help="the product of --shapes; for uniform and varied, G products of one size with M rows each",
     )
     parser.add_argument(
-        "--tokens", nargs="+", type=positive, default=list(TOKENS), help="of --model (default: 16 512 8192)"
+        "--tokens",
+        nargs="+",
+        type=positive,
+        default=list(TOKENS),
+        help="token counts for --model (default: 16 512 8192)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument(
         "--layout",
         choices=("gnk", "gkn", "both"),
         default="gnk",
-        help="how B lies in memory: [G, N, K] viewed transposed, as modules hold their weights (default), or [G, K, N]",
+        help="memory layout of B: gnk is a transposed view of [G, N, K], as in modules (default); gkn is [G, K, N]",
     )
-    parser.add_argument("--budget", type=seconds, default=600.0, help="for all of it: 90s, 10m (default) or 2h")
+    parser.add_argument("--budget", type=seconds, default=600.0, help="time for all problems: 90s, 10m (default) or 2h")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: the user's cache folder, see `info`")
-    parser.add_argument("--force", action="store_true", help="tune again what is already there")
+    parser.add_argument("--force", action="store_true", help="tune existing entries again")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -135,7 +139,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
-    """What the command line asks for, no problem twice."""
+    """The tasks of the command line, without duplicates."""
     shapes: list[tuple[int, int, int, int]] = options.shapes or []
     if options.model:
         H, width, E, top_k = MODELS[options.model]
@@ -154,32 +158,32 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
         for i, task in enumerate(todo):
             name = f"[{i + 1}/{len(todo)}] {task}"
             if not force and (known := _known(task, file, gpu, device)) is not None:
-                print(f"{name}: there already, {known.us:.1f} us (--force tunes it again)", flush=True)
+                print(f"{name}: already tuned, {known.us:.1f} us (--force tunes it again)", flush=True)
                 continue
             left = deadline - time.monotonic()
             if left <= 0:
-                print(f"The time is spent; {len(todo) - i} problems are left. The same command goes on.")
+                print(f"The time is over; {len(todo) - i} problems are left. The same command continues.")
                 break
             share = left / (len(todo) - i)
-            print(f"{name}: {_duration(share)} of the {_duration(left)} that are left", flush=True)
+            print(f"{name}: {_duration(share)} of the remaining {_duration(left)}", flush=True)
             try:
                 entry = tune_one(task, device, share)
             except Exception as error:
                 failed += 1
                 print(f"  failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 if gpu_is_lost(device):
-                    print("  The GPU does not answer any more. The same command goes on.", file=sys.stderr)
+                    print("  The GPU does not respond any more. The same command continues.", file=sys.stderr)
                     break
                 continue
             entries.write(file, gpu, [entry])
             print(
                 f"  {entry.us:.1f} us, the rule's config {entry.rule_us:.1f} us "
-                f"({entry.rule_us / entry.us:.3f} times as fast): {entry.kernel}, block_m {entry.block_m}, "
+                f"(speedup {entry.rule_us / entry.us:.3f}): {entry.kernel}, block_m {entry.block_m}, "
                 f"{entry.config}",
                 flush=True,
             )
     except KeyboardInterrupt:
-        print(f"\nInterrupted. What is done is in {file}; the same command goes on.", file=sys.stderr)
+        print(f"\nInterrupted. Finished entries are in {file}; the same command continues.", file=sys.stderr)
         return 130
     cache.reload()
     print(f"{_duration(time.monotonic() - begun)} in all. Entries are in {file}.")
@@ -188,7 +192,7 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
 
 @dataclass(frozen=True)
 class Workload:
-    """What a task's operator has to be known of. Choices are those of its rules."""
+    """The functions of an operator that tuning needs. Choices are those of its rules."""
 
     problem: Any
     rows: int  # in all
@@ -242,13 +246,13 @@ class Turns:
     def add(self, choices: Iterable[Any], at_least: int) -> list[int]:
         """Make calls of those that are new; the numbers of those that work, and have the result of the first that did.
 
-        The first `at_least` are looked at even if the time is spent.
+        The first `at_least` are timed even if the time is over.
         """
         listed = list(unique(choices, self.work.stored, known=self.choices))
         added = []
         for i, choice in enumerate(listed):
             if i >= at_least and time.monotonic() > self.until:
-                print(f"  the time is spent: {len(listed) - i} of {len(listed)} configs are not looked at")
+                print(f"  the time is over: {len(listed) - i} of {len(listed)} configs were not timed")
                 break
             self.choices.append(choice)
             try:
@@ -284,7 +288,7 @@ class Turns:
 
 @contextmanager
 def _poisoned() -> Iterator[None]:
-    """In here, plans are made whose new tensors hold NaN, so that what a config leaves out shows."""
+    """In here, new tensors of plans hold NaN, so that a config that leaves out an element is noticed."""
     allocator = torch_internals.allocator
 
     def poisoned(device: torch.device) -> Callable[..., Tensor]:
@@ -359,10 +363,10 @@ class Inputs:
 
 
 def grouped_workload(task: Task, device: torch.device) -> Workload:
-    """That of `grouped_gemm`."""
+    """The workload of `grouped_gemm`."""
     G, M = fitting_groups(task, device)
     if (G, M) != (task.G, task.M):
-        print(f"  as G={G} M={M}, for which the weights fit")
+        print(f"  reduced to G={G} M={M}, so that the weights fit into memory")
     inputs = Inputs(replace(task, G=G, M=M), device)
     problem = replace(asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options), transposed=task.transposed)
 
@@ -402,7 +406,7 @@ def calls_under(choice: rules.Choice, inputs: Inputs) -> list[Call]:
 
 
 def stored(choice: rules.Choice) -> dict[str, Any]:
-    """What an entry has of a choice for `grouped_gemm`."""
+    """The fields of an entry for a choice of `grouped_gemm`."""
     config = concise(choice.config.config)
     return {"kernel": choice.variant, "block_m": choice.block_m, "tma": choice.addressing.tma, "config": config}
 
@@ -533,7 +537,7 @@ _ADDRESSING = ("indexing", "host_tensor_descriptors")
 
 
 def concise(values: dict[str, Any]) -> dict[str, Any]:
-    """A config without how memory is addressed, and without options that only repeat Helion's defaults."""
+    """A config without memory addressing, and without options that repeat Helion's defaults."""
     neutral: dict[str, tuple[Any, ...]] = {
         "range_unroll_factors": (0,),
         "range_num_stages": (0,),
@@ -577,7 +581,7 @@ def _with(choice: rules.Choice, *, block: tuple[int, int] | None = None, **chang
 
 
 def uniform_workload(task: Task, device: torch.device) -> Workload:
-    """That of `uniform_grouped_gemm`."""
+    """The workload of `uniform_grouped_gemm`."""
     A, (B,) = _operands(task, device, [(task.G,)])
     tensors, options = (A, B), (task.G, A.dtype)
     problem = asked(UNIFORM_GROUPED_GEMM, tensors, options)
@@ -623,7 +627,7 @@ def uniform_variations(choice: uniform.Choice) -> Iterator[uniform.Choice]:
 
 
 def varied_workload(task: Task, device: torch.device) -> Workload:
-    """That of `varied_grouped_gemm`, for products that are all of one size."""
+    """The workload of `varied_grouped_gemm`, for products of one size."""
     A, group_B = _operands(task, device, [()] * task.G)
     group_A = list(A)
     outs = A.new_empty(task.G, task.M, task.N)

@@ -1,0 +1,159 @@
+"""README and docs: code and commands run, links lead somewhere, and tables and plots show what the results hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_kernels
+from benchmarks import report, tables
+from benchmarks.__main__ import arguments as arguments_of_benchmarks
+from moe_kernels import __main__ as main
+from moe_kernels import commands, requirements
+from moe_kernels.tuning import search
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MEASURED = [ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "notes.md"]
+FENCE = re.compile(r"(?:^(<!-- [^\n]* -->)\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=str)
+def test_tables_and_plots_match_the_results(page: Path) -> None:
+    assert "<!-- end of table -->" in (ROOT / page).read_text()
+    assert not report.write_page(ROOT / page, check=True), "run `python -m benchmarks.report`"
+
+
+def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
+    """And nothing is written by a check."""
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    copy = tmp_path / "README.md"
+    text = README.read_text()
+    changed = text.replace("| one product, ", "| two products, ", 1)
+    assert changed != text
+    copy.write_text(changed)
+    assert report.main([str(copy), "--check"]) == 1
+    assert copy.read_text() == changed
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "benchmarks" / "results").rglob("*.png")), ids=lambda p: p.name)
+def test_plots_are_small(picture: Path) -> None:
+    assert picture.stat().st_size < 250_000  # most of it the names of dozens of inputs, where there are as many
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The blocks in a language that are not marked as fragments."""
+    found = [(mark, code) for mark, name, code in FENCE.findall(page.read_text()) if name == language]
+    return [code for mark, code in found if not mark.startswith("<!-- fragment")]
+
+
+def of_page(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+PRINTED = {
+    "README.md": "[[300, 256], [0, 256], [17, 256], [1, 256]]\n",
+    "docs/products.md": "[8, 128, 64] [1024, 64] [[192, 320], [256, 448]]\n",
+}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=of_page)
+def test_python_blocks_run(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each by itself, as if pasted into a file; in this process, unless it changes the environment."""
+    if page.stem == "transformers":
+        pytest.importorskip("transformers")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("HELION_FORCE_AUTOTUNE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for block in blocks(page, "python"):
+        if "os.environ" not in block:
+            exec(compile(block, page.name, "exec"), {"__name__": "__main__"})
+            continue
+        file = tmp_path / "block.py"
+        file.write_text(block)
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+    assert capsys.readouterr().out == PRINTED.get(of_page(page), "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of_page)
+def test_fragments_are_python(page: Path) -> None:
+    """And a fragment says why it is one."""
+    for mark, language, code in FENCE.findall(page.read_text()):
+        if language == "python" and mark.startswith("<!-- fragment"):
+            assert mark.startswith("<!-- fragment: ")
+            compile(code, page.name, "exec")
+
+
+def test_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `python -m moe_kernels` and `python -m benchmarks` on the pages has arguments that these know."""
+    ran = []
+    monkeypatch.setattr(requirements, "problems", list)
+    for module, name in (
+        (commands, "compile_main"),
+        (commands, "cache_main"),
+        (commands, "print_layer"),
+        (search, "main"),
+        (main, "demo"),
+        (main, "info"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, name=name: ran.append(name) or 0)
+    text = "\n".join(page.read_text() for page in PAGES)
+    found = re.findall(r"python -m (moe_kernels|benchmarks) ([\w-][^`\n]*)", text)
+    assert len(found) > 8
+    for module, line in found:
+        if module == "moe_kernels":
+            assert main.main(shlex.split(line)) == 0, line
+        else:
+            arguments_of_benchmarks(shlex.split(line))
+    assert len(set(ran)) > 4
+
+
+@pytest.mark.parametrize("page", [*PAGES, *MEASURED], ids=of_page)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"`[^`]+`", "", FENCE.sub("", page.read_text()))
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text):
+        if target.startswith("https://"):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, anchor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of_page)
+def test_tables_have_at_most_eight_columns(page: Path) -> None:
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert all(line.replace("\\|", "").count("|") <= tables.SHORT + 1 for line in rows)
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 200
+
+
+def test_the_reference_names_every_public_function() -> None:
+    reference = ROOT / "docs" / "reference"
+    index = (reference / "index.md").read_text()
+    documented = re.findall(
+        r"^::: (\S+)$", "\n".join(page.read_text() for page in reference.glob("*.md")), re.MULTILINE
+    )
+    for name in moe_kernels.__all__:
+        assert f"| `{name}(" in index, name
+        assert any(path.endswith(f".{name}") for path in documented), name
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_each_example_is_named_on_a_page(example: Path) -> None:
+    assert any(f"examples/{example.name}" in page.read_text() for page in PAGES)
