@@ -225,7 +225,7 @@ def _print_configs() -> None:
             gpu=gpu,
         )
         choice = rules.choose(problem)
-        limit = rules.tails_from_rows(problem) if choice.variant == "tails" else rules.PERSISTENT_FROM_ROWS
+        limit = rules.persistent_from_rows(problem)
         because = f"rule: {mean_rows} rows per group {'>=' if mean_rows >= limit else '<'} {limit}"
         if choice.entry is not None:
             near = choice.entry.bucket
