@@ -226,7 +226,7 @@ def _print_configs() -> None:
         choice = rules.choose(problem)
         # `jagged_tails` is one of the kernels that "persistent" asks for.
         variant = "basic" if choice.variant == "basic" else "persistent"
-        limit = rules.tails_from_rows(problem) if choice.variant == "tails" else rules.PERSISTENT_FROM_ROWS
+        limit = rules.persistent_from_rows(problem)
         because = f"rule: {mean_rows} rows per group {'>=' if mean_rows >= limit else '<'} {limit}"
         if choice.entry is not None:
             near = choice.entry.bucket

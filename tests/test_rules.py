@@ -61,8 +61,8 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def entry(problem: rules.Problem = PROBLEM, variant: str = "auto", **changed: Any) -> entries.Entry:
-    """An entry for `problem` with a config that the rule does not give: 7 stages."""
-    by_rule = rules.rule(problem, variant)
+    """An entry for `problem` with a config that the rule does not give: 7 stages, and tiles of one height."""
+    by_rule = rules.rule(problem, variant, 128 if variant == "auto" and problem.rows >= 128 else None)
     made = entries.Entry(
         kernel=by_rule.variant,
         bucket=rules.bucket_of(problem),
@@ -457,7 +457,7 @@ def test_an_entry_is_adapted_to_a_bias_and_to_the_number_of_groups(tmp_path: Pat
 
 def test_an_entry_of_tails(tmp_path: Path) -> None:
     many = replace(PROBLEM, rows=512, M=65536)
-    put(named(tmp_path), entry(many))
+    put(named(tmp_path), entry(many, "tails"))
     for variant in ("auto", "persistent"):
         choice = choose_quietly(many, variant)
         assert (choice.variant, choice.config.config["num_stages"]) == ("tails", 7)
@@ -465,7 +465,7 @@ def test_an_entry_of_tails(tmp_path: Path) -> None:
     assert choose_quietly(many, "basic").entry is None
     assert choose_quietly(replace(many, rows=1024, M=131072)).entry is not None
     assert choose_quietly(replace(many, rows=256, M=32768)).entry is None
-    assert choose_quietly(replace(many, has_bias=True)).config.config["indexing"].count("tensor_descriptor") == 7
+    assert choose_quietly(replace(many, has_bias=True)).config.config["indexing"].count("tensor_descriptor") == 8
     for changed in ({"N": 1500}, {"tma_B": False}, {"out_dtype": torch.float32}):
         assert choose_quietly(replace(many, **changed)).variant == "persistent"
 
@@ -623,24 +623,25 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"rows": 512, "M": 65536}, ("tails", 128, [64], 8, 4)),
-        ({"rows": 1024, "M": 131072, "K": 7168}, ("tails", 128, [64], 8, 4)),
-        ({}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"rows": 512, "M": 65536, "N": 1408}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096, "rows": 512, "M": 65536}, ("persistent", 64, [256, 64], 4, 5)),
-        ({"K": 4096}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096, "rows": 256, "M": 4096, "G": 16}, ("persistent", 64, [256, 64], 4, 5)),
-        ({"K": 4096, "rows": 256, "M": 4096, "G": 17}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096, "rows": 128, "M": 2048, "G": 16}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096, "rows": 512, "M": 65536, "N": 2880}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096, "rows": 512, "M": 65536, "tma_out": False}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096, "rows": 512, "M": 65536, "out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),
-        ({"rows": 128, "M": 16384}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"rows": 512, "M": 65536, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"rows": 1024, "M": 131072, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
-        ({"K": 4096, "rows": 512, "M": 8192, "G": 16, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"K": 4096, "rows": 512, "M": 4096, "G": 8, "gpu": SLOW}, ("persistent", 64, [256, 64], 4, 5)),
-        ({"rows": 64, "M": 8192}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
+        ({}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 1024, "M": 131072, "K": 7168, "G": 1}, ("tails", 128, [64], 8, 4)),
+        ({"N": 2880}, ("tails", 128, [64], 8, 4)),
+        ({"N": 1400}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"N": 192}, ("persistent", 128, [128, 64], 8, 4)),
+        ({"tma_out": False}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 32, "M": 4096, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 32, "M": 256, "G": 8, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
+        ({"rows": 64, "M": 512, "G": 8, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 64, "M": 8192, "N": 1400}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 16, "M": 2048, "gpu": GPU}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
+        ({"rows": 32, "M": 4096, "gpu": SLOW}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
+        ({"gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 512, "M": 65536, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 64, "M": 8192, "dtype": torch.float32, "tf32": True}, ("basic", 64, [64, 64, 256, 32], 4, 3)),
+        ({"rows": 16, "M": 2048, "tma_B": False}, ("basic", 32, [32, 64, 256, 64], 4, 3)),
+        ({"rows": 512, "M": 4096, "N": 64, "G": 8, "gpu": GPU}, ("basic", 64, [64, 64, 16, 128], 4, 5)),
+        ({"rows": 2048, "M": 16384, "N": 64, "G": 8, "gpu": GPU}, ("basic", 64, [64, 64, 16, 128], 4, 3)),
+        ({"rows": 2048, "M": 16384, "N": 48, "K": 64, "G": 8, "gpu": GPU}, ("basic", 64, [64, 32, 16, 64], 4, 3)),
         ({"rows": 4, "M": 512}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
         ({"rows": 0, "M": 8, "tma_A": False}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
         ({"out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),

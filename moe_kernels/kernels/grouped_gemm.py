@@ -217,7 +217,7 @@ def multiply(
     problem = _problem(builder, A_packed, B, G, bias, out, transposed, needs_int64(group_offsets, bias))
     choice = rules.choose(problem, variant)
     if choice.variant == "tails":
-        grouped_gemm_tails.multiply(builder, choice, A_packed, B, group_offsets, bias, out, transposed, problem.tf32)
+        grouped_gemm_tails.multiply(builder, choice, A_packed, B, group_offsets, bias, out, problem)
         return
     block_m = choice.block_m
     tma_A, _, tma_out, int64_index = choice.addressing

@@ -85,6 +85,7 @@ PERSISTENT_FROM_ROWS = 128
 # The kernels that are what is asked for.
 _KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
 TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of the whole tiles of `jagged_tails`, whose text has them as numbers
+ONE_HEIGHT = 384  # A weight that is read a second time, for a tail, costs more than half a tile up to so many rows.
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM can have together, from sm90 on
 MAX_BLOCK_G = 1024  # offsets that a program looks at together
 
@@ -105,18 +106,24 @@ def note(problem: Any, choice: Any) -> None:
 def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) -> Choice:
     """The choice without tuned entries; it compiles on every GPU. `block_m` fixes the tile height, but of "tails"."""
     if variant == "auto":
-        variant = "persistent" if problem.rows >= PERSISTENT_FROM_ROWS else "basic"
+        many = problem.rows >= persistent_from_rows(problem) and not _thin(problem)
+        variant = "persistent" if many else "basic"
     if variant == "tails" or (variant == "persistent" and block_m is None and _apart(problem)):
         addressing = _addressing(problem, "tails", TAILS_HEIGHT)
-        return Choice("tails", TAILS_HEIGHT, addressing, tails(problem.K, problem.has_bias, addressing))
+        return Choice("tails", TAILS_HEIGHT, addressing, tails(problem.N, problem.K, problem.has_bias, addressing))
     presets = _PERSISTENT if variant == "persistent" else _BASIC
-    block_m = block_m or (_persistent_height(problem) if variant == "persistent" else basic_height(problem.rows))
+    block_m = block_m or (128 if variant == "persistent" else _basic_height(problem))
     addressing = _addressing(problem, variant, block_m)
     if problem.dtype == torch.float32:
         presets = _TF32 if problem.tf32 else _IEEE
     elif not addressing.tma_B:
         presets = _POINTERS
     block_n, block_k, num_warps, num_stages, l2_grouping = presets[block_m]
+    if variant == "basic" and block_m == 64 and presets is _BASIC and _thin(problem):
+        # As much of K as fits is under way at once; with more tiles than SMs, two programs share one.
+        tiles = problem.M // 64 * -(-problem.N // 64)
+        block_n, block_k = 64, 128
+        num_stages = 5 if problem.gpu is None or tiles <= problem.gpu.multiprocessors else 3
     if variant == "persistent" and problem.out_dtype == torch.float32:
         block_n = min(block_n, 128)  # the tile of the result shares the memory with the next one's loads
     block_n, block_k = block_for(problem.N, block_n), block_for(problem.K, block_k)
@@ -135,28 +142,53 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     return Choice(variant, block_m, addressing, Config(block_sizes=blocks, **options))
 
 
-def tails_from_rows(problem: Problem) -> int:
-    """The least rows per group for `jagged_tails`. With fewer, most tiles are tails, which wait for the weights."""
-    return 1024 if problem.gpu is not None and problem.gpu.slow_memory else 512
+def persistent_from_rows(problem: Problem) -> int:
+    """The mean rows per group from which on the persistent kernels are faster; see benchmarks/notes.md."""
+    if not _tensor_cores_by_tma(problem):
+        return PERSISTENT_FROM_ROWS
+    if not _addressing(problem, "tails", TAILS_HEIGHT).tma_out or problem.gpu is None or problem.gpu.slow_memory:
+        return 64
+    # With fewer rows than 64, tails are tiles of 64 x 256, and there have to be some for every SM.
+    columns = problem.G * problem.N // TAILS_WIDTH
+    return 32 if columns >= problem.gpu.multiprocessors else 64
+
+
+def _tensor_cores_by_tma(problem: Problem) -> bool:
+    """Whether this is what thresholds and heights were measured with."""
+    return problem.dtype != torch.float32 and problem.tma_A and problem.tma_B
+
+
+def _thin(problem: Problem) -> bool:
+    """Whether a tile of 64 columns holds a row of the result: persistent loops have nothing to overlap there."""
+    return problem.N <= 64 and problem.rows >= 8 and _tensor_cores_by_tma(problem)
 
 
 def _apart(problem: Problem) -> bool:
     """Whether to compute tails apart."""
-    enough = problem.rows >= tails_from_rows(problem) and _persistent_height(problem) == TAILS_HEIGHT
+    # Where memory is slow, a weight that is read twice costs more than half-empty tiles.
+    enough = problem.gpu is None or not problem.gpu.slow_memory or problem.rows >= 512
     return enough and _addressing(problem, "tails", TAILS_HEIGHT).tma_out
 
 
-def tails(K: int, has_bias: bool, addressing: Addressing) -> Config:
+def tails(N: int, K: int, has_bias: bool, addressing: Addressing) -> Config:
     """The config of `jagged_tails`."""
     options: dict[str, Any] = {"num_warps": 8, "num_stages": 4, "pid_type": "flat"}
     if addressing.tma_out:
         options["range_flattens"] = [None, True, True, None]  # both loops over tiles
-    return Config(block_sizes=[block_for(K, 64)], **options, **indexing_of("tails", has_bias, addressing))
+    options |= indexing_of("tails", has_bias, addressing, tail_pieces(N))
+    return Config(block_sizes=[block_for(K, 64)], **options)
 
 
-def tail_cost(K: int) -> int:
-    """The time of a tail in `jagged_tails`, in units of 1/64 of a whole tile; see benchmarks/notes.md."""
-    return min(50, 40 + 16384 // K)
+def tail_pieces(N: int) -> int:
+    """In how many pieces `jagged_tails` stores 256 columns: they begin and end where N does."""
+    return 2 if N % 128 == 0 else 4
+
+
+def tail_cost(problem: Problem) -> int:
+    """The time that `jagged_tails` takes for a tail, that for a whole tile being 64; see benchmarks/notes.md."""
+    # With few rows, or slow memory, both wait for the weights.
+    waits = problem.rows < 256 or (problem.gpu is not None and problem.gpu.slow_memory)
+    return 56 if waits else min(50, 40 + 16384 // problem.K)
 
 
 def basic_height(rows: int) -> int:
@@ -165,13 +197,13 @@ def basic_height(rows: int) -> int:
     return next(block for least, block in ((128, 128), (32, 64), (16, 32), (0, 16)) if rows >= least)
 
 
-def _persistent_height(problem: Problem) -> int:
-    # 64 waste less at the ends of groups, 128 read weights less often: see benchmarks/notes.md.
-    whole = problem.N % 256 == 0 and problem.out_dtype is None and _addressing(problem, "persistent", 128).tma_out
-    few = problem.rows == 512 or (problem.rows == 256 and problem.G <= 16)
-    if problem.gpu is not None and problem.gpu.slow_memory:
-        few &= problem.G <= 8
-    return 64 if whole and few and problem.K > 2048 else 128
+def _basic_height(problem: Problem) -> int:
+    if not _tensor_cores_by_tma(problem):
+        return basic_height(problem.rows)
+    if _thin(problem):
+        return 64
+    # A weight takes longer to read than 64 rows to multiply.
+    return 16 if problem.rows < 8 else 64 if problem.rows < 128 else 128
 
 
 def _addressing(problem: Problem, variant: str, block_m: int) -> Addressing:
@@ -180,7 +212,8 @@ def _addressing(problem: Problem, variant: str, block_m: int) -> Addressing:
     # Products of float32 leave no shared memory for tiles of the output.
     tma_out = variant != "basic" and tma_A and tma_B and problem.tma_out and problem.dtype != torch.float32
     if variant == "tails":  # all or nothing
-        tma_A = tma_B = tma_out = tma_out and problem.N % TAILS_WIDTH == 0 and problem.K >= 64 and not problem.out_dtype
+        fits = problem.N >= TAILS_WIDTH and problem.N % 64 == 0 and problem.K >= 64 and not problem.out_dtype
+        tma_A = tma_B = tma_out = tma_out and fits
     return addressing(problem, tma_A, tma_B, tma_out)
 
 
@@ -192,12 +225,12 @@ def addressing(problem: Any, tma_A: bool, tma_B: bool, tma_out: bool) -> Address
     return Addressing(tma_A, tma_B, tma_out, int64_index=False)
 
 
-def indexing_of(variant: str, has_bias: bool, addressing: Addressing) -> dict[str, Any]:
-    """The options for `addressing`, in the kernel's order: tables, A_packed, B, bias, out."""
+def indexing_of(variant: str, has_bias: bool, addressing: Addressing, pieces: int = 1) -> dict[str, Any]:
+    """The options for `addressing`, in the kernel's order: tables, A_packed, B, bias, out in so many pieces."""
     a, b, out, _ = addressing
     if variant == "tails":
-        tile = [*[False] * 3, a, b, *[False] * has_bias, out]
-        return indexing(*[False] * 2, *tile, *tile, out)
+        tile = [*[False] * 3, a, b, *[False] * has_bias, *[out] * pieces]
+        return indexing(*[False] * 2, *tile, *tile)
     tables = 3 if variant == "persistent" else 1
     return indexing(*[False] * tables, a, b, *[False] * has_bias, out)
 
@@ -296,7 +329,7 @@ def _adapted(found: entries.Found, problem: Problem) -> Choice:
     entry = found.entry
     config = dict(entry.config)
     addressing = _addressing(problem, entry.kernel, entry.block_m)
-    config |= indexing_of(entry.kernel, problem.has_bias, addressing)
+    config |= indexing_of(entry.kernel, problem.has_bias, addressing, tail_pieces(problem.N))
     if problem.has_bias:
         for per_load in ("load_eviction_policies", "load_cache_modifiers"):
             if isinstance(config.get(per_load), list):
@@ -323,10 +356,8 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     addressing = _addressing(problem, choice.variant, choice.block_m)
     if choice.addressing != addressing or (choice.entry is not None and choice.entry.tma != addressing.tma):
         return "other operands are read or written by TMA"
-    if any(
-        values.get(name) != value
-        for name, value in indexing_of(choice.variant, problem.has_bias, choice.addressing).items()
-    ):
+    needed = indexing_of(choice.variant, problem.has_bias, choice.addressing, tail_pieces(problem.N))
+    if any(values.get(name) != value for name, value in needed.items()):
         return f"indexing is {values.get('indexing')}"
     blocks = values.get("block_sizes")
     if not isinstance(blocks, list) or len(blocks) != {"basic": 4, "persistent": 2, "tails": 1}[choice.variant]:
@@ -337,7 +368,7 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     persistent = str(values.get("pid_type")).startswith("persistent")
     if choice.variant != "basic" and persistent != (choice.variant == "persistent"):
         return f"pid_type is {values.get('pid_type')}"
-    if choice.variant == "tails" and (choice.block_m != TAILS_HEIGHT or problem.N % TAILS_WIDTH):
+    if choice.variant == "tails" and (choice.block_m != TAILS_HEIGHT or problem.N % 64 or problem.N < TAILS_WIDTH):
         return f"its tiles are {TAILS_HEIGHT} x {TAILS_WIDTH}"
     if choice.variant == "basic" and blocks[0] != choice.block_m:
         return f"block_m is {choice.block_m} and {blocks[0]}"

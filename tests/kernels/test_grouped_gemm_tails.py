@@ -52,9 +52,9 @@ def product(
     return out
 
 
-def table_with_tails_apart(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def table_of_two_heights(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     def steps(builder: Builder, offsets: SymbolicTensor, out: SymbolicTensor) -> SymbolicTensor:
-        return tiles.plan_table(builder, offsets, out, 128, tails_apart=True)
+        return tiles.plan_table(builder, offsets, out, 128, one_height=384)
 
     table: torch.Tensor = run(steps, {"offsets": group_offsets, "out": out}, rows=("out",))
     return table
@@ -63,15 +63,16 @@ def table_with_tails_apart(group_offsets: torch.Tensor, out: torch.Tensor) -> to
 @pytest.mark.parametrize("transposed", [True, False], ids=["B [G, N, K] viewed", "B [G, K, N]"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_sizes_and_layouts(sizes: list[int], transposed: bool, device: str) -> None:
-    N = 768 if transposed else 256
+    N = 768 if transposed else 320  # in pieces of 128, and of 64, the last three of which lie past N
     A, B, group_offsets = make_inputs(sizes, N, 80, dtype=torch.float16, device=device, transposed=transposed)
     assert_grouped_gemm_close(product(A, B, group_offsets), A, B, group_offsets)
 
 
-def test_a_bias(device: str) -> None:
+@pytest.mark.parametrize("N", [256, 384])
+def test_a_bias(N: int, device: str) -> None:
     sizes = [130, 0, 30]
-    A, B, group_offsets = make_inputs(sizes, 256, 64, dtype=torch.float16, device=device)
-    bias = torch.randn(3, 256, device=device).to(torch.float16)
+    A, B, group_offsets = make_inputs(sizes, N, 64, dtype=torch.float16, device=device)
+    bias = torch.randn(3, N, device=device).to(torch.float16)
     added = bias.double().repeat_interleave(torch.tensor(sizes, device=device), dim=0)
     plain = torch.cat([a @ b for a, b in zip(A.split(sizes), B, strict=True)]).double() + added
     exact = torch.cat([a @ b for a, b in zip(A.double().split(sizes), B.double(), strict=True)]) + added
@@ -98,22 +99,43 @@ def test_rows_outside_are_zeros_and_what_is_beside_stays_out(values: list[int], 
     assert_grouped_gemm_close(out[inside], A[inside], B, group_offsets.clamp(first, last).cummax(0).values - first)
 
 
-def test_the_list_with_tails_apart(device: str) -> None:
-    group_offsets = torch.tensor([2, 302, 322, 322, 450, 514], dtype=torch.int32, device=device)
-    M, G = 600, 5
+def test_the_heights_that_a_routing_calls_for(device: str) -> None:
+    """Each group's tiles, by its rows: what the device decides for one plan, whatever the mean."""
+    sizes = [300, 20, 0, 128, 64, 65, 129, 193, 256, 384, 385, 449, 500]
+    group_offsets = torch.tensor([2, *sizes], device=device).cumsum(0).int()
+    M, starts = int(group_offsets[-1]) + 7, group_offsets.tolist()
     out = torch.full((M, 16), torch.nan, dtype=torch.float16, device=device)
-    table = table_with_tails_apart(group_offsets, out)
-    assert table[0, :2].tolist() == [3, 3]
-    assert table[1:4].tolist() == [[0, 258, 302], [1, 302, 322], [4, 450, 514]]
-    assert table[1 + G : 4 + G].tolist() == [[0, 2, 130], [0, 130, 258], [3, 322, 450]]
-    assert not out[:2].any() and not out[514:].any() and out[2:514].isnan().all()
+    table = table_of_two_heights(group_offsets, out)
+    halves, whole = table[0, 3].item(), table[0, 0].item()
+
+    def rows_of(group: int, listed: torch.Tensor) -> list[list[int]]:
+        return [[first - starts[group], end - starts[group]] for g, first, end in listed.tolist() if g == group]
+
+    by_group = [(rows_of(g, table[1 : 1 + halves, 3:]), rows_of(g, table[1 : 1 + whole, :3])) for g in range(13)]
+    assert by_group == [
+        ([[0, 64], [64, 128], [128, 192], [192, 256], [256, 300]], []),
+        ([[0, 20]], []),
+        ([], []),
+        ([], [[0, 128]]),
+        ([[0, 64]], []),
+        ([], [[0, 65]]),
+        ([[0, 64], [64, 128], [128, 129]], []),
+        ([], [[0, 128], [128, 193]]),
+        ([], [[0, 128], [128, 256]]),
+        ([], [[0, 128], [128, 256], [256, 384]]),
+        ([[384, 385]], [[0, 128], [128, 256], [256, 384]]),
+        ([], [[0, 128], [128, 256], [256, 384], [384, 449]]),
+        ([], [[0, 128], [128, 256], [256, 384], [384, 500]]),
+    ]
+    assert sum(len(small) + len(large) for small, large in by_group) == halves + whole
+    assert not out[:2].any() and not out[-7:].any() and out[2:-7].isnan().all()
 
 
 def test_the_kernel_object(device: str) -> None:
     A, B, group_offsets = make_inputs([130, 0, 140], 256, 64, dtype=torch.float16, device=device)
     out = torch.empty(270, 256, dtype=A.dtype, device=device)
-    table = table_with_tails_apart(group_offsets, out)
-    kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 3, 1, False, False, False, 5, 40, 16)
+    table = table_of_two_heights(group_offsets, out)
+    kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 1, False, False, False, 2, 5, 40, 8)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 

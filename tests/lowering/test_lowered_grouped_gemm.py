@@ -49,7 +49,7 @@ def assert_lean(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["B [G, K, N]", "B [G, N, K] viewed"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("shape", [(512, 1536, 2048), (8, 1536, 2048), (1024, 768, 712)], ids=str)
+@pytest.mark.parametrize("shape", [(512, 1536, 2048), (8, 2880, 2048), (1024, 768, 712)], ids=str)
 def test_tails(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: bool, shape: tuple[int, int, int]) -> None:
     """Both loops are as lean as that of `jagged_persistent`."""
     G, N, K = shape
@@ -57,7 +57,8 @@ def test_tails(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: bool, sh
     report = reports["jagged_tails"]
     assert_lean(report)
     assert len(re.findall(r"_desc\w*\.load\(", report["code"])) == 4
-    assert len(re.findall(r"out_desc\w*\.store\(", report["code"])) == 3  # whole tiles in halves
+    pieces = 2 if N % 128 == 0 else 4
+    assert len(re.findall(r"out_desc\w*\.store\(", report["code"])) == 2 * pieces
     assert report["tma_load"] >= 4 and report["wgmma"] > 0 and report["cp_async"] == 0
     assert report["code"].count("flatten=True") == 2
     assert report["grid"] == (132,)
@@ -68,7 +69,7 @@ def test_tails(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: bool, sh
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(("rows", "K"), [(256, 2048), (512, 4096)], ids=str)
 def test_persistent(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: bool, rows: int, K: int) -> None:
-    reports = compiled(monkeypatch, "persistent", (8, 8 * rows, 1536, K), transposed=transposed, bias=bias)
+    reports = compiled(monkeypatch, "persistent", (8, 8 * rows, 1400, K), transposed=transposed, bias=bias)
     report = reports["jagged_persistent"]
     assert_lean(report)
     assert report["code"].count("_desc.load(") == 2
@@ -88,7 +89,7 @@ def test_basic(monkeypatch: pytest.MonkeyPatch, transposed: bool, rows: int) -> 
     assert report["code"].count("_desc.load(") == 2
     assert report["tma_load"] >= 2
     # WGMMA multiplies at least 64 rows; fewer are bound by memory, not by the slower instruction.
-    assert report["wgmma" if rows > 32 else "mma_sync"] > 0
+    assert report["wgmma" if rows >= 8 else "mma_sync"] > 0
 
 
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
@@ -134,9 +135,9 @@ def test_odd_addresses(monkeypatch: pytest.MonkeyPatch, variant: str, unaligned:
 
 
 def test_weights_of_more_than_2_to_the_31_elements_keep_tma(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variant, name in (("basic", "jagged"), ("persistent", "jagged_persistent")):
+    for variant, name, loads in (("basic", "jagged", 2), ("persistent", "jagged_tails", 4)):
         report = compiled(monkeypatch, variant, (512, 512 * 128, 2048, 4096))[name]
-        assert report["code"].count("_desc.load(") == 2
+        assert len(re.findall(r"_desc\w*\.load\(", report["code"])) == loads
         assert_lean(report)
 
 
