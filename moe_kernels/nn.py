@@ -17,7 +17,7 @@ from moe_kernels.runtime.torch_internals import reshaped
 class MoE(nn.Module):
     """A router and its experts: `moe_mlp` of the hidden states with the topk_weights of `topk_softmax`.
 
-    Parameters:
+    Attributes:
         router: `[E, H]`; the logits are `hidden @ router^T`.
         w_gate_up: `[E, 2I, H]`, gate first; `[E, I, H]` unless `gated`.
         w_down: `[E, H, I]`.

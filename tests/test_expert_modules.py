@@ -210,6 +210,11 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
             r"^experts\[1\]\.w1\.weight: expected on cpu with experts\[0\], got on meta; move it with \.to\(\)",
         ),
         "quantized": ([int8], TypeError, "expected bfloat16, .* got torch.int8; dequantize"),
+        "an activation with a limit": (
+            [FFN("w1 w3 w2", lambda x: F.silu(x.clamp(max=10))).double()],
+            ValueError,
+            "does not show that it is .*silu, gelu, .* pass activation=",
+        ),
         "unknown activation": ([other], ValueError, "does not show that it is .*silu, gelu, .* pass activation="),
         "two activations": (
             [ffn(), ffn(), ffn(f=F.gelu)],
