@@ -52,6 +52,8 @@ _TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
 }
+# From Triton 3.9 on, ptxas spills rather than exceed a limit that it sets itself, unless it is given one.
+_ASSEMBLER_SAVES_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 _one_at_a_time = threading.RLock()  # Helion is not made for several threads
 
 
@@ -136,6 +138,8 @@ def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, A
     kept = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
     if gpu.backend == "interpreter":
         return Specialized(f"interpreted{id(function)}", function, (), {}, {}, kept)
+    if gpu.backend == "cuda" and _ASSEMBLER_SAVES_REGISTERS:
+        kept.setdefault("maxnreg", min(255, 2048 // kept.get("num_warps", 4)))
     signature: list[str] = []
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}

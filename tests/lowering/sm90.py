@@ -12,11 +12,13 @@ import subprocess
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from moe_kernels.runtime import cache, targets
@@ -102,7 +104,9 @@ def ptxas_says(ptx: str) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
         f.write(ptx)
         f.flush()
-        return _run("ptxas", "-v", "--gpu-name=sm_90a", "--output-file", os.devnull, f.name)
+        return _run(
+            Path(get_ptxas(H200.arch).path).name, "-v", "--gpu-name=sm_90a", "--output-file", os.devnull, f.name
+        )
 
 
 def _run(tool: str, *arguments: str) -> str:
