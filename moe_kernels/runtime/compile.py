@@ -53,6 +53,7 @@ _TYPES = {
     torch.int32: "i32",
 }
 # From Triton 3.9 on, ptxas spills rather than exceed a limit that it sets itself, unless it is given one.
+_MOST_REGISTERS = 232  # of a thread; with 240 and 255 it spills 4 and 8 bytes of a kernel that 232 are enough for
 _ASSEMBLER_SAVES_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 _one_at_a_time = threading.RLock()  # Helion is not made for several threads
 
@@ -139,7 +140,7 @@ def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, A
     if gpu.backend == "interpreter":
         return Specialized(f"interpreted{id(function)}", function, (), {}, {}, kept)
     if gpu.backend == "cuda" and _ASSEMBLER_SAVES_REGISTERS:
-        kept.setdefault("maxnreg", min(255, 2048 // kept.get("num_warps", 4)))
+        kept.setdefault("maxnreg", min(_MOST_REGISTERS, 2048 // kept.get("num_warps", 4)))
     signature: list[str] = []
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}

@@ -83,12 +83,14 @@ def _compile(specialized: Specialized) -> dict[str, Any]:
         f.write(made.asm["cubin"])
         f.flush()
         usage = _run("cuobjdump", "--dump-resource-usage", f.name)
-    used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert used is not None, usage
+        used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert used is not None, usage
+        # A frame may be there that nothing is stored in.
+        spills = used[2] != "0" and re.search(r"\b(STL|LDL)\b", _run("nvdisasm", f.name)) is not None
     return {
         "shared": made.metadata.shared,
         "regs": int(used[1]),
-        "stack": int(used[2]),
+        "stack": int(used[2]) if spills else 0,
         "tma_load": ttgir.count("async_tma_copy_global_to_local"),
         "tma_store": ttgir.count("async_tma_copy_local_to_global"),
         "cp_async": ttgir.count("ttg.async_copy_global_to_local"),
