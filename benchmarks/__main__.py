@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     options = arguments(argv)
     if problems := requirements.problems():
-        print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.FIX}", file=sys.stderr)
+        print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.fix()}", file=sys.stderr)
         return 1
     if options.list:
         _list()

@@ -1,6 +1,6 @@
 """A small random Qwen3-MoE of Hugging Face transformers: logits, a training step and generate by these kernels.
 
-pip install 'moe-kernels[transformers]'
+pip install -e '.[transformers]'
 python examples/transformers_qwen3_moe.py
 """
 

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command in ("compile", "tune"):
         if problems := requirements.problems():
             print(
-                f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.FIX}", file=sys.stderr
+                f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.fix()}", file=sys.stderr
             )
             return 1
         return tune.main(options) if options.command == "tune" else commands.compile_main(options)
@@ -99,7 +99,7 @@ def demo() -> int:
             command = [sys.executable, "-m", "moe_kernels", "demo"]
             return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
         os.environ["TRITON_INTERPRET"] = "1"
-    problems, fix = requirements.problems(), requirements.FIX
+    problems, fix = requirements.problems(), requirements.fix()
     if problems:
         print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {fix}", file=sys.stderr)
         return 1
@@ -162,7 +162,7 @@ def demo() -> int:
 
 def info() -> int:
     """Print what is installed, what the kernels would use here, and what is missing."""
-    problems, fix = requirements.problems(), requirements.FIX
+    problems, fix = requirements.problems(), requirements.fix()
     on = _interpreter_on()
     _print_fields(
         [

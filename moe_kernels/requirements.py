@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import warnings
 from importlib import metadata
 
-# helion 1.5.1 cannot be imported with torch 2.11, and 1.4 knows no descriptor coordinates that come from memory.
-# triton 3.9 rejects code that helion 1.5.0 generates. Loops over device values crash in triton 3.6's interpreter
-# with numpy 2.4.
-_BOUNDS = {"torch": ("2.11", None), "triton": ("3.6", "3.8"), "helion": ("1.5.0", "1.5.1")}
-FIX = "pip install 'torch>=2.11' 'helion==1.5.0' 'triton>=3.6,<3.8' 'numpy<2.4' packaging"
+# Minor versions, the oldest and the newest: docs/versions.md has the results. Others are used with a warning.
+TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "helion": ("1.5", "1.5")}
+# What pip is told to install where something is missing.
+_NEEDED = {"torch": "torch>=2.11", "triton": "triton>=3.6", "helion": "helion==1.5.0", "packaging": "packaging"}
 
 
 def installed(package: str) -> str | None:
@@ -39,40 +39,59 @@ def nvidia_driver() -> str | None:
 
 def problems() -> list[str]:
     """What keeps the kernels from running here, a line each; empty if nothing does."""
-    try:
-        from packaging.version import Version  # not named by helion, which needs it
-    except ImportError:
-        return ["packaging is not installed"]
-    found = []
-    for package, (low, high) in _BOUNDS.items():
-        version = installed(package)
-        wanted = f">={low}" + (f",<{high}" if high else "")
-        if version is None:
-            found.append(f"{package}{wanted} is not installed")
-        elif Version(Version(version).public) < Version(low) or (high and Version(version) >= Version(high)):
-            found.append(f"{package}{wanted} is needed, {version} is installed")
-    numpy = installed("numpy")
-    if os.environ.get("TRITON_INTERPRET") == "1" and (numpy is None or Version(numpy) >= Version("2.4")):
-        found.append(f"Triton's interpreter needs numpy<2.4, {numpy or 'none'} is installed")
+    return [text for text, _ in _problems()]
+
+
+def fix() -> str:
+    """The command that mends what `problems` finds; where it finds nothing, the one that installs all they need."""
+    needed = [requirement for _, requirement in _problems()] or list(_NEEDED.values())
+    return "pip install " + " ".join(f"'{one}'" for one in needed)
+
+
+def _problems() -> list[tuple[str, str]]:
+    """What keeps the kernels from running, and for each what to have pip install."""
+    found = [(f"{package} is not installed", _NEEDED[package]) for package in _NEEDED if installed(package) is None]
+    torch, triton, helion = (_minor(installed(package)) for package in ("torch", "triton", "helion"))
+    if torch == (2, 11) and helion == (1, 5) and installed("helion") != "1.5.0":
+        found.append((f"helion {installed('helion')} cannot be imported with torch 2.11", _NEEDED["helion"]))
+    # Its loops over device values crash with numpy 2.4.
+    if os.environ.get("TRITON_INTERPRET") == "1" and triton == (3, 6):
+        numpy = installed("numpy")
+        if numpy is None or (_minor(numpy) or ()) >= (2, 4):
+            found.append(
+                (f"the interpreter of triton 3.6 needs numpy<2.4, {numpy or 'none'} is installed", "numpy<2.4")
+            )
     return found
 
 
+def _minor(version: str | None) -> tuple[int, ...] | None:
+    """Major and minor number; None if there are none."""
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    return None if numbers is None else tuple(map(int, numbers.groups()))
+
+
 def require() -> None:
-    """Raise ImportError with the fixing command unless the kernels can run."""
+    """Raise ImportError with the fixing command unless the kernels can run; warn of versions that were not tested."""
     if found := problems():
-        raise ImportError(f"moe_kernels cannot run its kernels: {'; '.join(found)}. To fix it: {FIX}")
+        raise ImportError(f"moe_kernels cannot run its kernels: {'; '.join(found)}. To fix it: {fix()}")
+    for package, bounds in TESTED.items():
+        warn_if_untested(package, installed(package) or "", *bounds)
+
+
+def is_tested(version: str, oldest: str, newest: str) -> bool:
+    """Whether the version is between these two minor ones."""
+    low, high, minor = _minor(oldest), _minor(newest), _minor(version)
+    return low is not None and high is not None and minor is not None and low <= minor <= high
 
 
 @functools.cache
 def warn_if_untested(package: str, version: str, oldest: str, newest: str) -> None:
     """Warn, once, unless the version is between these two minor ones."""
-    from packaging.version import Version
-
-    low, high, minor = (Version(text).release[:2] for text in (oldest, newest, version))
-    if not low <= minor <= high:
+    if not is_tested(version, oldest, newest):
         tested = oldest if oldest == newest else f"{oldest} to {newest}"
+        major, minor = newest.split(".")
         warnings.warn(
             f"moe_kernels was tested with {package} {tested}, this is {version}; "
-            f"if it fails: pip install '{package}>={oldest},<{high[0]}.{high[1] + 1}'",
+            f"if it fails: pip install '{package}>={oldest},<{major}.{int(minor) + 1}'",
             stacklevel=3,
         )

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from processes import python_path
 from torch import nn
 
 from moe_kernels import MoE, ahead, commands
 from moe_kernels.models import MODELS
 from moe_kernels.runtime import cache, store, targets
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZES = (64, 32, 4, 2)  # H, I, E, top_k
 TOKENS = range(1, 65)
 TRAINED = range(9, 13)
@@ -178,7 +178,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     """Python in a process of its own that sees no GPU."""
     dropped = ("TRITON_INTERPRET", "MOE_KERNELS_CACHE_DIR", "MOE_KERNELS_CACHE_READONLY", "MOE_KERNELS_CONFIG_DIR")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | environment
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()} | environment
     return subprocess.run(
         [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=600, check=False
     )

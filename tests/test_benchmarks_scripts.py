@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import python_path
 
 from benchmarks import plots, report, run
 
-ROOT = Path(__file__).resolve().parents[1]
 needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs pip install 'moe-kernels[transformers]'"
+    importlib.util.find_spec("transformers") is None, reason="needs pip install -e '.[transformers]'"
 )
 
 
@@ -135,7 +135,7 @@ def test_expert_parallel(tmp_path: Path) -> None:
     run.Results(run.meta(torch.device("cpu"), "before"), before).write(file)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "benchmarks.expert_parallel", "--tiny", "--rounds", "2", "--json", str(file)]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

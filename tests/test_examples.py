@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python_path
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -19,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 
 def start(*command: str) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "HELION_FORCE_AUTOTUNE")}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
     command = (sys.executable, *command)
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
@@ -64,7 +65,7 @@ def test_readme_loop_gives_the_same_as_the_layer() -> None:
 def test_expert_parallel_example_says_how_to_start_it() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "expert_parallel.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         check=False,
@@ -97,7 +98,7 @@ def test_expert_parallel_example() -> None:
     assert text.count("output and gradient agree") == 2
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="needs pip install 'moe-kernels[transformers]'")
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs pip install -e '.[transformers]'")
 def test_transformers_example() -> None:
     assert "logits agree" in run(str(ROOT / "examples" / "transformers_qwen3_moe.py"))
 

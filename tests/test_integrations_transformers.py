@@ -17,7 +17,7 @@ from moe_kernels import ahead, moe_mlp, requirements
 from moe_kernels.integrations import transformers as integration
 
 if integration._default_apply_gate is None:
-    pytest.skip("transformers 5 is not installed: pip install 'moe-kernels[transformers]'", allow_module_level=True)
+    pytest.skip("transformers 5 is not installed: pip install -e '.[transformers]'", allow_module_level=True)
 
 import transformers
 from transformers.activations import ACT2FN

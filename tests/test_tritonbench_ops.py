@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python_path
 from torch import Tensor
 
 import tritonbench_ops
 from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for
 from tritonbench_ops import cases, providers
 
-ROOT = Path(__file__).resolve().parents[1]
 ROWS = (5, 0, 3, 17)
 K, N = 24, 40
 DTYPES = (torch.float32, torch.bfloat16)
@@ -189,7 +189,7 @@ def command(*arguments: str, cwd: Path, hide: bool = True) -> subprocess.Complet
     env = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": python_path(),
     }
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300

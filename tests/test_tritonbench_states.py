@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import python_path
 
 from tritonbench_ops.providers import PROVIDERS
 from tritonbench_ops.registration import INSTALL
@@ -56,7 +57,7 @@ def python(
     kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env = {
         **kept,
-        "PYTHONPATH": os.pathsep.join(map(str, filter(None, (checkout, ROOT, os.environ.get("PYTHONPATH"))))),
+        "PYTHONPATH": python_path(*filter(None, [checkout])),
         **env,
     }
     if device == "cpu":

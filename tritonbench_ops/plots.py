@@ -104,7 +104,7 @@ def missing() -> str | None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        return "plots need matplotlib: pip install 'moe-kernels[bench]'"
+        return "plots need matplotlib: pip install -e '.[bench]'"
     return None
 
 

@@ -73,7 +73,7 @@ def register() -> None:
     if _default_apply_gate is None:
         raise ImportError(
             "moe_kernels.integrations.transformers needs transformers 5 with its experts interface: "
-            "pip install 'moe-kernels[transformers]'"
+            "pip install -e '.[transformers]'"
         )
     requirements.warn_if_untested("transformers", metadata.version("transformers"), *TESTED)
     registry.ExpertsInterface.register("moe_kernels", experts_forward)

@@ -56,7 +56,7 @@ class Choice:
 # block_m: (block_i, block_k, num_warps, num_stages); with TMA and for 16-bit types
 _TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4)}
 _POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (32, 32, 4, 3)}
-_FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 16, 8, 3)}
+_FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 16, 8, 2)}
 
 
 def rule(problem: Problem) -> Choice:

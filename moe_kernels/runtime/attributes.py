@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """In here, attributes of `owner` that it has got have these values."""
-    before = {name: getattr(owner, name) for name in values if hasattr(owner, name)}
+    before = {name: inspect.getattr_static(owner, name) for name in values if hasattr(owner, name)}
     try:
         for name in before:
             setattr(owner, name, values[name])

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -18,11 +19,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import helion
 import helion._compiler.compile_environment as helion_environment
+import helion._compiler.indexing_strategy as helion_indexing
 import helion.runtime.kernel as helion_kernel
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -50,6 +52,9 @@ _TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
 }
+# From Triton 3.9 on, ptxas spills rather than exceed a limit that it sets itself, unless it is given one.
+_MOST_REGISTERS = 232  # of a thread; with 240 and 255 it spills 4 and 8 bytes of a kernel that 232 are enough for
+_ASSEMBLER_SAVES_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 _one_at_a_time = threading.RLock()  # Helion is not made for several threads
 
 
@@ -134,6 +139,8 @@ def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, A
     kept = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
     if gpu.backend == "interpreter":
         return Specialized(f"interpreted{id(function)}", function, (), {}, {}, kept)
+    if gpu.backend == "cuda" and _ASSEMBLER_SAVES_REGISTERS:
+        kept.setdefault("maxnreg", min(_MOST_REGISTERS, 2048 // kept.get("num_warps", 4)))
     signature: list[str] = []
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -267,6 +274,7 @@ def _generate(request: Request, examples: Sequence[Any], gpu: Gpu) -> Callable[.
     with ExitStack() as stack:
         tensors = stack.enter_context(_example_tensors(gpu))
         stack.enter_context(_without_symmetric_memory())
+        stack.enter_context(scalar_indices())
         args = tuple(tensors(x) if isinstance(x, _Example) else x for x in examples)
         code = _variant(request.kernel, request.int64_index, request.tf32).bind(args).to_triton_code(config)
     module: Any = _import(code)
@@ -330,6 +338,29 @@ def _without_symmetric_memory() -> Iterator[None]:
         yield
     finally:
         del module.is_symm_mem_tensor
+
+
+@contextmanager
+def scalar_indices() -> Iterator[None]:
+    """In here, Helion leaves a 0-d index a scalar. It would write `index[:, None]`, which Triton 3.9 refuses."""
+    indexing = getattr(helion_indexing, "SubscriptIndexing", None)
+    by_dimension: Any = getattr(indexing, "compute_per_dim_indexing", None)
+
+    def compute(state: Any, tensor: Any, index: Sequence[Any], *rest: Any, **options: Any) -> Any:
+        found = by_dimension(state, tensor, index, *rest, **options)
+        indices = zip((k for k in index if k is not None), found.dim_index_exprs, strict=True)
+        return replace(found, dim_index_exprs=tuple(_unexpanded(text) if _is_0d(k) else text for k, text in indices))
+
+    with replaced(indexing, compute_per_dim_indexing=staticmethod(compute)):
+        yield
+
+
+def _is_0d(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dim() == 0
+
+
+def _unexpanded(text: str) -> str:
+    return re.sub(r"\[[:, None]+\]$", "", text)
 
 
 @contextmanager

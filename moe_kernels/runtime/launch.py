@@ -1,7 +1,7 @@
 """Launch a compiled Triton kernel: the only file that knows Triton's launcher.
 
 Triton's own way, `kernel[grid](*arguments)`, takes 20 to 40 us of the host to wrap arguments that a plan has settled.
-The direct way calls the launcher's C function with just those. It leans on the launchers of Triton 3.6 and 3.7; where
+The direct way calls the launcher's C function with just those. It leans on the launchers of Triton 3.6 to 3.9; where
 they look different, launches go Triton's way.
 """
 
@@ -27,7 +27,7 @@ from moe_kernels.runtime import store
 from moe_kernels.runtime.plan import Constant, Descriptor, Launch, Pointer
 
 _MOST_ENCODED = 1024  # TMA descriptors of 128 bytes, for each descriptor of a launch
-_DIRECT = ((3, 6), (3, 7))  # the versions of Triton whose launchers are known
+_DIRECT = ((3, 6), (3, 7), (3, 8), (3, 9))  # the versions of Triton whose launchers are known
 UNEXPECTED = (
     ArithmeticError,
     AssertionError,
@@ -100,13 +100,15 @@ class DirectWay:
         self.launcher = kernel.run
         if self.launcher.global_scratch_size or self.launcher.profile_scratch_size:
             raise RuntimeError("scratch memory")
+        if getattr(self.launcher, "gsan_enabled", False):
+            raise RuntimeError("instrumented code takes more arguments")
         self.hooks.launch_enter_hook.calls  # noqa: B018
         self.descriptions = list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
         self.raw = self.launcher.launch
         if self.descriptions:
             self.raw = _inner(self.raw)
         self.function, self.packed = kernel.function, kernel.packed_metadata
-        self.generic = hasattr(self.launcher, "arg_annotations")  # Triton 3.7 has one launcher for all kernels
+        self.generic = hasattr(self.launcher, "arg_annotations")  # from 3.7 on, one launcher for all kernels
         self.settled = repr(bool(self.launcher.launch_cooperative_grid)), repr(bool(self.launcher.launch_pdl))
         if self.generic:
             self.generic_arguments = self.launcher.arg_annotations, self.launcher.kernel_signature
@@ -161,7 +163,7 @@ def _encoder(meta: dict[str, Any], like: Descriptor) -> Callable[..., Any]:
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # not in every build of Triton
     from triton.runtime import driver
 
-    if meta["fp4_padded"]:
+    if meta["fp4_padded"] or meta.get("is_im2col"):
         raise RuntimeError("an unusual descriptor")
     utils = driver.active.utils
     fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor

@@ -1,6 +1,7 @@
 """All private names of PyTorch in this package, and the public replacement for each one that is missing.
 
-They save the host's time, or answer what PyTorch has no public question for.
+They save the host's time, or answer what PyTorch has no public question for. Of a PyTorch that was not tested none of
+its C++ names is used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 
-_C: Any = torch._C
+from moe_kernels import requirements
+
+_C: Any = torch._C if requirements.is_tested(torch.__version__, *requirements.TESTED["torch"]) else SimpleNamespace()
 forward_ad: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 _guards: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
 

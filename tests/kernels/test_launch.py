@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -50,7 +52,7 @@ class Kernel:
             global_scratch_size=0,
             profile_scratch_size=0,
         )
-        if version == "3.7":
+        if version != "3.6":
             self.run.arg_annotations, self.run.kernel_signature = ["kinds"], b"signature"
 
     def launch_metadata(self, grid: Any, stream: Any) -> Any:
@@ -60,10 +62,10 @@ class Kernel:
         return lambda *args: self.seen.append((grid, args))
 
 
-@pytest.fixture(params=["3.6", "3.7"])
+@pytest.fixture(params=["3.6", "3.7", "3.8", "3.9"])
 def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A driver that only notes what it is given, in place of that of this version of Triton."""
-    encode = "fill_tma_descriptor_tiled" if request.param == "3.7" else "fill_tma_descriptor"
+    encode = "fill_tma_descriptor" if request.param == "3.6" else "fill_tma_descriptor_tiled"
     utils = SimpleNamespace(**{encode: lambda address, *encoding: (address, *encoding)})
     active = SimpleNamespace(utils=utils, get_current_stream=lambda device: f"of {device}")
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
@@ -109,7 +111,7 @@ def test_what_the_launcher_is_given(version: str) -> None:
         (given,) = kernel.seen
         kernel.seen.clear()
         packed, unobserved, scratch = (4, 1, 1000), (None, None, None), (None, None)
-        if version == "3.7":
+        if version != "3.6":
             *settled, arguments = given
             expected = [packed, *unobserved, *scratch, ["kinds"], b"signature"]
         else:
@@ -128,6 +130,43 @@ def test_what_the_launcher_is_given(version: str) -> None:
             for place, block, shape, stride in zip(places, BLOCKS, shapes, strides, strict=True)
         )
         assert arguments == (*a, *b, ends.data_ptr() + 4, *o, 2 * rows + 1, 7, 1.5)
+
+
+def test_tritons_own_launcher_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of the installed Triton, around a C function that only notes its arguments."""
+    seen: list[Any] = []
+    utils = SimpleNamespace(
+        launch=lambda *args: seen.append(args),
+        build_signature_metadata=lambda kinds: repr(list(kinds)).encode(),
+        fill_tma_descriptor=lambda address, *encoding: (address, *map(str, encoding)),
+        fill_tma_descriptor_tiled=lambda address, *encoding: (address, *map(str, encoding)),
+    )
+    active = SimpleNamespace(utils=utils, get_current_stream=lambda device: 77)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **_: utils, raising=False)
+    monkeypatch.setattr(nvidia, "library_dirs", lambda: [])
+    for name, value in (("ARG_CONSTEXPR", 0), ("ARG_KERNEL", 1), ("ARG_TUPLE", 2)):
+        monkeypatch.setattr(nvidia, name, value, raising=False)
+    monkeypatch.setattr(nvidia, "PyKernelArg", lambda **given: given, raising=False)
+    a, b, o = (f"tensordesc<fp16{block}>" for block in BLOCKS)
+    signature = dict(zip("abpoijk", (a, b, "*fp32", o, "i32", "i32", "constexpr"), strict=True))
+    source = SimpleNamespace(signature=signature, constants={(6,): None}, fn=SimpleNamespace(arg_names=list(signature)))
+    scratch = {f"{kind}_scratch_{part}": 0 for kind in ("global", "profile") for part in ("size", "align")}
+    described = [META | {"block_size": block} for block in BLOCKS]
+    options = {"tensordesc_meta": described, "num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": True}
+    metadata = SimpleNamespace(**options, **scratch, target=SimpleNamespace(backend="cuda"), instrumentation_mode="")
+    kernel = Kernel()
+    kernel.metadata, kernel.run = metadata, nvidia.CudaLauncher(source, metadata)
+    A, B, ends, out = tensors(32)
+    emit(plan(), {"kernel": DirectWay(kernel)}, CPU)(A, B, ends, out)
+
+    def run(grid: Any, *arguments: Any) -> None:
+        kernel.run(*grid, 77, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+
+    monkeypatch.setattr(Kernel, "__getitem__", lambda _, grid: partial(run, grid))
+    emit(plan(), {"kernel": TritonWay(kernel)}, CPU)(A, B, ends, out)
+    direct, by_triton = ([list(x) if isinstance(x, (list, tuple)) else x for x in args] for args in seen)
+    assert direct == by_triton
 
 
 def test_what_triton_is_given() -> None:
@@ -161,7 +200,7 @@ def test_a_profiler_is_told_of_a_launch(listens: bool, version: str, monkeypatch
     tensor = torch.ones(5, 2)
     run(tensor)
     told = (("of", (20, 1, 1), "of 0"), enter, leave) if listens else (None, None, None)
-    if version == "3.7":
+    if version != "3.6":
         settled = (False, False, (4, 1, 1000), *told, None, None, ["kinds"], b"signature", (tensor.data_ptr(), 5))
     else:
         settled = (False, False, None, None, (4, 1, 1000), *told, tensor.data_ptr(), 5)
@@ -188,6 +227,7 @@ UNKNOWN: dict[str, Callable[[Kernel], Any]] = {
     "another backend": lambda kernel: setattr(kernel.metadata.target, "backend", "hip"),
     "scratch memory": lambda kernel: setattr(kernel.run, "global_scratch_size", 8),
     "profile memory": lambda kernel: setattr(kernel.run, "profile_scratch_size", 8),
+    "instrumented code": lambda kernel: setattr(kernel.run, "gsan_enabled", True),
     "no metadata": lambda kernel: delattr(kernel, "packed_metadata"),
     "nothing around the C function": lambda kernel: setattr(kernel.run, "launch", len),
 }
@@ -201,7 +241,7 @@ def test_unknown_launchers_are_left_to_triton(name: str, version: str) -> None:
     assert isinstance(launch.launcher(kernel), TritonWay)
 
 
-@pytest.mark.parametrize("other", ["3.5.1", "3.8.0", "4.0.0"])
+@pytest.mark.parametrize("other", ["3.5.1", "3.10.0", "4.0.0"])
 def test_launchers_of_other_versions_are_left_to_triton(
     other: str, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

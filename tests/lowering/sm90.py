@@ -12,11 +12,13 @@ import subprocess
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from moe_kernels.runtime import cache, targets
@@ -88,12 +90,14 @@ def _compile(specialized: Specialized) -> dict[str, Any]:
         f.write(made.asm["cubin"])
         f.flush()
         usage = _run("cuobjdump", "--dump-resource-usage", f.name)
-    used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert used is not None, usage
+        used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert used is not None, usage
+        # A frame may be there that nothing is stored in.
+        spills = used[2] != "0" and re.search(r"\b(STL|LDL)\b", _run("nvdisasm", f.name)) is not None
     return {
         "shared": made.metadata.shared,
         "regs": int(used[1]),
-        "stack": int(used[2]),
+        "stack": int(used[2]) if spills else 0,
         "tma_load": ttgir.count("async_tma_copy_global_to_local"),
         "tma_store": ttgir.count("async_tma_copy_local_to_global"),
         "cp_async": ttgir.count("ttg.async_copy_global_to_local"),
@@ -109,7 +113,9 @@ def ptxas_says(ptx: str) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
         f.write(ptx)
         f.flush()
-        return _run("ptxas", "-v", "--gpu-name=sm_90a", "--output-file", os.devnull, f.name)
+        return _run(
+            Path(get_ptxas(H200.arch).path).name, "-v", "--gpu-name=sm_90a", "--output-file", os.devnull, f.name
+        )
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -249,7 +249,7 @@ def test_an_entry_of_more_shared_memory_than_there_is(monkeypatch: pytest.Monkey
 
     with pytest.warns(RuntimeWarning, match="shared memory") as caught:
         plan = rules.with_fallback(make)
-    assert len(caught) == 1
+    assert sum("shared memory" in str(warning.message) for warning in caught) == 1
     for key in plan.binaries:
         binary = store.read_binary(key)
         assert binary is not None and json.loads(binary.metadata)["shared"] <= H200.shared_memory
