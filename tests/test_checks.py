@@ -511,10 +511,10 @@ class Wrapped(Tensor):
     def __init__(self, shape: Any, *inside: Tensor):
         for i, tensor in enumerate(inside):
             setattr(self, f"inside_{i}", tensor)
-        self.names = [f"inside_{i}" for i in range(len(inside))]
+        self.held = [f"inside_{i}" for i in range(len(inside))]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return self.names, None
+        return self.held, None
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """The persistent grouped GEMM with tiles of two heights, which the rows of each group decide: 128 rows, and 64.
 
-A group's last tile is half empty on average, and yet takes the time of a full one. Here a group that fits into an odd
-number of tiles of 64 rows has one of those, a tail; a small group has nothing else, so that its weight is read once.
-The list of tiles is made on the device: one plan is right for every routing of the same number of rows.
+The last tile of a group is half empty on average, but takes as long as a full one. Here, a last tile of at most 64 rows
+is a tile of half the height, a tail, where that saves more than it costs: in a group of many rows, or of no others. The
+list of tiles is made on the device, so one plan is right for every routing of the same number of rows.
 
 A loop over tiles is only flattened if all are of one height, so each program has two such loops, and some programs walk
 tails while the others walk whole tiles. Both go through the groups from the first to the last at the same pace, so a
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import int32, unmasked
+from moe_kernels.kernels.inline import divide, int32, unmasked
 from moe_kernels.kernels.tiles import place, plan_table, shares, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -36,10 +36,11 @@ def _preset(A_packed: Tensor, B: Tensor, tiles: Tensor, bias: Any, tails_out: Te
 def jagged_tails(
     A_packed: Tensor,  # [M, K]
     B: Tensor,  # [G, K, N]; [G, N, K] if `transposed`
-    tiles: Tensor,  # [1 + max_halves, 6] int32, of tile_table with `halves_apart`
+    tiles: Tensor,  # [1 + G + max_tiles, 3] int32, of tile_table with `tails_apart`
     bias: Tensor | None,  # [G, N]
     tails_out: Tensor,  # [M, N], or `_windows` of it if `tma`
     out: Tensor,  # the same memory, in other windows
+    G: hl.constexpr,
     columns: hl.constexpr,  # of 256: cdiv(N, 256)
     shared: hl.constexpr,  # B is, and has a first extent of 1
     transposed: hl.constexpr,
@@ -56,15 +57,15 @@ def jagged_tails(
     hl.pdl_wait()  # for tile_table, which need not have ended when this is launched
     for tile_w in hl.tile(workers, block_size=1):
         row_tiles = tiles[0, 0]
-        tail_tiles = tiles[0, 3]
-        share = shares(row_tiles * columns, tail_tiles * columns, tile_w.id, workers, tail_cost)
+        share = shares(row_tiles * columns, tiles[0, 1] * columns, tile_w.id, workers, tail_cost)
         num_tails, first_tail, s, num_whole, num_early, first, others, first_late = share
         for tile_i in hl.tile(num_tails, block_size=1):
             position = first_tail + int32(tile_i.id, s) * s
-            t, n = place(position, tail_tiles, columns, group_m)
-            group = tiles[1 + t, 3].to(torch.int64)
-            row0 = tiles[1 + t, 4]
-            end = tiles[1 + t, 5]
+            t = divide(position, columns)
+            n = position - t * columns
+            group = tiles[1 + t, 0].to(torch.int64)
+            row0 = tiles[1 + t, 1]
+            end = tiles[1 + t, 2]
             matrix = group * (not shared)
             acc = hl.zeros([64, 256], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):
@@ -78,9 +79,9 @@ def jagged_tails(
             j = int32(tile_j.id, s)
             position = torch.where(j < num_early, first + j * others, first_late + (j - num_early) * workers)
             t, n = place(position, row_tiles, columns, group_m)
-            group = tiles[1 + t, 0].to(torch.int64)
-            row0 = tiles[1 + t, 1]
-            end = tiles[1 + t, 2]
+            group = tiles[1 + G + t, 0].to(torch.int64)
+            row0 = tiles[1 + G + t, 1]
+            end = tiles[1 + G + t, 2]
             matrix = group * (not shared)
             acc = hl.zeros([128, 256], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):
@@ -162,16 +163,16 @@ def multiply(
     problem: rules.Problem,
 ) -> None:
     """Write the product to `out` by `jagged_tails`."""
-    columns = -(-out.size(1) // rules.TAILS_WIDTH)
+    G, columns = group_offsets.size(0) - 1, -(-out.size(1) // rules.TAILS_WIDTH)
     tma = choice.addressing.tma_out
     pieces = rules.tail_pieces(out.size(1))
-    tiles = plan_table(builder, group_offsets, out, rules.TAILS_HEIGHT, one_height=rules.ONE_HEIGHT)
+    tiles = plan_table(builder, group_offsets, out, rules.TAILS_HEIGHT, unsplit=rules.UNSPLIT)
     outs, shared = (out, out), B.size(0) == 1
     if tma:
         A_packed = replace(A_packed, tma_clipped=True)
         outs = _windows(out, 64, 256 // pieces), _windows(out, 128, 256 // pieces)
     cost = rules.tail_cost(problem)
-    constants = (columns, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors, cost, 8)
+    constants = (G, columns, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors, cost, 16)
     arguments = (A_packed, B, tiles, bias, *outs, *constants)
     builder.launch(jagged_tails, arguments, choice.config, int64_index=choice.addressing.int64_index, tf32=problem.tf32)
 

@@ -19,22 +19,21 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 def tile_table(
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [M, N]
-    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32; [1 + max_halves, 6] if `halves_apart`
+    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32; [1 + G + max_tiles, 3] if `tails_apart`
     max_tiles: int,
     odd_M: int,
     block_m: hl.constexpr,
-    halves_apart: hl.constexpr,
-    one_height: hl.constexpr,  # a group of at most so many rows has tiles of one height
+    tails_apart: hl.constexpr,
+    unsplit: hl.constexpr,  # a group of at most so many rows has tiles of one height
 ) -> torch.Tensor:
     """List the row tiles of all groups, and set the rows outside all groups to zero.
 
-    tiles[0, 0] is their number, tiles[1 + i] = (group, first row, end row) of tile i. With `halves_apart`, tiles of
-    half of `block_m` rows are a list of their own: tiles[0, 3] is their number, tiles[1 + i, 3:] the i-th of them. A
-    group that takes an odd number of half tiles ends in one; with at most `one_height` rows it has nothing else.
+    tiles[0, 0] is their number, tiles[1 + i] = (group, first row, end row) of tile i. With `tails_apart`, tails are a
+    list of their own: last tiles of at most half of `block_m` rows, of groups of more rows than `unsplit` or of no
+    other tile. tiles[0, 1] is their number, tiles[1 + i] the i-th of them, and tiles[1 + G + i] the i-th of the others.
     """
     N = out.size(1)
     G = group_offsets.size(0) - 1
-    half_m = block_m // 2
     hl.pdl_wait()
     for tile_i in hl.tile(max_tiles, block_size=1):
         region = hl.zeros([], dtype=torch.int32)
@@ -45,47 +44,38 @@ def tile_table(
         previous = hl.zeros([], dtype=torch.int32)
         index = hl.zeros([], dtype=torch.int32)
         total = hl.zeros([], dtype=torch.int32)
-        half_index = hl.zeros([], dtype=torch.int32)
-        half_total = hl.zeros([], dtype=torch.int32)
+        tail_index = hl.zeros([], dtype=torch.int32)
+        tail_total = hl.zeros([], dtype=torch.int32)
         for tile_g in hl.tile(G + 1):
             starts = running_max(clamped(group_offsets, tile_g.index - 1, M), previous)
             ends = torch.maximum(starts, clamped(group_offsets, tile_g.index, M))
             grouped = (tile_g.index >= 1) & (tile_g.index <= G)
-            if halves_apart:
-                halves, count = _two_heights(torch.where(grouped, ends - starts, 0), half_m, one_height)
-            else:
-                count = torch.where(grouped, divide(ends - starts + (block_m - 1), block_m), 0)
+            count = torch.where(grouped, divide(ends - starts + (block_m - 1), block_m), 0)
+            if tails_apart:
+                without_tail = torch.where(grouped, divide(ends - starts + (block_m // 2 - 1), block_m), 0)
+                whole = (ends - starts > block_m // 2) & (ends - starts <= unsplit)
+                count = torch.where(whole, count, without_tail)
             before = (divide(ends, block_m) + tile_g.index + 1 <= tile) & (tile_g.index <= G)
             region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
             start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
             end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
             index = index + torch.sum(torch.where(before, count, 0), dtype=torch.int32)
             total = total + torch.sum(count, dtype=torch.int32)
-            if halves_apart:
-                half_index = half_index + torch.sum(torch.where(before, halves, 0), dtype=torch.int32)
-                half_total = half_total + torch.sum(halves, dtype=torch.int32)
+            if tails_apart:
+                tail = (grouped & (ends - starts > count * block_m)).to(torch.int32)
+                tail_index = tail_index + torch.sum(torch.where(before, tail, 0), dtype=torch.int32)
+                tail_total = tail_total + torch.sum(tail, dtype=torch.int32)
             previous = torch.amax(ends)
         row0 = first_row(tile, region, start, block_m)
         if row0 < end:
             if (region >= 1) & (region <= G):
-                into = divide(row0 - start, block_m)
-                whole_end = end
-                if halves_apart:
-                    _, whole = _two_heights(end - start, half_m, one_height)
-                    whole_end = start + whole * block_m
-                    if row0 >= whole_end:
-                        at = 1 + half_index + torch.where(whole > 0, 0, into * 2)
-                        tiles[at, 3] = region - 1
-                        tiles[at, 4] = row0
-                        tiles[at, 5] = torch.minimum(row0 + half_m, end)
-                        if row0 + half_m < end:
-                            tiles[at + 1, 3] = region - 1
-                            tiles[at + 1, 4] = row0 + half_m
-                            tiles[at + 1, 5] = torch.minimum(row0 + block_m, end)
-                if row0 < whole_end:
-                    tiles[1 + index + into, 0] = region - 1
-                    tiles[1 + index + into, 1] = row0
-                    tiles[1 + index + into, 2] = torch.minimum(row0 + block_m, end)
+                index = index + divide(row0 - start, block_m) + 1
+                if tails_apart:
+                    unsplit_here = (end - start > block_m // 2) & (end - start <= unsplit)
+                    index = torch.where(unsplit_here | (end - row0 > block_m // 2), G + index, 1 + tail_index)
+                tiles[index, 0] = region - 1
+                tiles[index, 1] = row0
+                tiles[index, 2] = torch.minimum(row0 + block_m, end)
             else:
                 rows = row0.to(torch.int64) + hl.arange(block_m)
                 for tile_n in hl.tile(N):
@@ -93,17 +83,9 @@ def tile_table(
                     hl.store(out, [rows, tile_n], zeros, extra_mask=(rows < end)[:, None])
         if tile == 0:
             tiles[0, 0] = total
-            if halves_apart:
-                tiles[0, 3] = half_total
+            if tails_apart:
+                tiles[0, 1] = tail_total
     return tiles
-
-
-def _two_heights(rows: torch.Tensor, half_m: int, one_height: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many half tiles, and how many whole ones, groups of so many rows have."""
-    covering = divide(rows + (half_m - 1), half_m)
-    odd = covering - divide(covering, 2) * 2
-    alone = (odd > 0) & (rows <= one_height)
-    return torch.where(alone, covering, odd), torch.where(alone, 0, divide(covering, 2))
 
 
 def shares(
@@ -189,17 +171,17 @@ def plan_table(
     group_offsets: SymbolicTensor,  # [G + 1]
     out: SymbolicTensor,  # [M, N]
     block_m: int,
-    one_height: int | None = None,
-) -> SymbolicTensor:  # [1 + max_tiles, 3], or [1 + max_halves, 6] for tiles of two heights
+    unsplit: int | None = None,
+) -> SymbolicTensor:  # [1 + max_tiles, 3], or [1 + G + max_tiles, 3] with `unsplit`
     """List the tiles of `block_m` rows, and set the rows of `out` outside all groups to zero: see `tile_table`.
 
-    With `one_height`, tiles of half the height are a list of their own.
+    With `unsplit`, tails are a list of their own.
     """
     M, G = out.size(0), group_offsets.size(0) - 1
-    max_tiles, halves_apart = max_num_tiles(M, G, block_m), one_height is not None
-    extents = (max_num_tiles(M, G, block_m // 2) + 1, 6) if halves_apart else (max_tiles + 1, 3)
-    tiles = builder.alloc(extents, torch.int32)
-    arguments = (group_offsets, out, tiles, max_tiles, M * 2 + 1, block_m, halves_apart, one_height or 0)
+    max_tiles = max_num_tiles(M, G, block_m)
+    tails_apart = unsplit is not None
+    tiles = builder.alloc((max_tiles + (1 + G * tails_apart), 3), torch.int32)
+    arguments = (group_offsets, out, tiles, max_tiles, M * 2 + 1, block_m, tails_apart, unsplit or 0)
     config = rules.tile_table(G, out.size(1))
     builder.launch(tile_table, arguments, config, int64_index=needs_int64(group_offsets, out))
     return tiles

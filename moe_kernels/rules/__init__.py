@@ -85,7 +85,7 @@ PERSISTENT_FROM_ROWS = 128
 # The kernels that are what is asked for.
 _KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
 TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of the whole tiles of `jagged_tails`, whose text has them as numbers
-ONE_HEIGHT = 384  # A weight that is read a second time, for a tail, costs more than half a tile up to so many rows.
+UNSPLIT = 384  # With fewer rows, a group's weight that is read once more, for a tail, costs more than half a tile.
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM can have together, from sm90 on
 MAX_BLOCK_G = 1024  # offsets that a program looks at together
 
@@ -146,11 +146,7 @@ def persistent_from_rows(problem: Problem) -> int:
     """The mean rows per group from which on the persistent kernels are faster; see benchmarks/notes.md."""
     if not _tensor_cores_by_tma(problem):
         return PERSISTENT_FROM_ROWS
-    if not _addressing(problem, "tails", TAILS_HEIGHT).tma_out or problem.gpu is None or problem.gpu.slow_memory:
-        return 64
-    # With fewer rows than 64, tails are tiles of 64 x 256, and there have to be some for every SM.
-    columns = problem.G * problem.N // TAILS_WIDTH
-    return 32 if columns >= problem.gpu.multiprocessors else 64
+    return 64
 
 
 def _tensor_cores_by_tma(problem: Problem) -> bool:
@@ -188,7 +184,7 @@ def tail_cost(problem: Problem) -> int:
     """The time that `jagged_tails` takes for a tail, that for a whole tile being 64; see benchmarks/notes.md."""
     # With few rows, or slow memory, both wait for the weights.
     waits = problem.rows < 256 or (problem.gpu is not None and problem.gpu.slow_memory)
-    return 56 if waits else min(50, 40 + 16384 // problem.K)
+    return 60 if waits else min(50, 40 + 16384 // problem.K)
 
 
 def basic_height(rows: int) -> int:

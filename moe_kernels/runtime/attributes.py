@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +10,15 @@ from typing import Any
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """In here, attributes of `owner` that it has got have these values."""
-    before = {name: inspect.getattr_static(owner, name) for name in values if hasattr(owner, name)}
+    there = [name for name in values if hasattr(owner, name)]
+    before = {name: vars(owner)[name] for name in there if name in vars(owner)}  # the others are inherited
     try:
-        for name in before:
+        for name in there:
             setattr(owner, name, values[name])
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in there:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)

@@ -16,19 +16,22 @@ from triton.runtime import interpreter
 from moe_kernels.runtime.attributes import replaced
 from moe_kernels.runtime.plan import Constant, Launch, Pointer
 
-if not isinstance(tl.cdiv, interpreter.InterpretedFunction):
-    raise RuntimeError(
-        "TRITON_INTERPRET=1 was set after Triton had been imported, and Triton has no interpreter then: set it before, "
-        "as in `TRITON_INTERPRET=1 python program.py`"
-    )
-
 _one_at_a_time = threading.Lock()  # what replaces functions of Triton meanwhile
 
 
 class InterpretedWay:
-    """`function[grid](*arguments)`, where pointers are tensors."""
+    """`function[grid](*arguments)`, where pointers are tensors.
+
+    Raises:
+        RuntimeError: Triton has no interpreter.
+    """
 
     def __init__(self, function: Any):
+        if not isinstance(tl.cdiv, interpreter.InterpretedFunction):
+            raise RuntimeError(
+                "TRITON_INTERPRET=1 was set after Triton had been imported, and Triton has no interpreter then: set it "
+                "before, as in `TRITON_INTERPRET=1 python program.py`"
+            )
         self.function = function
 
     def before(self, device: torch.device, named: Callable[[str, Any], str]) -> list[str]:

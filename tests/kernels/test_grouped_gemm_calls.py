@@ -93,7 +93,7 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
     out = torch.empty_like(out)
     max_tiles = (M // 64 + 3 + 2) | 1
     tiles = torch.empty((1 + max_tiles, 3), dtype=torch.int32, device=device)
-    tile_table(group_offsets, out, tiles, max_tiles, 2 * M + 1, 64, False)
+    tile_table(group_offsets, out, tiles, max_tiles, 2 * M + 1, 64, False, 0)
     assert tiles[0, 0] == 4
     assert tiles[1:5].tolist() == [[0, 0, 9], [2, 9, 73], [2, 73, 137], [2, 137, 149]]
     kernels.jagged_persistent(A, B, tiles, tiles[0, 0], None, out, False, False, 64, False, False)

@@ -52,9 +52,9 @@ def product(
     return out
 
 
-def table_of_two_heights(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def table_with_tails_apart(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     def steps(builder: Builder, offsets: SymbolicTensor, out: SymbolicTensor) -> SymbolicTensor:
-        return tiles.plan_table(builder, offsets, out, 128, one_height=384)
+        return tiles.plan_table(builder, offsets, out, 128, unsplit=384)
 
     table: torch.Tensor = run(steps, {"offsets": group_offsets, "out": out}, rows=("out",))
     return table
@@ -105,21 +105,21 @@ def test_the_heights_that_a_routing_calls_for(device: str) -> None:
     group_offsets = torch.tensor([2, *sizes], device=device).cumsum(0).int()
     M, starts = int(group_offsets[-1]) + 7, group_offsets.tolist()
     out = torch.full((M, 16), torch.nan, dtype=torch.float16, device=device)
-    table = table_of_two_heights(group_offsets, out)
-    halves, whole = table[0, 3].item(), table[0, 0].item()
+    table = table_with_tails_apart(group_offsets, out)
+    G, whole, tails = len(sizes), *table[0, :2].tolist()
 
     def rows_of(group: int, listed: torch.Tensor) -> list[list[int]]:
         return [[first - starts[group], end - starts[group]] for g, first, end in listed.tolist() if g == group]
 
-    by_group = [(rows_of(g, table[1 : 1 + halves, 3:]), rows_of(g, table[1 : 1 + whole, :3])) for g in range(13)]
+    by_group = [(rows_of(g, table[1 : 1 + tails]), rows_of(g, table[1 + G : 1 + G + whole])) for g in range(G)]
     assert by_group == [
-        ([[0, 64], [64, 128], [128, 192], [192, 256], [256, 300]], []),
+        ([], [[0, 128], [128, 256], [256, 300]]),
         ([[0, 20]], []),
         ([], []),
         ([], [[0, 128]]),
         ([[0, 64]], []),
         ([], [[0, 65]]),
-        ([[0, 64], [64, 128], [128, 129]], []),
+        ([], [[0, 128], [128, 129]]),
         ([], [[0, 128], [128, 193]]),
         ([], [[0, 128], [128, 256]]),
         ([], [[0, 128], [128, 256], [256, 384]]),
@@ -127,15 +127,15 @@ def test_the_heights_that_a_routing_calls_for(device: str) -> None:
         ([], [[0, 128], [128, 256], [256, 384], [384, 449]]),
         ([], [[0, 128], [128, 256], [256, 384], [384, 500]]),
     ]
-    assert sum(len(small) + len(large) for small, large in by_group) == halves + whole
+    assert sum(len(small) + len(large) for small, large in by_group) == tails + whole
     assert not out[:2].any() and not out[-7:].any() and out[2:-7].isnan().all()
 
 
 def test_the_kernel_object(device: str) -> None:
     A, B, group_offsets = make_inputs([130, 0, 140], 256, 64, dtype=torch.float16, device=device)
     out = torch.empty(270, 256, dtype=A.dtype, device=device)
-    table = table_of_two_heights(group_offsets, out)
-    kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 1, False, False, False, 2, 5, 40, 8)
+    table = table_with_tails_apart(group_offsets, out)
+    kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 3, 1, False, False, False, 2, 5, 40, 16)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
