@@ -162,7 +162,7 @@ def _thin(problem: Problem) -> bool:
 def _apart(problem: Problem) -> bool:
     """Whether to compute tails apart."""
     # Where memory is slow, a weight that is read twice costs more than half-empty tiles.
-    enough = problem.gpu is None or not problem.gpu.slow_memory or problem.rows >= 512
+    enough = problem.gpu is None or not problem.gpu.slow_memory or problem.rows >= 1024
     return enough and _addressing(problem, "tails", TAILS_HEIGHT).tma_out
 
 
