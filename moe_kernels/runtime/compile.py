@@ -52,9 +52,10 @@ _TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
 }
-# From Triton 3.9 on, ptxas spills rather than exceed a limit that it sets itself, unless it is given one.
-_MOST_REGISTERS = 232  # of a thread; with 240 and 255 it spills 4 and 8 bytes of a kernel that 232 are enough for
-_ASSEMBLER_SAVES_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+# Registers of a thread, by kernel. From Triton 3.9 on, ptxas sets a limit itself for these unless it is given one, and
+# spills a few bytes; for other kernels it finds a better one than any that is given.
+_MOST_REGISTERS = {"jagged": 232, "swiglu_persistent": 232} if _TRITON >= (3, 9) else {}
 _one_at_a_time = threading.RLock()  # Helion is not made for several threads
 
 
@@ -115,6 +116,9 @@ def lower(request: Request, gpu: Gpu) -> tuple[Launch, Specialized]:
     made: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = []
     host(*request.arguments, _launcher=lambda fn, grid, *args, **options: made.append((fn, grid, args, options)))
     ((function, grid, arguments, options),) = made
+    if gpu.backend == "cuda" and request.kernel.name in _MOST_REGISTERS:
+        of_an_sm = 65536 // (32 * options.get("num_warps", 4))
+        options = {"maxnreg": min(_MOST_REGISTERS[request.kernel.name], of_an_sm)} | options
     specialized = _specialize(function, arguments, options, gpu)
     pointers = [x for x in arguments if isinstance(x, SymbolicTensor)]
     if any(x.tma_clipped for x in pointers):
@@ -139,8 +143,6 @@ def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, A
     kept = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
     if gpu.backend == "interpreter":
         return Specialized(f"interpreted{id(function)}", function, (), {}, {}, kept)
-    if gpu.backend == "cuda" and _ASSEMBLER_SAVES_REGISTERS:
-        kept.setdefault("maxnreg", min(_MOST_REGISTERS, 2048 // kept.get("num_warps", 4)))
     signature: list[str] = []
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
