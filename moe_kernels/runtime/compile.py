@@ -231,11 +231,13 @@ def _host_function(request: Request, gpu: Gpu) -> Callable[..., Any]:
     """Helion's generated host function for arguments like those of `request`, in whatever number of rows."""
     static = request.kernel.settings.static_shapes
     examples = [_example_of(x, static) for x in request.arguments]
-    described = [x if static or not isinstance(x, _Example) else x.dynamic() for x in examples]
-    key = (request.kernel.fn, repr(request.config), request.int64_index, request.tf32, gpu, tuple(map(repr, described)))
+    config = _supported(request.config.config, gpu)
+    by_tma = bool(config.get("host_tensor_descriptors"))
+    described = [x if static or not isinstance(x, _Example) else x.dynamic(by_tma) for x in examples]
+    key = (request.kernel.fn, repr(config), request.int64_index, request.tf32, gpu, tuple(map(repr, described)))
     with _one_at_a_time:
         if key not in _hosts:
-            _hosts[key] = _generate(request, examples, gpu)
+            _hosts[key] = _generate(request, config, examples, gpu)
         return _hosts[key]
 
 
@@ -248,15 +250,15 @@ class _Example:
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    device: str
 
-    def dynamic(self) -> tuple[Any, ...]:
+    def dynamic(self, by_tma: bool) -> tuple[Any, ...]:
         """What generated code depends on unless shapes are static."""
-        size = self.dtype.itemsize
-        strides = tuple(s if s < 2 else (s * size % 16 == 0) for s in self.strides)
-        span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) > INT32_MAX
+        if not by_tma:
+            return self.dtype, span, tuple(min(s, 2) for s in self.strides)
+        strides = tuple(s if s < 2 else (s * self.dtype.itemsize % 16 == 0) for s in self.strides)
         blocks = tuple(min(n, _EXAMPLE_ROWS) for n in self.shape)  # what a descriptor's block is compared with
-        return self.dtype, self.device, strides, blocks, span > INT32_MAX
+        return self.dtype, span, strides, blocks
 
 
 def _example_of(x: Any, static: bool) -> Any:
@@ -266,19 +268,19 @@ def _example_of(x: Any, static: bool) -> Any:
         return x
     shape = [_EXAMPLE_ROWS if isinstance(n, SymbolicInt) else n for n in x.shape]
     if x.example_shape is not None:
-        return _Example(x.dtype, x.example_shape, x.strides, x.device)
+        return _Example(x.dtype, x.example_shape, x.strides)
     first = [min(2, n) if x.few_groups else max(2, n) for n in shape[:1]]
-    return _Example(x.dtype, (*first, *(n if static else max(2, n) for n in shape[1:])), x.strides, x.device)
+    return _Example(x.dtype, (*first, *(n if static else max(2, n) for n in shape[1:])), x.strides)
 
 
-def _generate(request: Request, examples: Sequence[Any], gpu: Gpu) -> Callable[..., Any]:
-    config = helion.Config(**_supported(request.config.config, gpu))
+def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[Any], gpu: Gpu) -> Callable[..., Any]:
     with ExitStack() as stack:
         tensors = stack.enter_context(_example_tensors(gpu))
         stack.enter_context(_without_symmetric_memory())
         stack.enter_context(scalar_indices())
         args = tuple(tensors(x) if isinstance(x, _Example) else x for x in examples)
-        code = _variant(request.kernel, request.int64_index, request.tf32).bind(args).to_triton_code(config)
+        bound = _variant(request.kernel, request.int64_index, request.tf32).bind(args)
+        code = bound.to_triton_code(helion.Config(**config))
     module: Any = _import(code)
     # Helion asks the device for the number of persistent workers, which a plan for another GPU, or a CPU, cannot.
     module.helion = types.SimpleNamespace(

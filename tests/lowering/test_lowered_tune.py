@@ -69,7 +69,7 @@ def fake_inputs(task: search.Task) -> Iterator[tuple[search.Inputs, Callable[...
     with compiler._example_tensors(H200) as make:
 
         def tensor(*shape: int, dtype: torch.dtype = search.DTYPES[task.dtype]) -> torch.Tensor:
-            return make(compiler._Example(dtype, shape, contiguous_strides(shape), "cuda"))
+            return make(compiler._Example(dtype, shape, contiguous_strides(shape)))
 
         B = tensor(task.G, task.N, task.K) if task.transposed else tensor(task.G, task.K, task.N)
         inputs = search.Inputs.__new__(search.Inputs)
