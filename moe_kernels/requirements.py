@@ -51,20 +51,20 @@ def fix() -> str:
 def _problems() -> list[tuple[str, str]]:
     """What keeps the kernels from running, and for each what to have pip install."""
     found = [(f"{package} is not installed", _NEEDED[package]) for package in _NEEDED if installed(package) is None]
-    torch, triton, helion = (_minor(installed(package)) for package in ("torch", "triton", "helion"))
+    torch, triton, helion = (minor(installed(package)) for package in ("torch", "triton", "helion"))
     if torch == (2, 11) and helion == (1, 5) and installed("helion") != "1.5.0":
         found.append((f"helion {installed('helion')} cannot be imported with torch 2.11", _NEEDED["helion"]))
     # Its loops over device values crash with numpy 2.4.
     if os.environ.get("TRITON_INTERPRET") == "1" and triton == (3, 6):
         numpy = installed("numpy")
-        if numpy is None or (_minor(numpy) or ()) >= (2, 4):
+        if numpy is None or (minor(numpy) or ()) >= (2, 4):
             found.append(
                 (f"the interpreter of triton 3.6 needs numpy<2.4, {numpy or 'none'} is installed", "numpy<2.4")
             )
     return found
 
 
-def _minor(version: str | None) -> tuple[int, ...] | None:
+def minor(version: str | None) -> tuple[int, ...] | None:
     """Major and minor number; None if there are none."""
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     return None if numbers is None else tuple(map(int, numbers.groups()))
@@ -80,8 +80,8 @@ def require() -> None:
 
 def is_tested(version: str, oldest: str, newest: str) -> bool:
     """Whether the version is between these two minor ones."""
-    low, high, minor = _minor(oldest), _minor(newest), _minor(version)
-    return low is not None and high is not None and minor is not None and low <= minor <= high
+    low, high, this = minor(oldest), minor(newest), minor(version)
+    return low is not None and high is not None and this is not None and low <= this <= high
 
 
 @functools.cache
@@ -89,9 +89,9 @@ def warn_if_untested(package: str, version: str, oldest: str, newest: str) -> No
     """Warn, once, unless the version is between these two minor ones."""
     if not is_tested(version, oldest, newest):
         tested = oldest if oldest == newest else f"{oldest} to {newest}"
-        major, minor = newest.split(".")
+        major, last = newest.split(".")
         warnings.warn(
             f"moe_kernels was tested with {package} {tested}, this is {version}; "
-            f"if it fails: pip install '{package}>={oldest},<{major}.{int(minor) + 1}'",
+            f"if it fails: pip install '{package}>={oldest},<{major}.{int(last) + 1}'",
             stacklevel=3,
         )

@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import helion
+import helion._compiler.indexing_strategy as helion_indexing
 import torch
 from helion.runtime.settings import default_autotuner_fn
 
-from moe_kernels import rules
+from moe_kernels import requirements, rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.runtime.targets import Gpu
+
+
+def _leave_scalar_indices() -> None:
+    """Have Helion leave a 0-d index a scalar. It writes `index[:, None]`, which Triton refuses from 3.9 on."""
+    indexing: Any = getattr(helion_indexing, "SubscriptIndexing", None)
+    by_dimension: Any = getattr(indexing, "compute_per_dim_indexing", None)
+    if by_dimension is None:
+        return
+
+    def compute(state: Any, tensor: Any, index: Sequence[Any], *rest: Any, **options: Any) -> Any:
+        found = by_dimension(state, tensor, index, *rest, **options)
+        indices = zip((k for k in index if k is not None), found.dim_index_exprs, strict=True)
+        return replace(found, dim_index_exprs=tuple(_unexpanded(text) if _is_0d(k) else text for k, text in indices))
+
+    indexing.compute_per_dim_indexing = staticmethod(compute)
+
+
+def _is_0d(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dim() == 0
+
+
+def _unexpanded(text: str) -> str:
+    return re.sub(r"\[[:, None]+\]$", "", text)
+
+
+if (requirements.minor(requirements.installed("triton")) or (0, 0)) >= (3, 9):  # before, code stays as it was measured
+    _leave_scalar_indices()
 
 
 class _Preset:

@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -19,12 +18,11 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import helion
 import helion._compiler.compile_environment as helion_environment
-import helion._compiler.indexing_strategy as helion_indexing
 import helion.runtime.kernel as helion_kernel
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -277,7 +275,6 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
     with ExitStack() as stack:
         tensors = stack.enter_context(_example_tensors(gpu))
         stack.enter_context(_without_symmetric_memory())
-        stack.enter_context(scalar_indices())
         args = tuple(tensors(x) if isinstance(x, _Example) else x for x in examples)
         bound = _variant(request.kernel, request.int64_index, request.tf32).bind(args)
         code = bound.to_triton_code(helion.Config(**config))
@@ -342,29 +339,6 @@ def _without_symmetric_memory() -> Iterator[None]:
         yield
     finally:
         del module.is_symm_mem_tensor
-
-
-@contextmanager
-def scalar_indices() -> Iterator[None]:
-    """In here, Helion leaves a 0-d index a scalar. It would write `index[:, None]`, which Triton 3.9 refuses."""
-    indexing = getattr(helion_indexing, "SubscriptIndexing", None)
-    by_dimension: Any = getattr(indexing, "compute_per_dim_indexing", None)
-
-    def compute(state: Any, tensor: Any, index: Sequence[Any], *rest: Any, **options: Any) -> Any:
-        found = by_dimension(state, tensor, index, *rest, **options)
-        indices = zip((k for k in index if k is not None), found.dim_index_exprs, strict=True)
-        return replace(found, dim_index_exprs=tuple(_unexpanded(text) if _is_0d(k) else text for k, text in indices))
-
-    with replaced(indexing, compute_per_dim_indexing=staticmethod(compute)):
-        yield
-
-
-def _is_0d(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dim() == 0
-
-
-def _unexpanded(text: str) -> str:
-    return re.sub(r"\[[:, None]+\]$", "", text)
 
 
 @contextmanager

@@ -63,7 +63,8 @@ def _lean() -> Iterator[None]:
     """Triton's interpreter for one launch, without what takes most of its time: it would replace the functions of its
     language again at every call of a device function, and look for overflows that it reports in debug mode only. And
     with exact bfloat16 in products and casts from and to float32: it would multiply raw bits, and truncate where it
-    should round. It still adds raw bits, so kernels compute in float32.
+    should round. It still adds raw bits, so kernels compute in float32. Masks may be integers, which
+    Triton 3.9 refuses.
     """
     replace, done = interpreter._patch_lang, set()
     builder = interpreter.interpreter_builder
@@ -76,6 +77,7 @@ def _lean() -> Iterator[None]:
         return replace(fn)
 
     dot, cast = builder.create_dot, builder.cast_impl
+    load, store = builder.create_masked_load, builder.create_masked_store
 
     def exact_dot(a: Any, b: Any, *rest: Any) -> Any:
         return dot(*(cast_exactly(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest)
@@ -89,8 +91,16 @@ def _lean() -> Iterator[None]:
             return interpreter.TensorHandle(rounded, tl.bfloat16)
         return cast(src, dst_type)
 
-    with (
-        replaced(builder, create_dot=exact_dot, cast_impl=cast_exactly, options=options),
-        replaced(interpreter, _patch_lang=replace_once),
-    ):
+    def truth(mask: Any) -> Any:
+        return interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
+
+    def masked_load(ptrs: Any, mask: Any, *rest: Any) -> Any:
+        return load(ptrs, truth(mask), *rest)
+
+    def masked_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return store(ptrs, value, truth(mask), *rest)
+
+    builders = dict(create_dot=exact_dot, cast_impl=cast_exactly, options=options)
+    masks = dict(create_masked_load=masked_load, create_masked_store=masked_store)
+    with replaced(builder, **builders, **masks), replaced(interpreter, _patch_lang=replace_once):
         yield

@@ -439,8 +439,6 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
     """What Helion's autotuner finds in about `budget` seconds, for the kernel and height of the first of `seeds`."""
     import helion
 
-    from moe_kernels.runtime.compile import scalar_indices
-
     seed, tma_out = seeds[0], seeds[0].addressing.tma_out
     if tma_out:
         # Helion copies arguments, of which windows overlap: it searches with masked stores.
@@ -481,8 +479,7 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
         autotune_progress_bar=True,
         autotune_random_seed=0,
     )
-    with scalar_indices():
-        config = tuned.autotune_multi(arg_sets, cache_tag=f"moe_kernels {start.variant} {start.block_m}")
+    config = tuned.autotune_multi(arg_sets, cache_tag=f"moe_kernels {start.variant} {start.block_m}")
     parts = seed.config.config.get("epilogue_subtile")
     found = replace(start, config=Config(**config.config), entry=None, source="search")
     return storing(found, tma_out=True, epilogue_subtile=parts) if tma_out else found

@@ -99,7 +99,7 @@ def _compile(specialized: Specialized) -> dict[str, Any]:
         "regs": int(used[1]),
         "stack": int(used[2]) if spills else 0,
         "tma_load": ttgir.count("async_tma_copy_global_to_local"),
-        "tma_store": ttgir.count("async_tma_copy_local_to_global"),
+        "tma_store": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared", ptx)),
         "cp_async": ttgir.count("ttg.async_copy_global_to_local"),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma_sync": ptx.count("mma.sync"),
