@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+# For Helion and Triton's interpreter: they are not made for several threads, nor is Python 3.11's `ast`, which both use.
+one_at_a_time = threading.RLock()
 
 
 @contextmanager

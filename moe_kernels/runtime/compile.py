@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_kernels.runtime import store
-from moe_kernels.runtime.attributes import replaced
+from moe_kernels.runtime.attributes import one_at_a_time, replaced
 from moe_kernels.runtime.plan import Alloc, Builder, Call, Constant, Descriptor, Launch, Plan, Pointer, Request
 from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, least, most
 from moe_kernels.runtime.targets import Gpu
@@ -54,7 +53,6 @@ _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 # Registers of a thread, by kernel. From Triton 3.9 on, ptxas sets a limit itself for these unless it is given one, and
 # spills a few bytes; for other kernels it finds a better one than any that is given.
 _MOST_REGISTERS = {"jagged": 232, "swiglu_persistent": 232} if _TRITON >= (3, 9) else {}
-_one_at_a_time = threading.RLock()  # Helion is not made for several threads
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,7 @@ def _host_function(request: Request, gpu: Gpu) -> Callable[..., Any]:
     by_tma = bool(config.get("host_tensor_descriptors"))
     described = [x if static or not isinstance(x, _Example) else x.dynamic(by_tma) for x in examples]
     key = (request.kernel.fn, repr(config), request.int64_index, request.tf32, gpu, tuple(map(repr, described)))
-    with _one_at_a_time:
+    with one_at_a_time:
         if key not in _hosts:
             _hosts[key] = _generate(request, config, examples, gpu)
         return _hosts[key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +12,8 @@ import torch
 from triton import language as tl
 from triton.runtime import interpreter
 
-from moe_kernels.runtime.attributes import replaced
+from moe_kernels.runtime.attributes import one_at_a_time, replaced
 from moe_kernels.runtime.plan import Constant, Launch, Pointer
-
-_one_at_a_time = threading.Lock()  # what replaces functions of Triton meanwhile
 
 
 class InterpretedWay:
@@ -54,7 +51,7 @@ def _shifted(tensor: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _interpret(function: Any, grid: tuple[int, ...], *arguments: Any) -> None:
-    with _one_at_a_time, _lean():
+    with one_at_a_time, _lean():
         function[grid](*arguments)
 
 
