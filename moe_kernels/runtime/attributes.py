@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# For Helion and Triton's interpreter: they are not made for several threads, nor is Python 3.11's `ast`, which both use.
+# For Helion and Triton's interpreter. They are not made for several threads, nor is the `ast` of Python 3.11 they use.
 one_at_a_time = threading.RLock()
 
 
