@@ -53,8 +53,7 @@ def tile_table(
             count = torch.where(grouped, divide(ends - starts + (block_m - 1), block_m), 0)
             if tails_apart:
                 without_tail = torch.where(grouped, divide(ends - starts + (block_m // 2 - 1), block_m), 0)
-                whole = (ends - starts > block_m // 2) & (ends - starts <= unsplit)
-                count = torch.where(whole, count, without_tail)
+                count = torch.where(_unsplit(ends - starts, block_m, unsplit), count, without_tail)
             before = (divide(ends, block_m) + tile_g.index + 1 <= tile) & (tile_g.index <= G)
             region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
             start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
@@ -71,8 +70,8 @@ def tile_table(
             if (region >= 1) & (region <= G):
                 index = index + divide(row0 - start, block_m) + 1
                 if tails_apart:
-                    unsplit_here = (end - start > block_m // 2) & (end - start <= unsplit)
-                    index = torch.where(unsplit_here | (end - row0 > block_m // 2), G + index, 1 + tail_index)
+                    whole = _unsplit(end - start, block_m, unsplit) | (end - row0 > block_m // 2)
+                    index = torch.where(whole, G + index, 1 + tail_index)
                 tiles[index, 0] = region - 1
                 tiles[index, 1] = row0
                 tiles[index, 2] = torch.minimum(row0 + block_m, end)
@@ -86,6 +85,11 @@ def tile_table(
             if tails_apart:
                 tiles[0, 1] = tail_total
     return tiles
+
+
+def _unsplit(rows: torch.Tensor, block_m: int, unsplit: int) -> torch.Tensor:
+    """Whether groups of so many rows have whole tiles alone, however few rows the last one has."""
+    return (rows > block_m // 2) & (rows <= unsplit)
 
 
 def shares(

@@ -144,9 +144,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
 
 def persistent_from_rows(problem: Problem) -> int:
     """The mean rows per group from which on the persistent kernels are faster; see benchmarks/notes.md."""
-    if not _tensor_cores_by_tma(problem):
-        return PERSISTENT_FROM_ROWS
-    return 64
+    return 64 if _tensor_cores_by_tma(problem) else PERSISTENT_FROM_ROWS
 
 
 def _tensor_cores_by_tma(problem: Problem) -> bool:

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moe_kernels import requirements
 from moe_kernels.runtime import store
 from moe_kernels.runtime.attributes import one_at_a_time, replaced
 from moe_kernels.runtime.plan import Alloc, Builder, Call, Constant, Descriptor, Launch, Plan, Pointer, Request
@@ -49,7 +50,7 @@ _TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
 }
-_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+_TRITON = requirements.minor(triton.__version__) or (0, 0)
 # Registers of a thread, by kernel. From Triton 3.9 on, ptxas sets a limit itself for these unless it is given one, and
 # spills a few bytes; for other kernels it finds a better one than any that is given.
 _MOST_REGISTERS = {"jagged": 232, "swiglu_persistent": 232} if _TRITON >= (3, 9) else {}

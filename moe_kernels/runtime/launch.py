@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moe_kernels import requirements
 from moe_kernels.runtime import store
 from moe_kernels.runtime.plan import Constant, Descriptor, Launch, Pointer
 
@@ -92,7 +93,7 @@ class DirectWay:
         from triton import __version__, knobs
         from triton.runtime import driver
 
-        if tuple(int(n) for n in __version__.split(".")[:2]) not in _DIRECT:
+        if requirements.minor(__version__) not in _DIRECT:
             raise RuntimeError(f"the launcher of Triton {__version__} is not known")
         if kernel.metadata.target.backend != "cuda":
             raise RuntimeError(f"the launcher for {kernel.metadata.target.backend} is not known")
