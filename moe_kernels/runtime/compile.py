@@ -47,6 +47,8 @@ _TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
     torch.int64: "i64",
     torch.int32: "i32",
 }

@@ -26,7 +26,16 @@ from moe_kernels.runtime.targets import Gpu
 FUNCTIONS = ("zero", "mm", "bmm", "cast", "contiguous", "clamp_offsets")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
+    for dtype in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int32,
+        torch.int64,
+    )
 }
 
 

@@ -1,0 +1,47 @@
+"""`ScaledTensor`: an operand in fp8 with its scales."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+BLOCK = 128
+FORMATS = ("rowwise", "1x128", "128x128")
+
+
+class ScaledTensor(NamedTuple):
+    """`data` in fp8 and float32 `scales`: an element's value is its data times the scale of its block.
+
+    For data `[..., R, K]`, which is contracted along K:
+
+    | format | a scale for | scales | of |
+    |---|---|---|---|
+    | "rowwise" | a row | `[..., R, 1]` | activations and weights |
+    | "1x128" | 128 elements of a row | `[..., R, ceil(K / 128)]` | activations |
+    | "128x128" | a square block | `[..., ceil(R / 128), ceil(K / 128)]` | weights |
+
+    The last block of a row or column may be smaller. "rowwise" weights `[G, N, K]` have a scale per output column;
+    "1x128" and "128x128" are the formats of DeepSeek-V3. Weights go to a product as `[G, K, N]`, as the view `mT`.
+    """
+
+    data: Tensor  # [..., R, K], or [..., K, R] of `mT`; float8_e4m3fn or float8_e5m2
+    scales: Tensor  # float32, of as many dimensions, in the same order
+    format: str
+
+    @property
+    def mT(self) -> ScaledTensor:
+        """The last two dimensions of data and scales swapped, without a copy."""
+        return ScaledTensor(self.data.mT, self.scales.mT, self.format)
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the data."""
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        """That of the data."""
+        return self.data.device
