@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -24,14 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 WORKING = {"torch": "2.11.0+cu130", "triton": "3.6.0", "helion": "1.5.0", "numpy": "2.5.1", "packaging": "26.0"}
-TESTED_TOGETHER = [
-    ("2.11.0", "3.6.0", "1.5.0"),
-    ("2.12.1", "3.7.1", "1.5.0"),
-    ("2.13.0+cpu", "3.7.1", "1.5.1"),
-    ("2.13.0+cpu", "3.9.0", "1.5.0"),
-    ("2.14.1", "3.8.0", "1.5.1"),
-    ("2.15.0", "3.9.0", "1.5.1"),
-]
+# torch, triton and helion of docs/versions.md
+COMBINATIONS = runpy.run_path(str(ROOT / ".ci" / "versions.py"))["COMBINATIONS"]
 
 
 @pytest.fixture
@@ -43,7 +38,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     return found
 
 
-@pytest.mark.parametrize(("torch", "triton", "helion"), TESTED_TOGETHER)
+@pytest.mark.parametrize(("torch", "triton", "helion"), [(f"{c[0]}+cpu", *c[1:3]) for c in COMBINATIONS])
 def test_nothing_to_say_about_what_works(
     versions: dict[str, str | None], torch: str, triton: str, helion: str, recwarn: pytest.WarningsRecorder
 ) -> None:
