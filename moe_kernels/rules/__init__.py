@@ -112,7 +112,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
         addressing = _addressing(problem, "tails", TAILS_HEIGHT)
         return Choice("tails", TAILS_HEIGHT, addressing, tails(problem.N, problem.K, problem.has_bias, addressing))
     presets = _PERSISTENT if variant == "persistent" else _BASIC
-    block_m = block_m or (128 if variant == "persistent" else _basic_height(problem))
+    block_m = block_m or (_persistent_height(problem) if variant == "persistent" else _basic_height(problem))
     addressing = _addressing(problem, variant, block_m)
     if problem.dtype == torch.float32:
         presets = _TF32 if problem.tf32 else _IEEE
@@ -144,7 +144,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
 
 def persistent_from_rows(problem: Problem) -> int:
     """The mean rows per group from which on the persistent kernels are faster; see benchmarks/notes.md."""
-    return 64 if _tensor_cores_by_tma(problem) else PERSISTENT_FROM_ROWS
+    return 64 if _tensor_cores_by_tma(problem) and not _few_tiles(problem) else PERSISTENT_FROM_ROWS
 
 
 def _tensor_cores_by_tma(problem: Problem) -> bool:
@@ -157,8 +157,16 @@ def _thin(problem: Problem) -> bool:
     return problem.N <= 64 and problem.rows >= 8 and _tensor_cores_by_tma(problem)
 
 
+def _few_tiles(problem: Problem) -> bool:
+    """Whether a tile of 256 columns for each group is at most one for each SM: smaller tiles are shared more evenly."""
+    tiles = problem.G * -(-problem.N // TAILS_WIDTH)
+    return problem.gpu is not None and tiles <= problem.gpu.multiprocessors
+
+
 def _apart(problem: Problem) -> bool:
     """Whether to compute tails apart."""
+    if _persistent_height(problem) != TAILS_HEIGHT:
+        return False
     # Where memory is slow, a weight that is read twice costs more than half-empty tiles.
     enough = problem.gpu is None or not problem.gpu.slow_memory or problem.rows >= 1024
     return enough and _addressing(problem, "tails", TAILS_HEIGHT).tma_out
@@ -191,11 +199,19 @@ def basic_height(rows: int) -> int:
     return next(block for least, block in ((128, 128), (32, 64), (16, 32), (0, 16)) if rows >= least)
 
 
+def _persistent_height(problem: Problem) -> int:
+    whole = (
+        problem.N % TAILS_WIDTH == 0 and problem.out_dtype is None and _addressing(problem, "persistent", 128).tma_out
+    )
+    slow = problem.gpu is None or problem.gpu.slow_memory
+    return 64 if whole and _few_tiles(problem) and problem.rows == 512 and problem.K > 2048 and not slow else 128
+
+
 def _basic_height(problem: Problem) -> int:
-    if not _tensor_cores_by_tma(problem):
-        return basic_height(problem.rows)
     if _thin(problem):
         return 64
+    if not _tensor_cores_by_tma(problem) or _few_tiles(problem):
+        return basic_height(problem.rows)
     # A weight takes longer to read than 64 rows to multiply.
     return 16 if problem.rows < 8 else 64 if problem.rows < 128 else 128
 
