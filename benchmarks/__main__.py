@@ -55,8 +55,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--providers", nargs="+", choices=providers, metavar="NAME", help="default: the suite's, and peers; see --list"
     )
-    parser.add_argument("--timing", nargs="+", choices=TIMINGS, help="default: both, but for `wide`")
-    parser.add_argument("--rounds", type=positive, help="default: 21, fewer for `wide` and `smoke`")
+    parser.add_argument("--timing", nargs="+", choices=TIMINGS, help="default: both")
+    parser.add_argument("--rounds", type=positive, help="default: 21, fewer for `smoke`")
     parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
     parser.add_argument(
         "--json",
@@ -138,7 +138,7 @@ def _measure(
     keys = providers_of(suite, options.providers)
     operator = OPERATORS[suite.operator]
     cases = suite.cases(LAYOUTS[options.layout] if options.layout else ())
-    timings = options.timing or suite.timings
+    timings = options.timing or TIMINGS
     if device.type == "cpu":
         timings = ["eager"]
     print(f"\n{suite.name}: {suite.about}; {len(cases)} cases", flush=True)

@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLORS = ("#9a9a9a", "#d1495b", "#edae49", "#00798c", "#30638e", "#76b041", "#8d6a9f", "#5c4742", "#2e4057", "#f08a4b")
+_CASES = 40  # of wide.py in its plot
 
 
 def pictures(results: Results, folder: Path) -> list[Path]:
     """The files that `draw` writes."""
     found = []
     for suite in results.suites:
-        if results.of(suite).records and suite not in tables.SCRIPTS:
+        if suite == "wide":
+            found.append(folder / "wide.png")
+        elif results.of(suite).records and suite not in tables.SCRIPTS:
             found.append(folder / f"{suite}.png")
             found += [folder / f"{suite}-roofline.png"] if results.meta.get("ceilings") else []
             found += [folder / f"{suite}-cubes.png"] if _cubes(results.of(suite)) else []
@@ -32,12 +35,12 @@ def draw(results: Results, folder: Path) -> None:
     for picture in pictures(results, folder):
         suite = picture.stem.removesuffix("-roofline").removesuffix("-cubes")
         part = results.of(suite)
-        if picture.stem.endswith("-roofline"):
+        if suite == "wide":
+            figure = _worst(part)
+        elif picture.stem.endswith("-roofline"):
             figure = _roofline(part)
         elif picture.stem.endswith("-cubes"):
             figure = _lines(part)
-        elif tables.has_layers(part):
-            figure = _matrix(part)
         else:
             figure = _bars(part)
         save(figure, picture, results)
@@ -83,23 +86,32 @@ def _bars(results: Results) -> Figure:
     return figure
 
 
-def _matrix(results: Results) -> Figure:
-    """Our speedup for every layer (rows) and number of tokens (columns)."""
-    timing = tables.timing_of(results.records)
-    names, tokens, ratios = tables.layers(results, timing)
-    figure, axes = _axes(3.5 + 0.75 * len(tokens), 1.2 + 0.24 * len(names))
-    values = [[float("nan") if ratio is None else ratio for ratio in row] for row in ratios]
-    axes.imshow(values, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto")
-    for y, row in enumerate(ratios):
-        for x, ratio in enumerate(row):
-            text = "-" if ratio is None else f"{ratio:.2f}"
-            axes.text(x, y, text, ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(tokens)), [str(T) for T in tokens], fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_xlabel("tokens")
-    base, ours = tables.roles(results.records[0]["suite"])
-    axes.set_title(f"speedup of {ours} over {base}\n{_title(results, timing)}", fontsize=10)
+def _worst(results: Results) -> Figure:
+    """Our speedups over the best other in the worst cases of wide.py, the lowest first."""
+    found = tables.worst_first(results)
+    shown = found[:_CASES]
+    figure, axes = _axes(9.0, 1.5 + 0.16 * len(shown))
+    _, ours = tables.roles("wide")
+    for i, label in enumerate(dict.fromkeys(label for _, record in found for label in record["us"] if label != ours)):
+        at = [y for y, (_, record) in enumerate(shown) if _best_other(record, ours) == label]
+        if at:
+            axes.barh(at, [shown[y][0] for y in at], 0.8, label=label, color=_COLORS[i])
+    axes.set_yticks(range(len(shown)), [f"{r['case']}, M = {r['M']}, {r['sizes']}" for _, r in shown], fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xlim(left=min([0.5, *(0.95 * ratio for ratio, _ in shown)]))
+    axes.set_xlabel(f"speedup of {ours} over the best other, which the color names")
+    meta = results.meta
+    axes.set_title(
+        f"wide: the {len(shown)} worst of {len(found)} cases\n{meta['gpu']}, {meta['date']}", fontsize=10, pad=30
+    )
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     return figure
+
+
+def _best_other(record: dict[str, Any], ours: str) -> str:
+    us: dict[str, float] = record["us"]
+    return min((label for label in us if label != ours), key=us.__getitem__)
 
 
 def _cubes(results: Results) -> dict[str, dict[int, float]]:

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -81,8 +81,9 @@ class Results:
 
 def meta(device: torch.device, command: str) -> dict[str, Any]:
     """GPU, driver, versions, date, command, and the highest rates of this GPU, measured now."""
+    distributions = metadata.packages_distributions()
     peers = {
-        provider.package: _version_of(provider.package)
+        provider.package: _version_of(provider.package, distributions)
         for operator in OPERATORS.values()
         for provider in operator.providers.values()
         if provider.package is not None and provider.installed
@@ -104,9 +105,9 @@ def folder(meta: dict[str, Any]) -> Path | None:
     return None if meta["gpu"] == NO_GPU else Path(__file__).parent / "results" / name
 
 
-def _version_of(package: str) -> str | None:
+def _version_of(package: str, distributions: Mapping[str, list[str]]) -> str | None:
     """The version of the distribution that a package was installed by, if it was."""
-    found = metadata.packages_distributions().get(package)
+    found = distributions.get(package)
     return metadata.version(found[0]) if found else None
 
 

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_kernels.models import gemms
 from moe_kernels.testing import SizeKind, group_sizes_for
 from tritonbench_ops.cases import CUBES, LAYERS, RANK, THIN, UNEVEN, UNLIKE_CUBES
 
-TOKENS = (1, 16, 64, 512, 2048, 8192, 32768)
 TIMINGS = ("eager", "graph")
 WARM_CALLS = 100  # that the timing "warm" has in one graph
 LAYOUTS = {"gkn": ("gkn",), "gnk": ("gnk",), "both": ("gkn", "gnk")}  # what --layout takes
@@ -55,22 +53,12 @@ class Suite:
     peers: bool = True
     layouts: tuple[str, ...] = LAYOUTS["both"]
     rounds: int = 21
-    timings: tuple[str, ...] = TIMINGS
 
     def cases(self, layouts: Sequence[str] = ()) -> list[Case]:
         """Each shape in each layout; those that share weights follow one another."""
         found = [replace(shape, layout=layout) for shape in self.shapes for layout in layouts or self.layouts]
         order = list(dict.fromkeys(case.weights for case in found))
         return sorted(found, key=lambda case: order.index(case.weights))
-
-
-def layer_cases(name: str, H: int, width: int, E: int, top_k: int, tokens: Sequence[int] = TOKENS) -> list[Case]:
-    """Both GEMMs of a layer's experts: gate and up together, then down."""
-    return [
-        Case(f"{name} {gemm}, {T} token{'s' * (T > 1)}", E, T * top_k, N, K)
-        for gemm, (N, K) in gemms(H, width).items()
-        for T in tokens
-    ]
 
 
 def several(
@@ -144,16 +132,6 @@ SUITES = {
             "grouped_gemm",
             _TABLE,
             ("torch", "ours", "basic", "persistent", "no-table", "loop", "dense"),
-        ),
-        Suite(
-            "wide",
-            "both GEMMs of every model that `tune` knows, 1 to 32768 tokens, as CUDA-graph replays",
-            "grouped_gemm",
-            tuple(case for name, sizes in LAYERS.items() for case in layer_cases(name, *sizes)),
-            ("torch", "ours"),
-            peers=False,
-            layouts=LAYOUTS["gnk"],
-            timings=("graph",),
         ),
         Suite(
             "shared",

@@ -23,8 +23,8 @@ _EAGER = {  # fields that eager calls alone have, some of them only in newer fil
     "peak_mb": "peak MB",
 }
 SHORT = 8  # columns at most of a short table
+_WORST = 20  # cases of wide.py in its table
 CUBES = re.compile(r"(\d+) x (\d+)\^3")  # so many products N x N x N
-_LAYER = re.compile(r"(.+), (\d+) tokens?")
 
 
 def operator_of(suite: str) -> Operator:
@@ -158,10 +158,7 @@ def markdown(results: Results, short: bool = False) -> str:
             * (any(map(_is_warm, part.records)) and not short),
             "",
         ]
-        if has_layers(part):
-            lines += _layer_table(part, timing)
-        else:
-            lines += _short_case_table(part, timing) if short else _case_table(part, timing)
+        lines += _short_case_table(part, timing) if short else _case_table(part, timing)
         lines.append("")
         if part.skipped and not short:
             lines += ["Left out: " + "; ".join(f"{_title(case)} ({case['reason']})" for case in part.skipped) + ".", ""]
@@ -228,7 +225,73 @@ def _expert_parallel_table(results: Results) -> list[str]:
     ]
 
 
-SCRIPTS = {"transformers": _transformers_table, "expert_parallel": _expert_parallel_table}  # suites of benchmarks/*.py
+def over_best(record: Record, others: Iterable[str] = ()) -> float | None:
+    """In a record of wide.py our speedup over the best of `others`, or of all others; None if a time is missing."""
+    ours = roles("wide")[1]
+    us: dict[str, float] = record["us"]
+    compared = [us[label] for label in others or us if label != ours and label in us]
+    return min(compared) / us[ours] if compared and ours in us else None
+
+
+def worst_first(results: Results) -> list[tuple[float, Record]]:
+    """The records of wide.py that have times, with our speedups over the best other, the lowest first."""
+    found = [(ratio, record) for record in results.records if (ratio := over_best(record)) is not None]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _wide_tables(results: Results) -> list[str]:
+    """Of wide.py: our speedups by rows and by routing, and the worst cases."""
+    base, ours = roles("wide")
+    records = [record for _, record in worst_first(results)]
+    labels = list(dict.fromkeys(label for record in records for label in record["us"] if label != ours))
+    parts = {"all": records}
+    parts |= {f"M = {M}": [r for r in records if r["M"] == M] for M in sorted({r["M"] for r in records})}
+    routings = dict.fromkeys(record["sizes"] for record in results.records)
+    parts |= {sizes: [r for r in records if r["sizes"] == sizes] for sizes in routings}
+    rows = []
+    for name, part in parts.items():
+        row = [name, str(len(part))]
+        for compared in ([], *([label] for label in labels)):
+            ratios = [ratio for record in part if (ratio := over_best(record, compared)) is not None]
+            row.append(_number(statistics.geometric_mean(ratios) if ratios else None, 2))
+            if compared in ([], [base]):
+                row.append(_number(min(ratios, default=None), 2))
+        rows.append(row)
+    head = ["cases", "number", "speedup over the best other", "lowest"]
+    for label in labels:
+        head += [f"over {_code(label)}", *(["lowest"] if label == base else [])]
+    lines = [
+        f"{_where(results.meta)}, bfloat16, B `[G, N, K]` transposed, as CUDA-graph replays with a cold L2 cache, in "
+        f"short bursts. Speedups of {_code(ours)} without tuned entries, over providers that took turns with it: "
+        "geometric means, and the lowest of a case; below 1 is slower.",
+        "",
+        *_markdown_rows(head, rows),
+        "",
+        f"The {min(_WORST, len(records))} worst of {len(records)} cases, in microseconds:",
+        "",
+    ]
+    rows = [
+        [f"{r['case']} ({r['G']}, {r['M']}, {r['N']}, {r['K']})", r["sizes"]]
+        + [_number(r["us"].get(label)) for label in (ours, *labels)]
+        + [_number(ratio, 2)]
+        for ratio, r in worst_first(results)[:_WORST]
+    ]
+    head = ["case (G, M, N, K)", "routing", *map(_code, (ours, *labels)), "speedup over the best other"]
+    failed: dict[tuple[str, str], int] = {}
+    for record in results.records:
+        for label, error in record["errors"].items():
+            failed[label, error] = failed.get((label, error), 0) + 1
+    lines += _markdown_rows(head, rows)
+    for (label, error), number in failed.items():
+        lines += ["", f"Not timed: {_code(label)} in {number} of the cases: {error}."]
+    return lines
+
+
+SCRIPTS = {  # suites of benchmarks/*.py
+    "transformers": _transformers_table,
+    "expert_parallel": _expert_parallel_table,
+    "wide": _wide_tables,
+}
 
 
 def of_tritonbench(found: Measured) -> str:
@@ -244,39 +307,6 @@ def of_tritonbench(found: Measured) -> str:
             ratios = [ratio for ratio in metrics["speedup"] if ratio]
             means.append(_number(statistics.geometric_mean(ratios) if ratios else None, 2))
     return "\n".join([*_markdown_rows(head, [*rows, means]), ""])
-
-
-def has_layers(results: Results) -> bool:
-    """Whether all cases are layers of models at several token counts, which make a matrix."""
-    return all(_LAYER.fullmatch(record["case"]) for record in results.records)
-
-
-def layers(results: Results, timing: str) -> tuple[list[str], list[int], list[list[float | None]]]:
-    """Layers, token counts, and our speedup for each layer (rows) and token count (columns)."""
-    ours = roles(results.records[0]["suite"])[1]
-    found: dict[str, dict[int, float | None]] = {}
-    for case in by_case(results.records):
-        record = next(iter(case.values()))
-        matched = _LAYER.fullmatch(record["case"])
-        assert matched  # has_layers
-        found.setdefault(matched[1], {})[int(matched[2])] = speedup(case, ours, timing)
-    tokens = sorted({T for row in found.values() for T in row})
-    return list(found), tokens, [[row.get(T) for T in tokens] for row in found.values()]
-
-
-def _layer_table(results: Results, timing: str) -> list[str]:
-    names, tokens, ratios = layers(results, timing)
-    base, ours = map(_code, roles(results.records[0]["suite"]))
-    shapes = {}
-    for record in results.records:
-        matched = _LAYER.fullmatch(record["case"])
-        assert matched  # has_layers
-        shapes[matched[1]] = f"{record['G']}, {record['N']}, {record['K']}"
-    head = ["layer (G, N, K)", *(f"{T} tokens" for T in tokens)]
-    rows = [
-        [f"{name} ({shapes[name]})", *(_number(r, 2) for r in row)] for name, row in zip(names, ratios, strict=True)
-    ]
-    return [f"Speedup of {ours} over {base}:", "", *_markdown_rows(head, rows)]
 
 
 def _case_table(results: Results, timing: str) -> list[str]:

@@ -11,7 +11,7 @@ from . import reference
 from .checks import check_grouped_gemm, clamp_offsets
 from .packing import group_offsets_from_sizes
 
-SizeKind = Literal["uniform", "softmax", "zipf", "one", "empty", "random"]
+SizeKind = Literal["uniform", "softmax", "zipf", "one", "nine-tenths", "empty", "half-empty", "random"]
 
 # Large groups are compared in blocks of rows, so that no float64 temporary exceeds 128 MiB (B's own aside).
 _BLOCK_ELEMENTS = 2**24
@@ -35,11 +35,13 @@ def group_sizes_for(kind: SizeKind, G: int, M: int, seed: int = 0) -> list[int]:
         softmax: M draws of a group with the probabilities `softmax(0.5 * randn(G))`, by `torch.multinomial`.
         zipf: the same with probabilities proportional to `(g + 1) ** -1.5`, in float64.
         one: every row in group `G // 2`.
+        nine-tenths: all but `M // 10` rows in group `G // 2`, the others as in uniform; for `G = 1` all rows.
         empty: groups 0, 3, 6, ... and the last one are empty, the others as in random.
+        half-empty: groups 1, 3, 5, ... are empty, the others as in softmax.
         random: as softmax, with the heavy-tailed `softmax(2 * randn(G))`.
 
-    One CPU `torch.Generator().manual_seed(seed)` draws first `randn` (float32), then `multinomial`. For "empty",
-    `randn` draws one number for each group that is not meant to be empty.
+    One CPU `torch.Generator().manual_seed(seed)` draws first `randn` (float32), then `multinomial`. For "empty" and
+    "half-empty", `randn` draws one number for each group that is not meant to be empty.
 
     Raises:
         ValueError: an unknown kind, a negative G or M, or rows without a group to hold them (`G = 0`, or
@@ -55,11 +57,17 @@ def group_sizes_for(kind: SizeKind, G: int, M: int, seed: int = 0) -> list[int]:
     groups = list(range(G))
     if kind == "one":
         groups = groups[G // 2 :][:1]
+    elif kind == "nine-tenths" and G > 1:
+        sizes[G // 2] = M - M // 10
+        groups.remove(G // 2)
+        M //= 10
     elif kind == "empty":
         groups = [g for g in groups[:-1] if g % 3]
+    elif kind == "half-empty":
+        groups = groups[::2]
     if not groups:
         raise ValueError(f"G: no group of kind {kind!r} can hold M = {M} rows, got G = {G}")
-    if kind in ("uniform", "one"):
+    if kind in ("uniform", "one", "nine-tenths"):
         counts = [M // len(groups) + (i < M % len(groups)) for i in range(len(groups))]
     else:
         counts = _draw_counts(kind, len(groups), M, seed)
@@ -264,7 +272,7 @@ def _draw_counts(kind: str, G: int, M: int, seed: int) -> list[int]:
     if kind == "zipf":
         weights = torch.arange(1, G + 1, dtype=torch.float64) ** -1.5
     else:
-        spread = 0.5 if kind == "softmax" else 2.0
+        spread = 0.5 if kind in ("softmax", "half-empty") else 2.0
         weights = torch.softmax(spread * torch.randn(G, generator=generator), 0)
     drawn = torch.multinomial(weights, M, replacement=True, generator=generator)
     counts: list[int] = drawn.bincount(minlength=G).tolist()

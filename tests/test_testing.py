@@ -78,6 +78,12 @@ def test_sizes_add_up_and_repeat(kind: SizeKind, G: int, M: int, seed: int) -> N
     elif kind == "empty":
         assert not any(sizes[::3])
         assert sizes[-1] == 0
+    elif kind == "nine-tenths":
+        others = [size for g, size in enumerate(sizes) if g != G // 2]
+        assert sum(others) == (M // 10 if G > 1 else 0)
+        assert not others or max(others) - min(others) <= 1
+    elif kind == "half-empty":
+        assert not any(sizes[1::2])
 
 
 def test_uniform_puts_the_remainder_first() -> None:
@@ -94,6 +100,10 @@ def test_drawn_sizes_follow_the_documented_recipe(kind: SizeKind) -> None:
         probabilities = torch.softmax(scale * torch.randn(16, generator=generator), 0)
     drawn = torch.multinomial(probabilities, 1000, replacement=True, generator=generator).tolist()
     assert group_sizes_for(kind, 16, 1000, seed=5) == [drawn.count(g) for g in range(16)]
+
+
+def test_groups_that_are_not_empty_are_drawn_alone() -> None:
+    assert group_sizes_for("half-empty", 32, 1000, seed=5)[::2] == group_sizes_for("softmax", 16, 1000, seed=5)
 
 
 def test_seeds_differ() -> None:

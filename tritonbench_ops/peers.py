@@ -57,13 +57,16 @@ def without_padding(inputs: Any, out: Tensor) -> Tensor:
 
 def triton_kernels(inputs: Any) -> Call:
     """triton_kernels (https://github.com/triton-lang/triton, python/triton_kernels): its lists of tiles beforehand."""
-    make_metadata = import_module("triton_kernels.tensor").make_ragged_tensor_metadata
-    metadata = make_metadata(inputs.group_offsets.diff(), len(inputs.A))
+    tensor, sizes, G = import_module("triton_kernels.tensor"), inputs.group_offsets.diff(), len(inputs.sizes)
+    if hasattr(tensor, "make_ragged_tensor_metadata"):
+        metadata = tensor.make_ragged_tensor_metadata(sizes, len(inputs.A))
+    else:  # the one that vLLM has
+        metadata = import_module("triton_kernels.routing").compute_expt_data(sizes, G, len(inputs.A))
     try:
         matmul = import_module("triton_kernels.matmul").matmul
     except ModuleNotFoundError:  # up to the one that belongs to triton 3.6
         module = import_module("triton_kernels.matmul_ogs")
-        routing = module.RoutingData(None, metadata.slice_sizes, len(inputs.sizes), 1, metadata)
+        routing = module.RoutingData(None, sizes, G, 1, metadata)
         return lambda: module.matmul_ogs(inputs.A, inputs.B, None, routing)
     return lambda: matmul(inputs.A, inputs.B, None, a_ragged_metadata=metadata)
 

@@ -1,0 +1,331 @@
+"""An untuned `grouped_gemm` beside other libraries: the GEMMs of every model, 64 to 65536 rows, five routings.
+
+    python -m benchmarks.wide FILE [--jobs N] [--budget SECONDS] [--models NAME ...] [--rows M ...] [--json FILE]
+
+Tuned entries are set aside. The providers take turns with a cold L2 cache, as CUDA-graph replays; a case in which
+`grouped_gemm` is behind another library is timed again with more rounds. Before that each result is compared with a
+loop of `torch.mm`, row by row, and a wrong one is not timed.
+
+FILE holds a line of JSON for each case, written as it comes. Cases in it are skipped, so the same command completes a
+run that was cut off or whose budget was spent. The results of all lines are written to --json at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks import inputs as given
+from benchmarks import run, tables
+from benchmarks.operators import OPERATORS
+from benchmarks.suites import Case
+from moe_kernels.models import MODELS, gemms, positive
+from moe_kernels.packing import group_offsets_from_sizes
+from moe_kernels.testing import SizeKind, byte_count, flop_count, group_sizes_for
+from moe_kernels.timing import Call, captured, gpu_is_lost, interleaved
+from moe_kernels.tuning import entries
+from tritonbench_ops import baselines
+
+ROWS = (64, 1024, 4096, 16384, 65536)
+ROUTINGS: tuple[SizeKind, ...] = ("uniform", "softmax", "zipf", "nine-tenths", "half-empty")
+PROVIDERS = ("torch", "ours", "triton_kernels", "quack")
+ROUNDS, MORE_ROUNDS = 5, 20
+BEHIND = 0.95  # of the best other, below which a case is timed with MORE_ROUNDS
+LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm
+_SAME = ("gpu", "torch", "triton", "helion")  # in all runs that add to a file
+_TINY = [Case("tiny up", 4, M, 48, 32, sizes, "gnk") for M in (8, 40) for sizes in ROUTINGS]
+_PROVIDERS = OPERATORS["grouped_gemm"].providers
+
+
+def cases_of(models: Iterable[str], rows: Iterable[int]) -> list[Case]:
+    """All cases, the numbers of rows outermost, so that the first ones are of every model."""
+    shapes: dict[tuple[int, int, int], str] = {}
+    for name in models:
+        H, width, G, _ = MODELS[name]
+        for gemm, (N, K) in gemms(H, width).items():
+            shapes.setdefault((G, N, K), f"{name} {gemm}")
+    return [
+        Case(name, G, M, N, K, sizes, "gnk") for M in rows for (G, N, K), name in shapes.items() for sizes in ROUTINGS
+    ]
+
+
+def key_of(case: Case | run.Record) -> tuple[Any, ...]:
+    """What tells cases apart."""
+    values = case if isinstance(case, dict) else vars(case)
+    return tuple(values[name] for name in ("G", "M", "N", "K", "sizes"))
+
+
+def gpu_seconds(cases: Sequence[Case], providers: int) -> float:
+    """An estimate: ROUNDS and three calls before, at 650 TFLOP/s or 4.2 TB/s, and 60 us to empty the L2 cache."""
+    seconds = 0.0
+    for case in cases:
+        sizes, dtype = group_sizes_for(case.sizes, case.G, case.M), torch.bfloat16
+        flops, bytes_ = flop_count(sizes, case.N, case.K), byte_count(sizes, case.N, case.K, dtype, dtype, True)
+        seconds += max(flops / 650e12, bytes_ / 4.2e12) + 60e-6
+    return seconds * providers * (ROUNDS + 3)
+
+
+def read_lines(file: Path) -> tuple[list[run.Record], list[run.Record]]:
+    """The runs' metas and the cases' records; a last line that was cut off is dropped."""
+    metas: list[run.Record] = []
+    records: list[run.Record] = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        with suppress(json.JSONDecodeError):
+            value = json.loads(line)
+            (metas if "meta" in value else records).append(value.get("meta", value))
+    return metas, records
+
+
+@contextmanager
+def untuned() -> Iterator[None]:
+    """Without tuned entries, and without the warning that there are none."""
+    with mock.patch.object(entries, "files_for", return_value=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "moe_kernels: no config has been tuned", RuntimeWarning)
+        entries.reload()
+        yield
+    entries.reload()
+
+
+def largest_error(
+    out: Tensor,  # [M, N]
+    expected: Tensor,  # [M, N]
+) -> float:
+    """The largest `||out - expected|| / ||expected||` of a row; inf for NaN or another shape."""
+    if out.shape != expected.shape:
+        return float("inf")
+    worst = torch.zeros((), device=out.device)
+    for o, e in zip(torch.split(out, 4096), torch.split(expected, 4096), strict=True):
+        difference, norm = (o.float() - e).norm(dim=1), e.float().norm(dim=1)
+        worst = worst.maximum((difference / norm).nan_to_num(nan=float("inf")).amax())
+    return worst.item()
+
+
+def behind(us: dict[str, float]) -> bool:
+    """Whether ours is BEHIND the best other."""
+    ours = us.get(_PROVIDERS["ours"].label)
+    return ours is not None and min(us.values()) < BEHIND * ours
+
+
+@torch.no_grad()
+def measure(case: Case, B: Tensor, keys: Sequence[str], device: torch.device) -> run.Record:
+    """The record of a case: microseconds of each provider, or its error.
+
+    Raises:
+        run.GpuLostError: after an error that the process cannot recover from.
+    """
+    inputs = given.packed(case, B, device)
+    expected = baselines.loop(inputs)()
+    calls: dict[str, Call] = {}
+    errors: dict[str, str] = {}
+    for provider in map(_PROVIDERS.__getitem__, keys):
+        try:
+            call, out = _prepared(provider.make(inputs), device)
+            error = largest_error(provider.result(inputs, out), expected)
+            if not error < LARGEST_ERROR:
+                raise AssertionError(f"wrong: relative error {error:.1e} of a row")
+            calls[provider.label] = call
+            del out
+        except Exception as error:
+            errors[provider.label] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            if gpu_is_lost(device):
+                raise run.GpuLostError(f"{provider.label}: {error}") from error
+    rounds = ROUNDS
+    us = interleaved(calls, rounds, device)
+    if behind(us):
+        rounds = MORE_ROUNDS
+        us = interleaved(calls, rounds, device)
+    numbers = {name: getattr(case, name) for name in ("G", "M", "N", "K", "sizes")}
+    times = {label: round(value, 2) for label, value in us.items()}
+    return {"suite": "wide", "case": case.name, **numbers, "rounds": rounds, "us": times, "errors": errors}
+
+
+def _prepared(call: Call, device: torch.device) -> tuple[Call, Any]:
+    """What is timed, on a GPU the replay of a graph, and what it has computed."""
+    out = call()
+    if device.type == "cpu":
+        return call, out
+    del out
+    made: list[Tensor] = []
+    replay = captured(lambda: made.append(call()))
+    made[0].fill_(float("nan"))  # a graph that misses a kernel leaves it so
+    replay()
+    return replay, made[0]
+
+
+def compile_beforehand(cases: Sequence[Case], keys: Sequence[str], jobs: int, device: torch.device) -> None:
+    """Call all providers in `jobs` processes, which leaves their binaries in the caches on disk.
+
+    No choice depends on the routing, so one is enough. A process takes all cases of the same weights; so many run at
+    once as the GPU has memory for. What fails here is compiled when its turn comes.
+    """
+    first = {key_of(case)[:4]: case for case in reversed(cases)}
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in first.values():
+        groups.setdefault(case.weights, []).append(case)
+    needed = {
+        key: max(given.memory(case, True) + 4 * case.M * case.N for case in group) + (2 << 30)
+        for key, group in groups.items()
+    }
+    there = 0.9 * torch.cuda.mem_get_info(device)[0]
+    waiting = sorted(groups, key=needed.__getitem__, reverse=True)
+    running: dict[Future[None], int] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool, suppress(BrokenProcessPool):
+        while waiting or running:
+            for key in list(waiting):
+                if not running or (len(running) < jobs and sum(running.values()) + needed[key] <= there):
+                    running[pool.submit(_compile, groups[key], keys, device)] = needed[key]
+                    waiting.remove(key)
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                done.exception()
+                del running[done]
+
+
+@torch.no_grad()
+def _compile(cases: Sequence[Case], keys: Sequence[str], device: torch.device) -> None:
+    """Call the providers `keys` for `cases`, which share weights; nothing is initialized."""
+    dtype, one = torch.bfloat16, cases[0]
+    B = torch.empty(one.G, one.N, one.K, dtype=dtype, device=device).mT
+    with untuned():
+        for case in cases:
+            sizes = group_sizes_for(case.sizes, case.G, case.M)
+            offsets = group_offsets_from_sizes(torch.tensor(sizes, dtype=torch.int32, device=device))
+            inputs = baselines.Inputs(torch.empty(case.M, case.K, dtype=dtype, device=device), B, offsets, sizes)
+            for key in keys:
+                with suppress(Exception):
+                    _PROVIDERS[key].make(inputs)()
+    torch.cuda.synchronize(device)
+    del B, inputs
+    torch.cuda.empty_cache()
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, parsed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.wide", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
+    parser.add_argument("--rows", nargs="+", type=positive, default=ROWS, metavar="M", help="in this order")
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=PROVIDERS, metavar="NAME")
+    parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
+    parser.add_argument("--compile-only", action="store_true", help="do no more than that")
+    parser.add_argument("--budget", type=positive, metavar="SECONDS", help="stop after these, compilation included")
+    parser.add_argument("--tiny", action="store_true", help="a few small cases, also on a CPU")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="default: benchmarks/results/<gpu>/wide.json, on a GPU"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code, which is 1 if `grouped_gemm` failed in a case."""
+    begun = time.monotonic()
+    options = arguments(argv)
+    if not (options.tiny or torch.cuda.is_available()):
+        print("needs a CUDA GPU; --tiny runs without", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    command = shlex.join(["python", "-m", "benchmarks.wide", *(sys.argv[1:] if argv is None else argv)])
+    meta = run.meta(device, command)
+    metas, records = read_lines(options.file)
+    if unlike := [f"{name} {old[name]}" for old in metas for name in _SAME if old[name] != meta[name]]:
+        print(f"{options.file} is of {', '.join(dict.fromkeys(unlike))}: name another file", file=sys.stderr)
+        return 2
+    keys = [key for key in options.providers if _PROVIDERS[key].installed]
+    for key in options.providers:
+        if key not in keys:
+            print(f"{_PROVIDERS[key].label}: left out, {_PROVIDERS[key].package} is not installed")
+    done = {key_of(record) for record in records}
+    wanted = _TINY if options.tiny else cases_of(options.models, options.rows)
+    cases = [case for case in wanted if key_of(case) not in done]
+    print(f"{len(cases)} cases, {len(wanted) - len(cases)} done before; ", end="")
+    print(f"about {gpu_seconds(cases, len(keys)):.0f} s of the GPU's time", flush=True)
+    if options.jobs and device.type != "cpu":
+        torch.cuda.empty_cache()
+        compile_beforehand(cases, keys, options.jobs, device)
+        print(f"compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
+    if options.compile_only:
+        return 0
+    _write(options.file, [*({"meta": old} for old in (*metas, meta)), *records])
+    code = 0
+    try:
+        with untuned():
+            _run(cases, keys, device, options, records, begun)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        code = 130
+    except run.GpuLostError as error:
+        print(f"\nThe GPU does not answer any more, so the rest is left out: {error}", file=sys.stderr)
+        code = 1
+    results = run.Results({**meta, "runs": len(metas) + 1}, records)
+    target = options.json
+    if target is None and not options.tiny and (folder := run.folder(meta)) is not None:
+        target = folder / "wide.json"
+    if target is not None:
+        results.write(target)
+    print(f"\n{tables.markdown(results)}\n{run.elapsed(begun)} in all.")
+    return code or int(any(_PROVIDERS["ours"].label in record["errors"] for record in records))
+
+
+def _run(
+    cases: Sequence[Case],
+    keys: Sequence[str],
+    device: torch.device,
+    options: argparse.Namespace,
+    records: list[run.Record],
+    begun: float,
+) -> None:
+    """Measure `cases` into `records` and `options.file` until the budget is spent."""
+    left = len(cases)
+    for (M, *_), sharing in groupby(cases, lambda case: (case.M, *case.weights)):
+        B, found = None, list[run.Record]()
+        for case in sharing:
+            if options.budget and time.monotonic() - begun > options.budget:
+                print(f"the budget is spent; {left} cases are left")
+                return
+            B = given.weights(case, device, per_group=True) if B is None else B
+            record = measure(case, B, keys, device)
+            records.append(record)
+            found.append(record)
+            with options.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            left -= 1
+            for label, error in record["errors"].items():
+                print(f"  {case.name}, M = {M}, {case.sizes}: {label}: {error}")
+        print(f"[{run.elapsed(begun)}] {case.name}, M = {M}: {_ratios(found)}", flush=True)
+
+
+def _ratios(records: Sequence[run.Record]) -> str:
+    """Ours over the best other for each routing."""
+    found = {record["sizes"]: tables.over_best(record) for record in records}
+    return ", ".join(f"{sizes} {'-' if ratio is None else f'{ratio:.2f}'}" for sizes, ratio in found.items())
+
+
+def _write(file: Path, values: Iterable[run.Record]) -> None:
+    """As lines of JSON, at once or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(file.name + ".part")
+    part.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    os.replace(part, file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
