@@ -63,7 +63,10 @@ def captured(call: Call, times: int = 1) -> Call:
     with torch.cuda.graph(graph):
         for _ in range(times):
             call()
-    replay: Call = graph.replay
+
+    def replay(kept: Call = call) -> None:  # with the memory that the graph reads
+        graph.replay()
+
     return replay
 
 

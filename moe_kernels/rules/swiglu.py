@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from moe_kernels.rules import (
-    PERSISTENT_FROM_ROWS,
     Addressing,
     addressing,
     basic_height,
@@ -53,6 +52,7 @@ class Choice:
     config: Config
 
 
+PERSISTENT_FROM_ROWS = 64  # the mean per expert; see benchmarks/notes.md
 # block_m: (block_i, block_k, num_warps, num_stages); with TMA and for 16-bit types
 _TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4)}
 _POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (32, 32, 4, 3)}
