@@ -24,7 +24,7 @@ _SMALLEST = 0x0D800000  # 2**-100
 
 
 def magnitude(x: torch.Tensor) -> torch.Tensor:
-    """|x| as float32, of which the bits, int32."""
+    """The bits of |x| in float32, as int32."""
     x = x.to(torch.float32)
     return hl.inline_triton(
         "{0}.to(tl.int32, bitcast=True) & 0x7fffffff", args=(x,), output_like=torch.zeros_like(x, dtype=torch.int32)
@@ -46,7 +46,7 @@ def _as_float(bits: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, largest: float, power_of_two: bool) -> torch.Tensor:
-    """The scale for an amax in bits; NaN unless that is finite."""
+    """The scale of a block, from the bits of its amax; NaN unless that is finite."""
     scale = _as_float(torch.clamp(amax, min=_SMALLEST)) * (1.0 / largest)
     bits = magnitude(scale)
     if power_of_two:
