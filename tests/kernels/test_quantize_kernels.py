@@ -138,7 +138,7 @@ def test_more_than_2_to_the_31_elements(format: str, device: str) -> None:
     R, K = 600_000, 4099
     x = torch.randn(100, K, device=device, dtype=torch.bfloat16).expand(R // 100, 100, K).reshape(R, K)
     made = quantize(x, format)
-    last = R // 128 * 128 - 128 * 100  # a whole number of periods of 100 rows, and of blocks, before the end
+    last = R // 128 * 128 - 128 * 100  # where a block begins, past 2^31 elements
     start = quantize(x[last:], format)
     assert torch.equal(made.data[last:].view(torch.uint8), start.data.view(torch.uint8))
     assert torch.equal(made.scales[last // 128 if format == "128x128" else last :], start.scales)
