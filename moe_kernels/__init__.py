@@ -19,8 +19,10 @@ from moe_kernels.packing import (
     pack_groups,
     unpack_groups,
 )
+from moe_kernels.quantize import dequantize, quantize
 from moe_kernels.routing import permute, route, topk_sigmoid, topk_softmax, unpermute
 from moe_kernels.routing_maps import Routing
+from moe_kernels.scaled import ScaledTensor
 from moe_kernels.schedule import varied_schedule
 
 __version__ = "0.1.0"
@@ -29,7 +31,9 @@ __all__ = [
     "LayerShape",
     "MoE",
     "Routing",
+    "ScaledTensor",
     "compile_ahead",
+    "dequantize",
     "group_offsets_from_offs",
     "group_offsets_from_sizes",
     "group_sizes",
@@ -43,6 +47,7 @@ __all__ = [
     "pack_groups",
     "permute",
     "plan_varied_grouped_gemm",
+    "quantize",
     "route",
     "swiglu_ffn",
     "topk_sigmoid",

@@ -15,9 +15,11 @@ from torch import Tensor
 from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
+from moe_kernels.scaled import FORMATS, FP8_DTYPES, ScaledTensor, scales_shape
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
+_FP8 = "float8_e4m3fn or float8_e5m2"
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _INTS = (int, torch.SymInt)
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -316,6 +318,57 @@ def _check_spec(spec: GLUSpec, two_weights: bool, up_bias: bool) -> None:
         raise ValueError("interleaved: expected False unless w_gate_up holds gate and up, got True")
     if up_bias and not two_weights:
         raise ValueError("up_bias: expected None without w_up, got a value")
+
+
+def check_quantize(x: Tensor, format: str, dtype: torch.dtype, *, reference: bool = False) -> None:
+    """Check the arguments of `quantize`.
+
+    Raises:
+        TypeError: `x` is no tensor, or it or `dtype` has a wrong dtype.
+        ValueError: `x` has a wrong rank; there is no such format.
+    """
+    _check_floats((("x", x),), reference)
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x: expected shape [R, K] or [G, R, K], got {list(x.shape)}")
+    _check_format("format", format)
+    if dtype not in FP8_DTYPES:
+        raise TypeError(f"dtype: expected {_FP8}, got {dtype}")
+
+
+def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
+    """Check the arguments of `dequantize`.
+
+    Raises:
+        TypeError: no `ScaledTensor`, or a wrong dtype.
+        ValueError: wrong rank, shape or device; there is no such format.
+    """
+    if not isinstance(scaled, ScaledTensor):
+        raise TypeError(f"scaled: expected a ScaledTensor, got {type(scaled).__name__}")
+    data, scales, format = scaled
+    _check_tensor("scaled.data", data)
+    _check_tensor("scaled.scales", scales)
+    if data.dtype not in FP8_DTYPES:
+        raise TypeError(f"scaled.data: expected {_FP8}, got {data.dtype}")
+    if scales.dtype != torch.float32:
+        raise TypeError(f"scaled.scales: expected float32, got {scales.dtype}")
+    if dtype not in _ALL_DTYPES:
+        raise TypeError(f"dtype: expected one of {', '.join(map(str, _ALL_DTYPES))}, got {dtype}")
+    _check_format("scaled.format", format)
+    if data.dim() < 2:
+        raise ValueError(f"scaled.data: expected shape [..., R, K], got {list(data.shape)}")
+    _check_same_device("scaled.scales", scales, "scaled.data", data)
+    shape = scales_shape(data.shape, format)
+    *groups, rows, parts = scales_shape(data.mT.shape, format)
+    if scales.shape not in (shape, (*groups, parts, rows)):
+        raise ValueError(
+            f"scaled.scales: expected shape {list(shape)} of {format!r} for data {list(data.shape)}, "
+            f"got {list(scales.shape)}"
+        )
+
+
+def _check_format(name: str, format: str) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, FORMATS))}, got {format!r}")
 
 
 def validate_ids(topk_ids: Tensor, num_experts: int) -> None:

@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import (
+    check_dequantize,
     check_grouped_gemm,
     check_grouped_gemm_wgrad,
     check_grouped_mm,
     check_permute,
+    check_quantize,
     check_route,
     check_swiglu_ffn,
     check_uniform,
@@ -32,6 +34,7 @@ from .checks import (
 from .glu import CLAMPED, GLUSpec
 from .packing import group_offsets_from_offs, group_sizes
 from .routing_maps import Routing
+from .scaled import BLOCK, ScaledTensor, scales_shape
 
 
 def grouped_gemm(
@@ -221,6 +224,52 @@ def varied_grouped_gemm(
     check_varied(group_A, group_B, out, reference=True)
     outs = [None] * len(group_A) if out is None else out
     return [torch.mm(a, b, out=o) for a, b, o in zip(group_A, group_B, outs, strict=True)]
+
+
+def quantize(
+    x: Tensor,  # [R, K] or [G, R, K]
+    format: str,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    power_of_two: bool = False,
+) -> ScaledTensor:
+    """Quantise to fp8 with a scale for each block; see `moe_kernels.quantize`. float64 is rounded to float32 first.
+
+    Raises:
+        TypeError, ValueError: see `checks.check_quantize`.
+    """
+    check_quantize(x, format, dtype, reference=True)
+    *groups, R, K = x.shape
+    *_, rows, parts = scales_shape(x.shape, format)
+    height = BLOCK if format == "128x128" else 1
+    width = max(K, 1) if format == "rowwise" else BLOCK
+    padded = F.pad(x.detach().float(), (0, parts * width - K, 0, rows * height - R))
+    blocks = padded.view(*groups, rows, height, parts, width)
+    amax = blocks.abs().amax((-3, -1), keepdim=True)
+    finite = amax < torch.inf
+    scale = amax.clamp(min=2.0**-100) * torch.tensor(1 / torch.finfo(dtype).max, device=x.device)
+    if power_of_two:
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    data = torch.where(finite, blocks * scale.reciprocal(), 0.0).to(dtype).view(padded.shape)
+    scales = torch.where(finite, scale, torch.nan).view(*groups, rows, parts)
+    if format == "1x128":
+        scales = scales.mT.clone(memory_format=torch.contiguous_format).mT
+    return ScaledTensor(data[..., :R, :K].clone(memory_format=torch.contiguous_format), scales, format)
+
+
+def dequantize(scaled: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`data * scale` in float32, rounded once to `dtype`; see `moe_kernels.dequantize`.
+
+    Raises:
+        TypeError, ValueError: see `checks.check_dequantize`.
+    """
+    check_dequantize(scaled, dtype)
+    data, scales, _ = scaled
+    for dim in (-2, -1):
+        n = data.shape[dim]
+        if scales.shape[dim] not in (1, n):
+            scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, 0, n)
+    return (data.float() * scales).to(dtype)
 
 
 def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,3 +46,12 @@ class ScaledTensor(NamedTuple):
     def device(self) -> torch.device:
         """That of the data."""
         return self.data.device
+
+
+def scales_shape(shape: Sequence[Any], format: str) -> tuple[Any, ...]:
+    """The shape of the scales for data of `shape`, whose extents may be symbols."""
+    *groups, R, K = shape
+    if format == "rowwise":
+        return (*groups, R, 1)
+    parts = (K + BLOCK - 1) // BLOCK
+    return (*groups, R if format == "1x128" else (R + BLOCK - 1) // BLOCK, parts)

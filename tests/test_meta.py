@@ -14,6 +14,7 @@ from moe_kernels import (
     MoE,
     Routing,
     checks,
+    dequantize,
     group_offsets_from_offs,
     group_offsets_from_sizes,
     group_sizes,
@@ -27,6 +28,7 @@ from moe_kernels import (
     pack_groups,
     permute,
     plan_varied_grouped_gemm,
+    quantize,
     route,
     swiglu_ffn,
     topk_sigmoid,
@@ -40,7 +42,7 @@ from moe_kernels import (
 G, K, N, M, T, TOP_K = 3, 4, 6, 7, 5, 2
 OFFSETS = torch.tensor([0, 2, 2, 6])
 IDS = torch.tensor([[0, 2], [1, 1], [2, 0], [0, 1], [2, 2]])
-NO_TENSORS = {"LayerShape", "MoE", "Routing", "compile_ahead", "unpack_groups", "varied_schedule"}
+NO_TENSORS = {"LayerShape", "MoE", "Routing", "ScaledTensor", "compile_ahead", "unpack_groups", "varied_schedule"}
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -89,6 +91,9 @@ def cases() -> dict[str, Case]:
             lambda x, b: topk_sigmoid(x, TOP_K, renormalize=True, bias=b, num_groups=4, top_groups=2),
             (randn(T, 8), randn(8)),
         ),
+        "quantize": (lambda x: quantize(x, "1x128")[:2], (randn(M, 130),)),
+        "quantize, weights": (lambda x: quantize(x.mT, "128x128", dtype=torch.float8_e5m2)[:2], (randn(G, 130, 3),)),
+        "dequantize": (lambda x: dequantize(quantize(x, "rowwise"), torch.float16), (randn(M, K),)),
         "swiglu_ffn": (swiglu_ffn, (A, w_gate_up, OFFSETS)),
         "swiglu_ffn, two weights": (
             lambda a, w, o, up, b: swiglu_ffn(a, w, o, w_up=up, gate_up_bias=b, up_bias=b, activation="gelu"),

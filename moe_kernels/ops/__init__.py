@@ -13,6 +13,7 @@ Every operator is functional, and every gradient is made of the same operators, 
     activate(p)          act = f(gate) * up                   dp = activate_backward(p, d)
     swiglu_ffn(rows)     act = activate(rows @ w_in)          of the above
     moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   of the above
+    quantize(x)          data, scales in fp8                  none
 
 `moe_mlp_of_one_token` is the same for one token, by two kernels of its own, without a gradient. The second order of
 `activate` goes through plain PyTorch. The functions of these names here are what the rest of the package calls. In
@@ -24,6 +25,7 @@ from moe_kernels.ops.batched import uniform_grouped_gemm, varied_grouped_gemm
 from moe_kernels.ops.layer import activate, activate_backward, moe_mlp, moe_mlp_of_one_token, swiglu_ffn
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
+from moe_kernels.ops.quantize import quantize
 
 __all__ = [
     "activate",
@@ -34,6 +36,7 @@ __all__ = [
     "grouped_gemm_wgrad",
     "moe_mlp",
     "moe_mlp_of_one_token",
+    "quantize",
     "route",
     "scatter_rows",
     "swiglu_ffn",

@@ -15,6 +15,14 @@ from triton.runtime import interpreter
 from moe_kernels.runtime.attributes import one_at_a_time, replaced
 from moe_kernels.runtime.plan import Constant, Launch, Pointer
 
+# Of floats and, where they are not the same, of the arrays that hold their bits.
+_FP8 = {tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8), tl.float8e5: (torch.float8_e5m2, torch.uint8)}
+_FLOATS = _FP8 | {
+    tl.bfloat16: (torch.bfloat16, torch.uint16),
+    tl.float16: (torch.float16, torch.float16),
+    tl.float32: (torch.float32, torch.float32),
+}
+
 
 class InterpretedWay:
     """`function[grid](*arguments)`, where pointers are tensors.
@@ -60,8 +68,8 @@ def _lean() -> Iterator[None]:
     """Triton's interpreter for one launch, without what takes most of its time: it would replace the functions of its
     language again at every call of a device function, and look for overflows that it reports in debug mode only. And
     with exact bfloat16 in products and casts from and to float32: it would multiply raw bits, and truncate where it
-    should round. It still adds raw bits, so kernels compute in float32. Masks may be integers, which
-    Triton 3.9 refuses.
+    should round. It still adds raw bits, so kernels compute in float32. Casts from and to fp8 are exact, too, and
+    saturate as a GPU's do. Masks may be integers, which Triton 3.9 refuses.
     """
     replace, done = interpreter._patch_lang, set()
     builder = interpreter.interpreter_builder
@@ -74,6 +82,7 @@ def _lean() -> Iterator[None]:
         return replace(fn)
 
     dot, cast = builder.create_dot, builder.cast_impl
+    fp_to_fp = builder.create_fp_to_fp
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def exact_dot(a: Any, b: Any, *rest: Any) -> Any:
@@ -88,6 +97,16 @@ def _lean() -> Iterator[None]:
             return interpreter.TensorHandle(rounded, tl.bfloat16)
         return cast(src, dst_type)
 
+    def cast_fp8_exactly(src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        scalars = src.dtype.scalar, dst_type.scalar
+        if not any(x in _FP8 for x in scalars) or not all(x in _FLOATS for x in scalars):
+            return fp_to_fp(src, dst_type, rounding_mode)
+        (source, _), (dtype, bits) = (_FLOATS[x] for x in scalars)
+        value = torch.from_numpy(np.array(src.data)).view(source).float()
+        if scalars[1] in _FP8:
+            value = value.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+        return interpreter.TensorHandle(value.to(dtype).view(bits).numpy(), scalars[1])
+
     def truth(mask: Any) -> Any:
         return interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
 
@@ -97,7 +116,7 @@ def _lean() -> Iterator[None]:
     def masked_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         return store(ptrs, value, truth(mask), *rest)
 
-    builders = dict(create_dot=exact_dot, cast_impl=cast_exactly, options=options)
+    builders = dict(create_dot=exact_dot, cast_impl=cast_exactly, create_fp_to_fp=cast_fp8_exactly, options=options)
     masks = dict(create_masked_load=masked_load, create_masked_store=masked_store)
     with replaced(builder, **builders, **masks), replaced(interpreter, _patch_lang=replace_once):
         yield

@@ -1,0 +1,188 @@
+"""Quantising to fp8, in blocks with a scale each. `reference.quantize` is the definition, which holds bit for bit.
+
+    amax = max |x|    scale = max(amax, 2**-100) / largest, perhaps up to a power of two    data = fp8(x * (1 / scale))
+
+The maximum is one of integers: as such the bits of magnitudes are in order, infinity and NaN above all numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helion.language as hl
+import torch
+
+from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.inline import decode_odd
+from moe_kernels.rules import quantize as rules
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, needs_int64
+from moe_kernels.scaled import BLOCK, scales_shape
+
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000
+_SMALLEST = 0x0D800000  # 2**-100
+
+
+def magnitude(x: torch.Tensor) -> torch.Tensor:
+    """The bits of |x| in float32, as int32."""
+    x = x.to(torch.float32)
+    return hl.inline_triton(
+        "{0}.to(tl.int32, bitcast=True) & 0x7fffffff", args=(x,), output_like=torch.zeros_like(x, dtype=torch.int32)
+    )
+
+
+def largest_of_rows(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The largest magnitudes, in bits, of rows masked with zeros; `like` [rows] int32."""
+    return hl.inline_triton("tl.max({0}, 1)", args=(magnitude(tile),), output_like=like)
+
+
+def _largest(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return hl.inline_triton("tl.max({0})", args=(magnitude(tile),), output_like=like)
+
+
+def _as_float(bits: torch.Tensor) -> torch.Tensor:
+    like = torch.zeros_like(bits, dtype=torch.float32)
+    return hl.inline_triton("{0}.to(tl.float32, bitcast=True)", args=(bits,), output_like=like)
+
+
+def scale_of(amax: torch.Tensor, largest: float, power_of_two: bool) -> torch.Tensor:
+    """The scale of a block, from the bits of its amax; NaN unless that is finite."""
+    scale = _as_float(torch.clamp(amax, min=_SMALLEST)) * (1.0 / largest)
+    bits = magnitude(scale)
+    if power_of_two:
+        bits = (bits + 0x7FFFFF) & _INFINITY
+    return _as_float(torch.where(amax < _INFINITY, bits, _NAN))
+
+
+def inverse(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale to the nearest, which Triton's `/` is not on GPUs."""
+    return hl.inline_triton("tl.math.div_rn(1.0, {0})", args=(scale,), output_like=scale)
+
+
+def scaled(x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """x * inverse; zeros where that is NaN, as it is for whole blocks."""
+    return torch.where(inverse == inverse, x.to(torch.float32) * inverse, 0.0)
+
+
+def _rows(programs: int, odd_R: int | None, zero: torch.Tensor) -> int | torch.Tensor:
+    if odd_R is None:
+        return programs
+    return decode_odd(odd_R, zero)
+
+
+@kernel(lambda data, scales, x, *_: rules.one_pass(x.size(2), False))
+def quantize_parts(
+    data: torch.Tensor,  # [G, R, K], written
+    scales: torch.Tensor,  # [G * parts * R], written
+    x: torch.Tensor,  # [G, R, K]
+    programs: int,  # R, or at least R where that changes; then odd
+    odd_R: int | None,  # 2 * R + 1 where it changes
+    of_group: int,  # scales
+    largest: hl.constexpr,
+    power_of_two: hl.constexpr,
+) -> torch.Tensor:
+    """A scale for a row's part in a tile."""
+    G, _, K = data.shape
+    for tile_k, tile_r, tile_g in hl.tile([K, programs, G], block_size=[None, None, 1]):
+        zero = hl.zeros([], dtype=torch.int32)
+        R, g = _rows(programs, odd_R, zero), tile_g.id + zero
+        rows = tile_r.index
+        tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
+        amax = largest_of_rows(tile, hl.zeros([tile_r], dtype=torch.int32))
+        scale = scale_of(amax, largest, power_of_two)
+        y = scaled(tile, inverse(scale)[:, None])
+        hl.store(data, [g, tile_r, tile_k], y.to(data.dtype), extra_mask=(rows < R)[:, None])
+        hl.store(scales, [g * of_group + tile_k.id * R + rows], scale, extra_mask=rows < R)
+    return data
+
+
+@kernel(lambda data, scales, x, *_: rules.two_passes(False))
+def quantize_rows(
+    data: torch.Tensor,  # [G, R, K], written
+    scales: torch.Tensor,  # [G * R], written
+    x: torch.Tensor,  # [G, R, K]
+    programs: int,  # R, or at least R where that changes; then odd
+    odd_R: int | None,  # 2 * R + 1 where it changes
+    of_group: int,  # scales
+    largest: hl.constexpr,
+    power_of_two: hl.constexpr,
+) -> torch.Tensor:
+    """A scale for a row that no tile holds: it is read twice."""
+    G, _, K = data.shape
+    for tile_r, tile_g in hl.tile([programs, G], block_size=[None, 1]):
+        zero = hl.zeros([], dtype=torch.int32)
+        R, g = _rows(programs, odd_R, zero), tile_g.id + zero
+        rows = tile_r.index
+        amax = hl.zeros([tile_r], dtype=torch.int32)
+        for tile_k in hl.tile(K):
+            tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
+            amax = torch.maximum(amax, largest_of_rows(tile, amax))
+        scale = scale_of(amax, largest, power_of_two)
+        hl.store(scales, [g * of_group + rows], scale, extra_mask=rows < R)
+        factor = inverse(scale)
+        for tile_k in hl.tile(K):
+            tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
+            y = scaled(tile, factor[:, None])
+            hl.store(data, [g, tile_r, tile_k], y.to(data.dtype), extra_mask=(rows < R)[:, None])
+    return data
+
+
+@kernel(lambda *_: rules.square())
+def quantize_squares(
+    data: torch.Tensor,  # [G, R, K], written
+    scales: torch.Tensor,  # [G * ceil(R / 128) * parts], written
+    x: torch.Tensor,  # [G, R, K]
+    programs: int,  # R, or at least R where that changes; then odd
+    odd_R: int | None,  # 2 * R + 1 where it changes
+    of_group: int,  # scales
+    parts: int,  # ceil(K / 128)
+    largest: hl.constexpr,
+    power_of_two: hl.constexpr,
+) -> torch.Tensor:
+    """A scale for a tile."""
+    G, _, K = data.shape
+    for tile_k, tile_r, tile_g in hl.tile([K, programs, G], block_size=[None, None, 1]):
+        zero = hl.zeros([], dtype=torch.int32)
+        R, g = _rows(programs, odd_R, zero), tile_g.id + zero
+        rows = tile_r.index
+        tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
+        scale = scale_of(_largest(tile, zero), largest, power_of_two)
+        y = scaled(tile, inverse(scale))
+        hl.store(data, [g, tile_r, tile_k], y.to(data.dtype), extra_mask=(rows < R)[:, None])
+        hl.store(scales, [g * of_group + tile_r.id * parts + tile_k.id], scale)
+    return data
+
+
+def plan_quantize(
+    builder: Builder, tensors: tuple[SymbolicTensor, ...], options: tuple[str, torch.dtype, bool]
+) -> tuple[SymbolicTensor, SymbolicTensor]:
+    """Plan data and scales of x `[R, K]` or `[G, R, K]`, of which nothing is 0; "1x128" scales as `[ceil(K / 128) * R]`
+    or `[G * ceil(K / 128) * R]`.
+    """
+    (x,), (format, dtype, power_of_two) = tensors, options
+    R, K = x.shape[-2:]
+    *groups, blocks, parts = scales_shape(x.shape, format)
+    shape = (*groups, blocks, parts)
+    if format == "1x128":
+        shape = (R * (parts * (groups[0] if groups else 1)),)
+    data, scales = builder.alloc(x.shape, dtype), builder.alloc(shape, torch.float32)
+    written, read = (tensor if groups else _as_group(tensor) for tensor in (data, x))
+    fixed = type(R) is int
+    counts: tuple[Any, ...] = (R, None, blocks * parts) if fixed else (R | 1, R * 2 + 1, 0)
+    transposed = lies_transposed(x)
+    if format == "128x128":
+        kernel, counts, config = quantize_squares, (*counts, parts), rules.square()
+    elif format == "1x128":
+        kernel, config = quantize_parts, rules.one_pass(BLOCK, transposed)
+    elif transposed or K > rules.AT_ONCE:
+        kernel, config = quantize_rows, rules.two_passes(transposed)
+    else:
+        kernel, config = quantize_parts, rules.one_pass(K, False)
+    arguments = (written, scales.flatten(), read, *counts, torch.finfo(dtype).max, power_of_two)
+    builder.launch(kernel, arguments, config, int64_index=needs_int64(written, read))
+    return data, scales
+
+
+def _as_group(rows: SymbolicTensor) -> SymbolicTensor:
+    """`[1, R, K]`. The stride of 0 is, for Triton, a multiple of 16 bytes."""
+    return rows.as_strided((1, *rows.shape), (0, *rows.strides), 0)

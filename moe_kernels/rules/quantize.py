@@ -1,0 +1,32 @@
+"""Configs of the kernels that quantise: 32 elements to a thread, which read 64 bytes or more ahead of their use."""
+
+from __future__ import annotations
+
+from moe_kernels.rules.config import Config
+from moe_kernels.scaled import BLOCK
+
+AT_ONCE = 8192  # elements of a row that a program holds
+_OF_A_PROGRAM = 4096
+_OF_A_THREAD = 32
+
+
+def _config(rows: int, columns: int) -> Config:
+    return Config(block_sizes=[columns, rows], num_warps=max(1, rows * columns // (32 * _OF_A_THREAD)))
+
+
+def one_pass(width: int, transposed: bool) -> Config:
+    """For tiles of this width, in which a row's part has a scale."""
+    columns = max(16, 1 << (width - 1).bit_length())
+    # Where rows lie next to each other in memory, 64 of them are a line of it.
+    return _config(max(64 if transposed else 1, _OF_A_PROGRAM // columns), columns)
+
+
+def two_passes(transposed: bool) -> Config:
+    """For rows that are read twice: one by one, or several where they lie next to each other in memory."""
+    rows, columns = (64, 64) if transposed else (1, _OF_A_PROGRAM)
+    return Config(block_sizes=[rows, columns, columns], num_warps=rows * columns // (32 * _OF_A_THREAD))
+
+
+def square() -> Config:
+    """For blocks of 128 x 128."""
+    return Config(block_sizes=[BLOCK, BLOCK], num_warps=8)

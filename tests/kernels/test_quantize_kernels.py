@@ -1,0 +1,159 @@
+"""Quantising, bit for bit as its twin does: sizes, strides, and values at the ends of what floats hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_kernels import ScaledTensor, quantize, reference
+from moe_kernels.rules import quantize as rules
+from moe_kernels.scaled import FORMATS, FP8_DTYPES
+
+E4M3, E5M2 = FP8_DTYPES
+NAN, INF = float("nan"), float("inf")
+
+
+def assert_as_twin(x: Tensor, format: str, **options: Any) -> ScaledTensor:
+    made, right = quantize(x, format, **options), reference.quantize(x, format, **options)
+    for name, width in (("data", torch.uint8), ("scales", torch.int32)):
+        a, b = getattr(made, name), getattr(right, name)
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()), name
+        wrong = a.contiguous().view(width) != b.contiguous().view(width)
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} differ, first {wrong.nonzero()[0]}"
+    return made
+
+
+def spread(R: int, K: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Random, in each row and column of another magnitude."""
+    powers = torch.randint(-6, 6, (R, 1)) + torch.randint(-3, 3, (1, K))
+    return (torch.randn(R, K) * 2.0**powers).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float16, {"dtype": E5M2}),
+        (torch.float32, {"power_of_two": True}),
+        (torch.bfloat16, {"dtype": E5M2, "power_of_two": True}),
+    ],
+    ids=str,
+)
+def test_as_the_twin(format: str, dtype: torch.dtype, options: dict[str, Any], device: str) -> None:
+    made = assert_as_twin(spread(129, 300, dtype, device), format, **options)
+    assert (made.data.view(torch.uint8) & 0x7F != 0).float().mean() > 0.5
+
+
+SPECIAL = {
+    "zeros": [0.0],
+    "negative zeros": [-0.0, 0.0],
+    "subnormals": [1e-40, -3e-39, 1e-45],
+    "tiny": [1e-38, 2e-39, -1e-38],
+    "below the smallest scale": [2.0**-100, 2.0**-101, -(2.0**-99)],
+    "largest of bfloat16": [3.38e38, -1e38, 1.0],
+    "largest of float32": [3.4028234663852886e38, -1.7e38],
+    "largest of fp8": [448.0, -448.0, 17.0, 0.001],
+    "halfway": [448.0, 9.5, 10.5, 11.5, 0.0009765625, 0.0029296875, 0.0048828125],
+    "NaN": [1.0, NAN, 2.0],
+    "infinity": [1.0, INF],
+    "minus infinity": [-INF, 0.0],
+    "all": [NAN, INF, -INF, 0.0],
+    "one": [1.0],
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_special_values(format: str, dtype: torch.dtype, device: str) -> None:
+    """In a row each, and for squares in a group each; in "1x128" the second part of a row is ordinary."""
+    rows = []
+    for values in SPECIAL.values():
+        row = torch.tensor(values).repeat(-(-129 // len(values)))[:129]
+        if format == "1x128":
+            row = torch.cat([row[:128], torch.randn(72)])
+        rows.append(row)
+    x = torch.stack(rows).to(dtype).to(device)
+    if format == "128x128":
+        x = torch.stack([row.expand(3, -1) for row in x])
+    ends = ~x.cpu().isfinite().flatten(1).all(1)
+    for options in ({}, {"dtype": E5M2, "power_of_two": True}):
+        made = assert_as_twin(x, format, **options)
+        first = made.scales[..., 0].cpu().flatten()
+        assert torch.equal(first.isnan(), ends)
+        if format == "1x128":
+            assert made.scales[:, 1].isfinite().all()
+        data = made.data.float().cpu().flatten(1)[:, :128]
+        assert not data.isnan().any()
+        assert not data[ends].any()
+        ordinary = [list(SPECIAL).index(name) for name in ("halfway", "one", "largest of bfloat16")]
+        assert data[ordinary].any(1).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_sizes(format: str, device: str) -> None:
+    for R, K in [(0, 16), (1, 1), (17, 1), (1, 16), (129, 16), (17, 127), (1, 128), (17, 128), (129, 129), (3, 2880)]:
+        assert_as_twin(spread(R, K, torch.bfloat16, device), format)
+    for shape in [(0, 3, 130), (3, 0, 130), (3, 5, 0)]:
+        assert_as_twin(torch.zeros(shape, device=device), format)
+    assert_as_twin(torch.zeros(5, 0, device=device), format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_and_strides(format: str, device: str) -> None:
+    weights = spread(3 * 130, 200, torch.bfloat16, device).view(3, 130, 200)
+    assert_as_twin(weights, format)
+    made = assert_as_twin(weights.mT, format).mT
+    assert made.shape == weights.shape
+    assert_as_twin(weights[1].t(), format)
+    assert_as_twin(weights[1, ::2, 1:131], format)
+    assert_as_twin(weights[:, 1, ::3], format)
+    assert_as_twin(weights[0, :1].expand(5, 200), format)
+    assert_as_twin(weights[1:2, :, :130].transpose(0, 1), format)
+
+
+def test_rows_that_no_tile_holds(device: str) -> None:
+    x = spread(6, rules.AT_ONCE + 8, torch.bfloat16, device)
+    x[3, -1], x[4, 0], x[5] = NAN, INF, 0.0
+    assert_as_twin(x, "rowwise")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("R", "K"), [(5000, 7168), (70_000, 2880), (300, 20_000)])
+def test_sizes_of_models(format: str, R: int, K: int, device: str) -> None:
+    x = torch.randn(R, K, device=device, dtype=torch.bfloat16)
+    x[R // 2, K // 2] = NAN
+    made = assert_as_twin(x, format)
+    again = quantize(x, format)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(made[:2], again[:2], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_more_than_2_to_the_31_elements(format: str, device: str) -> None:
+    R, K = 600_000, 4099
+    x = torch.randn(100, K, device=device, dtype=torch.bfloat16).expand(R // 100, 100, K).reshape(R, K)
+    made = quantize(x, format)
+    last = R // 128 * 128 - 128 * 100  # where a block begins, past 2^31 elements
+    start = quantize(x[last:], format)
+    assert torch.equal(made.data[last:].view(torch.uint8), start.data.view(torch.uint8))
+    assert torch.equal(made.scales[last // 128 if format == "128x128" else last :], start.scales)
+
+
+@pytest.mark.gpu
+def test_graph_replay(device: str) -> None:
+    x = spread(40, 300, torch.bfloat16, device)
+    for format in FORMATS:
+        quantize(x, format)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = quantize(x, format)
+        x.copy_(spread(40, 300, torch.bfloat16, device))
+        graph.replay()
+        right = reference.quantize(x, format)
+        assert torch.equal(made.data.view(torch.uint8), right.data.view(torch.uint8))
+        assert torch.equal(made.scales, right.scales)

@@ -1,0 +1,67 @@
+"""What the compiler makes of the kernels that quantise: loads and stores of 16 bytes, no spills, few registers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sm90 import empty, lowered, requests
+
+from moe_kernels.ops.quantize import QUANTIZE, QUANTIZE_WEIGHTS
+from moe_kernels.runtime.signature import Operator
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+F32 = torch.float32
+
+
+def report_of(operator: Operator, x: torch.Tensor, format: str, dtype: torch.dtype = E4M3) -> dict[str, Any]:
+    (request,) = requests(operator, (x,), (format, dtype, False))
+    report = lowered(request)
+    assert report["stack"] == 0
+    assert "div.rn.f32" in report["ptx"]
+    assert f"cvt.rn.satfinite.{ {E4M3: 'e4m3x2', E5M2: 'e5m2x2'}[dtype] }.f32" in report["ptx"]
+    assert not re.search(r"mul\.[\w.]*ftz|div\.full", report["ptx"])  # exact, and not without subnormals
+    return report
+
+
+def narrow_accesses(report: dict[str, Any]) -> list[str]:
+    found = re.findall(r"(?:ld|st)\.global[\w.:]*", report["ptx"])
+    return [access for access in found if ".v4" not in access]
+
+
+@pytest.mark.parametrize(
+    ("operator", "x", "format", "kernel"),
+    [
+        (QUANTIZE, empty(65536, 2880), "rowwise", "quantize_parts"),
+        (QUANTIZE, empty(65536, 7168), "rowwise", "quantize_parts"),
+        (QUANTIZE, empty(65536, 2048, dtype=F32), "rowwise", "quantize_parts"),
+        (QUANTIZE, empty(65536, 14336), "rowwise", "quantize_rows"),
+        (QUANTIZE, empty(65536, 7168), "1x128", "quantize_parts"),
+        (QUANTIZE, empty(600_000, 4096), "1x128", "quantize_parts"),  # more than 2^31 elements
+        (QUANTIZE_WEIGHTS, empty(128, 1536, 2048), "128x128", "quantize_squares"),
+        (QUANTIZE_WEIGHTS, empty(128, 2048, 1536).mT, "128x128", "quantize_squares"),
+        (QUANTIZE_WEIGHTS, empty(128, 1536, 2048), "rowwise", "quantize_parts"),
+        (QUANTIZE_WEIGHTS, empty(128, 2048, 1536).mT, "rowwise", "quantize_rows"),
+        (QUANTIZE_WEIGHTS, empty(2048, 1536).mT, "1x128", "quantize_parts"),
+    ],
+)
+def test_wide_accesses(operator: Operator, x: torch.Tensor, format: str, kernel: str) -> None:
+    """All but the stores of scales."""
+    report = report_of(operator, x, format)
+    assert report["name"] == kernel
+    narrow = narrow_accesses(report)
+    assert all(access.startswith("st.global") and access.endswith("b32") for access in narrow), narrow
+    assert len(narrow) <= 2
+    assert report["regs"] <= 128
+
+
+@pytest.mark.parametrize("format", ["rowwise", "1x128", "128x128"])
+@pytest.mark.parametrize("x", [empty(4096, 97), empty(600_000, 4099)], ids=["narrow", "int64"])
+def test_any_width(x: torch.Tensor, format: str) -> None:
+    assert report_of(QUANTIZE, x, format, E5M2)["regs"] <= 255
