@@ -1,0 +1,238 @@
+"""fp8 beside bfloat16: grouped products, quantisation, and the forward pass of layers.
+
+    python -m benchmarks.fp8 [--rounds N] [--jobs N] [--tiny] [--json FILE]
+
+Operands of products are quantised beforehand; layers quantise their activations inside. The providers of a case take
+turns with a cold L2 cache, as CUDA-graph replays. The result of each product is compared with the product of the
+dequantised operands first. `torch._scaled_grouped_mm` has scales per row.
+
+On a GPU this writes benchmarks/results/<gpu>/fp8.json. --tiny shows on a CPU that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import inputs as given
+from benchmarks import run
+from benchmarks.suites import Case
+from benchmarks.suites import layer as layer_case
+from benchmarks.wide import largest_error
+from moe_kernels import dequantize, grouped_gemm, moe_mlp, quantize
+from moe_kernels.models import positive
+from moe_kernels.scaled import ScaledTensor
+from moe_kernels.testing import make_experts, make_tokens
+from moe_kernels.timing import Call, captured, interleaved
+
+PRODUCTS = (
+    Case("dsv3_ep_up", 8, 16384, 4096, 7168),
+    Case("dsv3_ep_down", 8, 16384, 7168, 2048),
+    Case("qwen3_up", 128, 65536, 1536, 2048),
+    Case("qwen3_down", 128, 65536, 2048, 768),
+    Case("qwen3_up_zipf", 128, 65536, 1536, 2048, "zipf"),
+    Case("mixtral_up", 8, 8192, 28672, 4096),
+    Case("mixtral_down", 8, 8192, 4096, 14336),
+    Case("olmoe_up", 64, 32768, 2048, 2048),
+    Case("gptoss_up", 32, 16384, 5760, 2880),
+    Case("decode_qwen3", 128, 512, 1536, 2048),
+    Case("decode_dsv3", 32, 64, 4096, 7168),
+)
+LAYERS = tuple(
+    layer_case(name, T, *sizes)
+    for name, sizes, tokens in (
+        ("qwen3_30b", (2048, 768, 128, 8), (8192, 64, 16, 1)),
+        ("mixtral", (4096, 14336, 8, 2), (4096,)),
+        ("dsv3_ep", (7168, 2048, 32, 8), (4096,)),
+        ("olmoe", (2048, 1024, 64, 8), (4096,)),
+    )
+    for T in tokens
+)
+TINY_PRODUCTS = (Case("tiny", 3, 40, 48, 160),)
+TINY_LAYERS = (layer_case("tiny", 5, 32, 16, 4, 2),)
+BASELINE = "torch._grouped_mm, bfloat16"
+LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm; tensor cores add up fp8 in fewer bits than float32 has
+
+
+def product_calls(case: Case, device: torch.device) -> tuple[dict[str, Call], dict[str, Tensor], dict[str, int]]:
+    """The calls of a case, what products among them should give, and the bytes that quantisations move."""
+    W = given.weights(Case(**{**vars(case), "layout": "gnk"}), device, per_group=True).mT  # [G, N, K]
+    inputs = given.packed(case, W.mT, device)
+    A, offsets, offs = inputs.A, inputs.group_offsets, inputs.offs
+    rows, rows_W = quantize(A, "rowwise"), quantize(W, "rowwise")
+    blocks, blocks_W = quantize(A, "1x128"), quantize(W, "128x128")
+    calls: dict[str, Call] = {}
+    if device.type == "cuda":
+        scales = rows.scales.flatten(), rows_W.scales.flatten(1)
+        calls[BASELINE] = lambda: torch._grouped_mm(A, W.mT, offs)
+        for label, fast in (("fast accumulation", True), ("exact", False)):
+            calls[f"torch._scaled_grouped_mm, {label}"] = lambda fast=fast: torch._scaled_grouped_mm(
+                rows.data, rows_W.data.mT, *scales, offs, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )
+    calls["grouped_gemm, bfloat16"] = lambda: grouped_gemm(A, W.mT, offsets)
+    calls["grouped_gemm, rowwise, fast_accumulation"] = lambda: grouped_gemm(
+        rows, rows_W.mT, offsets, fast_accumulation=True
+    )
+    calls["grouped_gemm, rowwise"] = lambda: grouped_gemm(rows, rows_W.mT, offsets)
+    calls["grouped_gemm, 1x128 by 128x128"] = lambda: grouped_gemm(blocks, blocks_W.mT, offsets)
+    calls["quantize, rowwise"] = lambda: quantize(A, "rowwise")
+    calls["quantize, 1x128"] = lambda: quantize(A, "1x128")
+    expected = {"bfloat16": _product(A, W, inputs.sizes)}
+    for name, a, w in (("rowwise", rows, rows_W), ("128x128", blocks, blocks_W)):
+        expected[name] = _product(dequantize(a), w, inputs.sizes)
+    moved = {name: A.numel() * 3 + 4 * scaled.scales.numel() for name, scaled in (("rowwise", rows), ("1x128", blocks))}
+    return calls, expected, moved
+
+
+def _product(A: Tensor, W: Tensor | ScaledTensor, sizes: Sequence[int]) -> Tensor:
+    """In float32, one group after the other."""
+    out, at = A.new_empty(len(A), W.shape[1], dtype=torch.float32), 0
+    for g, size in enumerate(sizes):
+        w = W[g] if isinstance(W, Tensor) else dequantize(ScaledTensor(W.data[g], W.scales[g], W.format))
+        torch.mm(A[at : at + size].float(), w.float().T, out=out[at : at + size])
+        at += size
+    return out
+
+
+def layer_calls(case: Case, device: torch.device) -> dict[str, Call]:
+    """The forward pass of a layer, with weights in bfloat16 and in fp8."""
+    T, H = case.M // case.top_k, case.K
+    hidden, ids, topk_weights = make_tokens(T, H, case.G, case.top_k, dtype=torch.bfloat16, device=device)
+    weights = make_experts(case.G, H, case.N, dtype=torch.bfloat16, device=device)
+    calls: dict[str, Call] = {"moe_mlp, bfloat16": lambda: moe_mlp(hidden, ids, topk_weights, *weights)}
+    for format in ("rowwise", "128x128"):
+        scaled: Any = [quantize(w, format) for w in weights]
+        calls[f"moe_mlp, {format}"] = lambda scaled=scaled: moe_mlp(hidden, ids, topk_weights, *scaled)
+    return calls
+
+
+def prepared(call: Call, device: torch.device) -> Call:
+    """What is timed: on a GPU the replay of a graph."""
+    call()
+    return call if device.type == "cpu" else captured(call)
+
+
+@torch.no_grad()
+def measure_product(case: Case, rounds: int, device: torch.device) -> run.Record:
+    calls, expected, moved = product_calls(case, device)
+    timed, errors = dict[str, Call](), dict[str, str]()
+    for label, call in calls.items():
+        try:
+            out = call()
+            if isinstance(out, Tensor):
+                name = "128x128" if "128x128" in label else "bfloat16" if "bfloat16" in label else "rowwise"
+                error = largest_error(out, expected[name])
+                if not error < LARGEST_ERROR:
+                    raise AssertionError(f"wrong: relative error {error:.1e} of a row")
+            del out
+            timed[label] = prepared(call, device)
+        except Exception as error:
+            errors[label] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    us = interleaved(timed, rounds, device)
+    rates = {name: round(bytes_moved / us[f"quantize, {name}"] / 1e3, 1) for name, bytes_moved in moved.items()}
+    return _record(case, "product", us, errors) | {"quantize_gbps": rates}
+
+
+@torch.no_grad()
+def measure_layer(case: Case, rounds: int, device: torch.device) -> run.Record:
+    us = interleaved({name: prepared(call, device) for name, call in layer_calls(case, device).items()}, rounds, device)
+    return _record(case, "layer", us, {})
+
+
+def _record(case: Case, kind: str, us: dict[str, float], errors: dict[str, str]) -> run.Record:
+    numbers = {name: getattr(case, name) for name in ("G", "M", "N", "K", "sizes")}
+    times = {label: round(value, 2) for label, value in us.items()}
+    return {"suite": "fp8", "part": kind, "case": case.name, **numbers, "us": times, "errors": errors}
+
+
+@torch.no_grad()
+def compile_one(kind: str, case: Case) -> None:
+    """Call everything once, which leaves its binaries in the caches on disk."""
+    device = torch.device("cuda")
+    made = product_calls(case, device)[0] if kind == "product" else layer_calls(case, device)
+    for call in made.values():
+        with suppress(Exception):
+            call()
+    torch.cuda.synchronize()
+
+
+def speedups(record: run.Record) -> str:
+    """Each provider's speedup over the first one."""
+    first, *others = record["us"].items()
+    cells = [f"{label} {first[1] / us:.2f}" for label, us in others if not label.startswith("quantize")]
+    return f"{record['case']}: {first[0]} {first[1]:.1f} us; " + ", ".join(cells)
+
+
+def markdown(records: Sequence[run.Record]) -> str:
+    """A table of the products: speedups over bfloat16 `torch._grouped_mm`, and the mean without decoding."""
+    products = [record for record in records if record["part"] == "product" and BASELINE in record["us"]]
+    labels = list(dict.fromkeys(label for r in products for label in r["us"] if not label.startswith("quantize")))[1:]
+    lines = [f"| case | {' | '.join(labels)} |", "|---" * (1 + len(labels)) + "|"]
+    gains: dict[str, list[float]] = {label: [] for label in labels}
+    for record in products:
+        us = record["us"]
+        found = {label: us[BASELINE] / us[label] if label in us else math.nan for label in labels}
+        lines.append(f"| {record['case']} | {' | '.join(f'{found[label]:.2f}' for label in labels)} |")
+        if not record["case"].startswith("decode"):
+            for label in labels:
+                gains[label].append(found[label])
+    means = [f"{math.exp(sum(map(math.log, g)) / len(g)):.2f}" if g else "-" for g in gains.values()]
+    return "\n".join([*lines, f"| geometric mean without decoding | {' | '.join(means)} |"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=positive, default=21)
+    parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
+    parser.add_argument("--tiny", action="store_true", help="small cases, also on a CPU")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/fp8.json, on a GPU")
+    options = parser.parse_args(argv)
+    if not (options.tiny or torch.cuda.is_available()):
+        parser.error("needs a CUDA GPU; --tiny runs without")
+    begun = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    command = shlex.join(["python", "-m", "benchmarks.fp8", *(sys.argv[1:] if argv is None else argv)])
+    meta = run.meta(device, command)
+    products, layers = (TINY_PRODUCTS, TINY_LAYERS) if options.tiny else (PRODUCTS, LAYERS)
+    if options.jobs and device.type == "cuda":
+        jobs = [*(("product", case) for case in products), *(("layer", case) for case in layers)]
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            for done in [pool.submit(compile_one, *job) for job in jobs]:
+                done.exception()
+        print(f"compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
+    results = run.Results(meta)
+    file, folder = options.json, run.folder(meta)
+    if file is None and folder and not options.tiny:
+        file = folder / "fp8.json"
+    measures: list[tuple[Callable[..., run.Record], Case]] = [(measure_product, case) for case in products]
+    for measure, case in [*measures, *((measure_layer, case) for case in layers)]:
+        record = measure(case, options.rounds, device)
+        results.records.append(record)
+        print(f"[{run.elapsed(begun)}] {speedups(record)}", flush=True)
+        for label, error in record["errors"].items():
+            print(f"  {label}: {error}", flush=True)
+        if "quantize_gbps" in record:
+            print("  quantize, GB/s:", record["quantize_gbps"], flush=True)
+        if file is not None:
+            results.write(file)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print(f"\n{markdown(results.records)}")
+    return int(any(label.startswith("grouped_gemm") for record in results.records for label in record["errors"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
