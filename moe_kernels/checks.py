@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
+from moe_kernels.scaled import BLOCK, FP8_DTYPES, ScaledTensor
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
@@ -61,6 +62,91 @@ def check_grouped_gemm(
     if B.dim() == 3:
         _check_offsets_length("G", "B", B, group_offsets)
     return _result_dtype(A_packed, B, out_dtype, reference)
+
+
+def check_scaled_grouped_gemm(
+    A_packed: ScaledTensor | Tensor,  # [M, K]; a Tensor is refused
+    B: ScaledTensor | Tensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    bias: Tensor | None,  # [G, N]
+    out_dtype: torch.dtype | None,
+    fast_accumulation: bool = False,
+) -> tuple[ScaledTensor, ScaledTensor, torch.dtype]:
+    """Check the arguments of a grouped GEMM of fp8 operands with scales; return these, and the dtype of the result.
+
+    Args:
+        A_packed: data `[M, K]` in fp8; scales `[M, 1]` ("rowwise") or `[M, cdiv(K, 128)]` ("1x128"), float32.
+        B: data `[K, N]` or `[G, K, N]` in fp8; scales `[.., 1, N]` ("rowwise") or `[.., cdiv(K, 128), cdiv(N, 128)]`
+            ("128x128"), float32.
+        group_offsets: as for `check_grouped_gemm`.
+        bias: `[G, N]`, bfloat16, float16 or float32.
+        out_dtype: bfloat16, float16 or float32; None is bfloat16.
+        fast_accumulation: for "rowwise" alone.
+
+    Raises:
+        TypeError: one operand or both are no ScaledTensor, or something has a wrong dtype.
+        ValueError: wrong rank, shape, device or format.
+        RuntimeError: autograd would record the product.
+    """
+    for name, value, other in (("A_packed", A_packed, "B"), ("B", B, "A_packed")):
+        if not isinstance(value, ScaledTensor):
+            raise TypeError(f"{name}: expected a ScaledTensor, as for {other}, got {type(value).__name__}")
+        _check_scaled(name, value)
+    assert isinstance(A_packed, ScaledTensor) and isinstance(B, ScaledTensor)
+    data, weight = A_packed.data, B.data
+    _check_same_device("B", weight, "A_packed", data)
+    check_index_vector("group_offsets", group_offsets, 1, "A_packed", data)
+    if data.dim() != 2:
+        raise ValueError(f"A_packed: expected shape [M, K], got {list(data.shape)}")
+    if weight.dim() not in (2, 3):
+        raise ValueError(f"B: expected shape [K, N] or [G, K, N], got {list(weight.shape)}")
+    _check_contraction("B", weight, "A_packed", data)
+    if weight.dim() == 3:
+        _check_offsets_length("G", "B", weight, group_offsets)
+    formats = A_packed.format, B.format
+    if formats not in (("rowwise", "rowwise"), ("1x128", "128x128")):
+        raise ValueError(
+            "A_packed, B: expected the formats 'rowwise' and 'rowwise', or '1x128' and '128x128', "
+            f"got {formats[0]!r} and {formats[1]!r}"
+        )
+    rowwise = formats[0] == "rowwise"
+    if fast_accumulation and not rowwise:
+        raise ValueError(
+            "fast_accumulation: expected False for '1x128' and '128x128', whose blocks are added in float32; it is for "
+            "'rowwise' operands"
+        )
+    (M, K), (*groups, _, N) = data.shape, weight.shape
+    left, right = ("[M, 1]", "1, N") if rowwise else ("[M, cdiv(K, 128)]", "cdiv(K, 128), cdiv(N, 128)")
+    blocks = 1 if rowwise else -(-K // BLOCK)
+    _check_shape("A_packed.scales", A_packed.scales, left, (M, blocks))
+    columns = N if rowwise else -(-N // BLOCK)
+    _check_shape("B.scales", B.scales, f"[{'G, ' if groups else ''}{right}]", (*groups, blocks, columns))
+    if bias is not None:
+        _check_tensor("bias", bias)
+        _check_same_device("bias", bias, "A_packed", data)
+        if bias.dtype not in _CUDA_DTYPES:
+            raise TypeError(f"bias: expected bfloat16, float16 or float32, got {bias.dtype}")
+        _check_shape("bias", bias, "[G, N]", (group_offsets.shape[0] - 1, N))
+    if out_dtype is not None and out_dtype not in _CUDA_DTYPES:
+        raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
+    tensors = data, A_packed.scales, weight, B.scales, bias
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors]):
+        raise RuntimeError(
+            "A_packed, B: products of ScaledTensors have no gradients, but one of their data, scales and bias requires "
+            "grad: detach it, or call under torch.no_grad()"
+        )
+    return A_packed, B, out_dtype or torch.bfloat16
+
+
+def _check_scaled(name: str, value: ScaledTensor) -> None:
+    """Check the dtypes of a ScaledTensor, and that its parts are on one device."""
+    _check_tensor(f"{name}.data", value.data)
+    _check_tensor(f"{name}.scales", value.scales)
+    if value.data.dtype not in FP8_DTYPES:
+        raise TypeError(f"{name}.data: expected float8_e4m3fn or float8_e5m2, got {value.data.dtype}")
+    if value.scales.dtype != torch.float32:
+        raise TypeError(f"{name}.scales: expected float32, got {value.scales.dtype}")
+    _check_same_device(f"{name}.scales", value.scales, f"{name}.data", value.data)
 
 
 def check_grouped_gemm_wgrad(

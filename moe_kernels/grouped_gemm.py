@@ -10,15 +10,17 @@ from moe_kernels.batched import uniform_grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.torch_internals import autocast
+from moe_kernels.scaled import ScaledTensor
 
 
 def grouped_gemm(
-    A_packed: Tensor,  # [M, K]
-    B: Tensor,  # [K, N] or [G, K, N]
+    A_packed: Tensor | ScaledTensor,  # [M, K]
+    B: Tensor | ScaledTensor,  # [K, N] or [G, K, N]
     group_offsets: Tensor,  # [G + 1]
     *,
     out_dtype: torch.dtype | None = None,
     variant: str = "auto",
+    fast_accumulation: bool = False,
     validate: bool | None = None,
 ) -> Tensor:
     """Multiply each group's rows by the group's matrix: `out[rows of g] = A_packed[rows of g] @ B[g]`.
@@ -33,9 +35,12 @@ def grouped_gemm(
         B: `[K, N]`, shared by all groups, or `[G, K, N]`; dtypes as for `A_packed`, any strides: the transposed view
             of a `[G, N, K]` parameter costs nothing extra.
         group_offsets: `[G + 1]` int32 or int64, exclusive prefix sums of the group sizes, `group_offsets[0] == 0`.
-        out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, B.dtype)`.
+        out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, B.dtype)`, and bfloat16 for
+            ScaledTensors.
         variant: "basic" (a grid over the tiles of all groups), "persistent" (one worker per SM walks a list of tiles),
             or "auto", which picks the kernel by tuned entries, or by the mean number of rows per group.
+        fast_accumulation: for "rowwise" ScaledTensors, leave sums in the tensor cores, which keep about 14 bits of
+            them; otherwise each 128 products are added up there, and then in float32.
         validate: True checks the offsets on the host, which waits for the device; None does so if the environment
             variable MOE_KERNELS_VALIDATE was 1 at import.
 
@@ -44,22 +49,50 @@ def grouped_gemm(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+        RuntimeError: ScaledTensors require grad, of which there is none.
         ImportError: the kernels are needed and a package they need is missing or too old.
     """
     validate = checks.validation_enabled(validate)
+    if isinstance(A_packed, ScaledTensor) or isinstance(B, ScaledTensor):
+        return _scaled_grouped_gemm(A_packed, B, group_offsets, None, out_dtype, variant, fast_accumulation, validate)
+    if fast_accumulation:
+        raise ValueError("fast_accumulation: expected False for plain tensors; it is for rowwise ScaledTensors")
     given, asked = (A_packed, B, group_offsets, None), (out_dtype, variant)
     if not validate and (known := cache.replay(GROUPED_GEMM, given, asked)) is not None:
         again: Tensor = known
         return again
-    if variant not in ("auto", "basic", "persistent"):
-        raise ValueError(f'variant: expected "auto", "basic" or "persistent", got {variant!r}')
-    A_packed, B = autocast(A_packed, B)
-    dtype = checks.check_grouped_gemm(A_packed, B, group_offsets, out_dtype)
+    _check_variant(variant)
+    left, right = autocast(A_packed, B)
+    dtype = checks.check_grouped_gemm(left, right, group_offsets, out_dtype)
     if validate:
-        checks.validate_offsets(group_offsets, A_packed.size(0))
-    result: Tensor = ops.grouped_gemm(A_packed, B, group_offsets, None, dtype, variant)
+        checks.validate_offsets(group_offsets, left.size(0))
+    result: Tensor = ops.grouped_gemm(left, right, group_offsets, None, dtype, variant)
     cache.remember(GROUPED_GEMM, given, asked, (dtype, variant))
     return result
+
+
+def _scaled_grouped_gemm(
+    A_packed: Tensor | ScaledTensor,
+    B: Tensor | ScaledTensor,
+    group_offsets: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    variant: str,
+    fast_accumulation: bool,
+    validate: bool,
+) -> Tensor:
+    _check_variant(variant)
+    A, weight, dtype = checks.check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype, fast_accumulation)
+    if validate:
+        checks.validate_offsets(group_offsets, A.shape[0])
+    operands = A.data, A.scales, weight.data, weight.scales
+    out: Tensor = ops.scaled_grouped_gemm(*operands, group_offsets, bias, dtype, variant, fast_accumulation)
+    return out
+
+
+def _check_variant(variant: str) -> None:
+    if variant not in ("auto", "basic", "persistent"):
+        raise ValueError(f'variant: expected "auto", "basic" or "persistent", got {variant!r}')
 
 
 def grouped_gemm_jagged(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
