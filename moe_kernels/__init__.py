@@ -9,6 +9,7 @@ from moe_kernels.grouped_gemm import (
     grouped_gemm_jagged_persistent,
     grouped_gemm_wgrad,
     grouped_mm,
+    scaled_grouped_mm,
 )
 from moe_kernels.nn import MoE
 from moe_kernels.packing import (
@@ -21,6 +22,7 @@ from moe_kernels.packing import (
 )
 from moe_kernels.routing import permute, route, topk_sigmoid, topk_softmax, unpermute
 from moe_kernels.routing_maps import Routing
+from moe_kernels.scaled import ScaledTensor
 from moe_kernels.schedule import varied_schedule
 
 __version__ = "0.1.0"
@@ -29,6 +31,7 @@ __all__ = [
     "LayerShape",
     "MoE",
     "Routing",
+    "ScaledTensor",
     "compile_ahead",
     "group_offsets_from_offs",
     "group_offsets_from_sizes",
@@ -44,6 +47,7 @@ __all__ = [
     "permute",
     "plan_varied_grouped_gemm",
     "route",
+    "scaled_grouped_mm",
     "swiglu_ffn",
     "topk_sigmoid",
     "topk_softmax",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -183,3 +185,82 @@ def grouped_mm(
         checks.validate_offsets(group_offsets, mat_a.size(0))
     out: Tensor = ops.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
     return out
+
+
+def scaled_grouped_mm(
+    mat_a: Tensor,  # [M, K] or [G, M, K]
+    mat_b: Tensor,  # [G, K, N] or [K, N]
+    scale_a: Tensor | list[Tensor],
+    scale_recipe_a: Any,
+    scale_b: Tensor | list[Tensor],
+    scale_recipe_b: Any,
+    swizzle_a: Any = None,
+    swizzle_b: Any = None,
+    bias: Tensor | None = None,  # [G, N]
+    offs: Tensor | None = None,  # [G]
+    output_dtype: torch.dtype | None = torch.bfloat16,
+    contraction_dim: list[int] | tuple[int, ...] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Compute `torch.nn.functional.scaled_grouped_mm` of fp8 operands, of any size and strides, also with block scales.
+
+        [M, K]    x [G, K, N]  ->  [M, N]        the rows of mat_a are grouped
+        [M, K]    x [K, N]     ->  [G, M, N]     the contraction is grouped
+        [G, M, K] x [K, N]     ->  [M, N]        the columns of mat_b are grouped
+        [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
+
+    Groups are those of `grouped_mm`, which are zeros where they are. The second form multiplies in bfloat16, which has
+    all values of fp8.
+
+    Args:
+        mat_a, mat_b: as above; float8_e4m3fn or float8_e5m2, not necessarily the same one.
+        scale_a, scale_recipe_a: float32 scales, or a list of one tensor, and their `ScalingType`. RowWise: `[M]` or
+            `[G, M]`, for the second form `[G * M]`, one group after another. BlockWise1x128, for the first and the last
+            form: `[M, cdiv(K, 128)]` or `[G, M, cdiv(K, 128)]`.
+        scale_b, scale_recipe_b: likewise. RowWise: `[N]`, `[G, N]` or `[G * N]`. BlockWise128x128, beside
+            BlockWise1x128: `[G, cdiv(K, 128), cdiv(N, 128)]`.
+        swizzle_a, swizzle_b: None or `SwizzleType.NO_SWIZZLE`.
+        bias: `[G, N]`, for the first form only, added in float32 before the result is rounded.
+        offs: `[G]` int32 or int64, where each group ends.
+        output_dtype: bfloat16, float16 or float32; None is bfloat16.
+        contraction_dim: (-1, -2), or nothing.
+        use_fast_accum: as `fast_accumulation` of `grouped_gemm`; for RowWise.
+
+    Returns:
+        As above; contiguous, except for the third form, which is a transposed view.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, ImportError: as for `grouped_gemm`; ValueError also for other recipes and
+            swizzles.
+    """
+    a, b, dtype = checks.check_scaled_grouped_mm(
+        mat_a,
+        mat_b,
+        scale_a,
+        scale_recipe_a,
+        scale_b,
+        scale_recipe_b,
+        swizzle_a,
+        swizzle_b,
+        bias,
+        offs,
+        output_dtype,
+        contraction_dim,
+        use_fast_accum,
+    )
+    validate = checks.validation_enabled(None)
+    if offs is None:
+        G, M, K = mat_a.shape
+        group_offsets = torch.arange(G + 1, dtype=torch.int64, device=mat_a.device) * M
+        rows = ScaledTensor(mat_a.reshape(G * M, K), a.scales.flatten(0, 1), a.format)
+        return _scaled_grouped_gemm(rows, b, group_offsets, None, dtype, "auto", use_fast_accum, False).view(G, M, -1)
+    group_offsets = packing.group_offsets_from_offs(offs)
+    if mat_b.dim() == 3:
+        return _scaled_grouped_gemm(a, b, group_offsets, bias, dtype, "auto", use_fast_accum, validate)
+    if mat_a.dim() == 3:
+        out = _scaled_grouped_gemm(b.mT, a.mT, group_offsets, None, dtype, "auto", use_fast_accum, validate)
+        return out.T
+    left, right = mat_a.T.to(torch.bfloat16), mat_b.to(torch.bfloat16)
+    products = grouped_gemm_wgrad(left, right, group_offsets, out_dtype=torch.float32)
+    filled = checks.clamp_offsets(group_offsets, mat_b.size(0)).diff() > 0
+    return torch.where(filled[:, None, None], products * a.scales * b.scales, 0).to(dtype)

@@ -189,11 +189,11 @@ def scaled_grouped_gemm(
         TypeError, ValueError: see `checks.check_scaled_grouped_gemm`.
     """
     _, _, result = check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype)
-    return grouped_linear(_values(A_packed), _values(B), group_offsets, bias, result)
+    return grouped_linear(dequantized(A_packed), dequantized(B), group_offsets, bias, result)
 
 
-def _values(x: ScaledTensor) -> Tensor:
-    """The elements of `x` in float32."""
+def dequantized(x: ScaledTensor) -> Tensor:
+    """The values of `x`, in float32."""
     scales = x.scales
     rows, columns = {"rowwise": (1, 1), "1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}[x.format]
     scales = scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)

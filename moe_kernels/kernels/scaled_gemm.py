@@ -67,8 +67,13 @@ def _preset(
     return scaled_rules.rule(problem, variant).config
 
 
+def _dot(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+    """acc + a @ b, added up by the tensor cores. Helion has no product of two fp8 types."""
+    return hl.inline_triton("tl.dot({0}, {1}, acc={2})", args=(a, b, acc), output_like=acc)
+
+
 def _product(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
-    """a @ b in float32, shaped as `like`. Helion's own product would be one with the addition that follows."""
+    """a @ b in float32, shaped as `like`."""
     return hl.inline_triton("tl.dot({0}, {1})", args=(a, b), output_like=like)
 
 
@@ -165,7 +170,7 @@ def scaled_jagged(
                         scale_b = scales_B[weight, n_block, tile_k.id]
                         acc = acc + _product(b, a.T, acc) * (scale_a * scale_b)[None, :]
                     elif fast:
-                        acc = hl.dot(b, a.T, acc=acc)
+                        acc = _dot(b, a.T, acc)
                     else:
                         acc = _sum(_product(b, a.T, acc), acc, inline_ptx)
                 if not block_scaled:
@@ -209,7 +214,7 @@ def fast_persistent(
                 a = unmasked(hl.load(A, [row0 + hl.arange(block_m), tile_k]))
             else:
                 a = hl.load(A, [rows, tile_k], extra_mask=(rows < end)[:, None])
-            acc = hl.dot(a, B[weight, tile_n, tile_k].T, acc=acc)
+            acc = _dot(a, B[weight, tile_n, tile_k].T, acc)
         scale_a = hl.load(scales_A, [rows, 0], extra_mask=rows < end)
         acc = acc * scale_a[:, None] * scales_B[weight, tile_n, 0][None, :]
         if bias is not None:

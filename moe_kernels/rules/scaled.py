@@ -86,8 +86,8 @@ def _persistent(problem: Problem) -> Choice:
     if problem.fast:
         block_n, num_warps, num_stages = 256, 8, 4
         if not by_tma:
-            block_n, num_stages = 128, 2
-        if problem.out_dtype == torch.float32:
+            block_n, num_stages = 32, 2
+        elif problem.out_dtype == torch.float32:
             block_n = 128  # the tile of the result shares the memory with the next one's loads
         if by_tma:
             options["range_flattens"] = [True, None]  # overlaps one tile's stores with the next one's loads
