@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,9 @@ def product_calls(case: Case, device: torch.device) -> tuple[dict[str, Call], di
         scales = rows.scales.flatten(), rows_W.scales.flatten(1)
         calls[BASELINE] = lambda: torch._grouped_mm(A, W.mT, offs)
         for label, fast in (("fast accumulation", True), ("exact", False)):
-            calls[f"torch._scaled_grouped_mm, {label}"] = lambda fast=fast: torch._scaled_grouped_mm(
-                rows.data, rows_W.data.mT, *scales, offs, out_dtype=torch.bfloat16, use_fast_accum=fast
+            options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+            calls[f"torch._scaled_grouped_mm, {label}"] = partial(
+                torch._scaled_grouped_mm, rows.data, rows_W.data.mT, *scales, offs, **options
             )
     calls["grouped_gemm, bfloat16"] = lambda: grouped_gemm(A, W.mT, offsets)
     calls["grouped_gemm, rowwise, fast_accumulation"] = lambda: grouped_gemm(
@@ -114,7 +116,7 @@ def layer_calls(case: Case, device: torch.device) -> dict[str, Call]:
     calls: dict[str, Call] = {"moe_mlp, bfloat16": lambda: moe_mlp(hidden, ids, topk_weights, *weights)}
     for format in ("rowwise", "128x128"):
         scaled: Any = [quantize(w, format) for w in weights]
-        calls[f"moe_mlp, {format}"] = lambda scaled=scaled: moe_mlp(hidden, ids, topk_weights, *scaled)
+        calls[f"moe_mlp, {format}"] = partial(moe_mlp, hidden, ids, topk_weights, *scaled)
     return calls
 
 
