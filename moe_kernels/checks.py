@@ -915,8 +915,10 @@ def _dtype_error(name: str, got: object, A: Tensor, reference: bool) -> str:
     error = f"{name}: expected one of {listed} on {A.device.type}{hint}, got {got}"
     if name == "out_dtype" or not isinstance(got, torch.dtype) or got.is_complex or got == torch.bool:
         return error
+    if got.itemsize == 1 and got.is_floating_point:
+        return (
+            f"{error}; pass fp8 with its scales, as moe_kernels.quantize returns it: ScaledTensor(data, scales, format)"
+        )
     if got.itemsize == 1:
-        error += ", and there is no argument for scales; multiply by them first, as in x.to(torch.bfloat16) * scales"
-        if got.is_floating_point:
-            error += ", or see torch.nn.functional.scaled_grouped_mm"
+        error += "; multiply by the scales first, as in x.to(torch.bfloat16) * scales"
     return error

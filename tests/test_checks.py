@@ -102,12 +102,11 @@ REFUSALS = [
     (
         {"B": meta(G, K, N, dtype=torch.float8_e4m3fn)},
         TypeError,
-        r"B: .*got torch.float8_e4m3fn, and there is no argument for scales; multiply by them first, as in "
-        r"x.to\(torch.bfloat16\) \* scales, or see torch.nn.functional.scaled_grouped_mm$",
+        r"B: .*got torch.float8_e4m3fn; pass fp8 with its scales, as moe_kernels.quantize returns it: ScaledTensor",
     ),
     ({"A_packed": meta(M, K, dtype=torch.int32)}, TypeError, "A_packed: expected one of .*got torch.int32"),
     ({"A_packed": meta(M, K, dtype=torch.bool)}, TypeError, "A_packed: expected one of .*got torch.bool"),
-    ({"B": meta(G, K, N, dtype=torch.int8)}, TypeError, r"B: .*got torch.int8, and .* as in .* \* scales$"),
+    ({"B": meta(G, K, N, dtype=torch.int8)}, TypeError, r"B: .*got torch.int8; .* as in .* \* scales$"),
     ({"B": meta(G, K, N, dtype=torch.complex64)}, TypeError, "B: expected one of .*got torch.complex64"),
     ({"out_dtype": torch.int32}, TypeError, "out_dtype: expected one of .*got torch.int32"),
     ({"out_dtype": "float32"}, TypeError, "out_dtype: expected one of .*got float32"),
