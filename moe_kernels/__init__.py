@@ -9,6 +9,7 @@ from moe_kernels.grouped_gemm import (
     grouped_gemm_jagged_persistent,
     grouped_gemm_wgrad,
     grouped_mm,
+    scaled_grouped_mm,
 )
 from moe_kernels.nn import MoE
 from moe_kernels.packing import (
@@ -49,6 +50,7 @@ __all__ = [
     "plan_varied_grouped_gemm",
     "quantize",
     "route",
+    "scaled_grouped_mm",
     "swiglu_ffn",
     "topk_sigmoid",
     "topk_softmax",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
-from moe_kernels.scaled import FORMATS, FP8_DTYPES, ScaledTensor, scales_shape
+from moe_kernels.scaled import BLOCK, FORMATS, FP8_DTYPES, ScaledTensor, scales_shape
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
@@ -63,6 +64,99 @@ def check_grouped_gemm(
     if B.dim() == 3:
         _check_offsets_length("G", "B", B, group_offsets)
     return _result_dtype(A_packed, B, out_dtype, reference)
+
+
+def check_scaled_grouped_gemm(
+    A_packed: ScaledTensor | Tensor,  # [M, K]; a Tensor is refused
+    B: ScaledTensor | Tensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    bias: Tensor | None,  # [G, N]
+    out_dtype: torch.dtype | None,
+    fast_accumulation: bool = False,
+) -> tuple[ScaledTensor, ScaledTensor, torch.dtype]:
+    """Check the arguments of a grouped GEMM of fp8 operands with scales; return these, and the dtype of the result.
+
+    Args:
+        A_packed: data `[M, K]` in fp8; scales `[M, 1]` ("rowwise") or `[M, cdiv(K, 128)]` ("1x128"), float32.
+        B: data `[K, N]` or `[G, K, N]` in fp8; scales `[.., 1, N]` ("rowwise") or `[.., cdiv(K, 128), cdiv(N, 128)]`
+            ("128x128"), float32.
+        group_offsets: as for `check_grouped_gemm`.
+        bias: `[G, N]`, bfloat16, float16 or float32.
+        out_dtype: bfloat16, float16 or float32; None is bfloat16.
+        fast_accumulation: for "rowwise" alone.
+
+    Raises:
+        TypeError: one operand or both are no ScaledTensor, or something has a wrong dtype.
+        ValueError: wrong rank, shape, device or format.
+        RuntimeError: autograd would record the product.
+    """
+    for name, value, other in (("A_packed", A_packed, "B"), ("B", B, "A_packed")):
+        if not isinstance(value, ScaledTensor):
+            raise TypeError(f"{name}: expected a ScaledTensor, as for {other}, got {type(value).__name__}")
+        _check_scaled(f"{name}.data", f"{name}.scales", value)
+    assert isinstance(A_packed, ScaledTensor) and isinstance(B, ScaledTensor)
+    data, weight = A_packed.data, B.data
+    _check_same_device("B", weight, "A_packed", data)
+    check_index_vector("group_offsets", group_offsets, 1, "A_packed", data)
+    if data.dim() != 2:
+        raise ValueError(f"A_packed: expected shape [M, K], got {list(data.shape)}")
+    if weight.dim() not in (2, 3):
+        raise ValueError(f"B: expected shape [K, N] or [G, K, N], got {list(weight.shape)}")
+    _check_contraction("B", weight, "A_packed", data)
+    if weight.dim() == 3:
+        _check_offsets_length("G", "B", weight, group_offsets)
+    formats = A_packed.format, B.format
+    if formats not in (("rowwise", "rowwise"), ("1x128", "128x128")):
+        raise ValueError(
+            "A_packed, B: expected the formats 'rowwise' and 'rowwise', or '1x128' and '128x128', "
+            f"got {formats[0]!r} and {formats[1]!r}"
+        )
+    rowwise = formats[0] == "rowwise"
+    if fast_accumulation and not rowwise:
+        raise ValueError(
+            "fast_accumulation: expected False for '1x128' and '128x128', whose blocks are added in float32; it is for "
+            "'rowwise' operands"
+        )
+    (M, K), (*groups, _, N) = data.shape, weight.shape
+    left, right = ("[M, 1]", "1, N") if rowwise else ("[M, cdiv(K, 128)]", "cdiv(K, 128), cdiv(N, 128)")
+    blocks = 1 if rowwise else -(-K // BLOCK)
+    _check_shape("A_packed.scales", A_packed.scales, left, (M, blocks))
+    columns = N if rowwise else -(-N // BLOCK)
+    _check_shape("B.scales", B.scales, f"[{'G, ' if groups else ''}{right}]", (*groups, blocks, columns))
+    if bias is not None:
+        _check_shape("bias", bias, "[G, N]", (group_offsets.shape[0] - 1, N))
+    dtype = _check_scaled_result((data, A_packed.scales, weight, B.scales, bias), out_dtype, "out_dtype")
+    return A_packed, B, dtype
+
+
+def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dtype | None, name: str) -> torch.dtype:
+    """Check the bias, the last of the operands of a product, and the dtype of the result; return the latter."""
+    *others, bias = operands
+    if bias is not None:
+        _check_tensor("bias", bias)
+        if bias.dtype not in _CUDA_DTYPES:
+            raise TypeError(f"bias: expected bfloat16, float16 or float32, got {bias.dtype}")
+        assert others[0] is not None
+        _check_same_device("bias", bias, "the operands", others[0])
+    if out_dtype is not None and out_dtype not in _CUDA_DTYPES:
+        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {out_dtype}")
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in operands]):
+        raise RuntimeError(
+            "products of fp8 operands with scales have no gradients, but an operand, its scales or the bias requires "
+            "grad: detach it, or call under torch.no_grad()"
+        )
+    return out_dtype or torch.bfloat16
+
+
+def _check_scaled(name: str, scales_name: str, value: ScaledTensor) -> None:
+    """Check the dtypes of a ScaledTensor, and that its parts are on one device."""
+    _check_tensor(name, value.data)
+    _check_tensor(scales_name, value.scales)
+    if value.data.dtype not in FP8_DTYPES:
+        raise TypeError(f"{name}: expected float8_e4m3fn or float8_e5m2, got {value.data.dtype}")
+    if value.scales.dtype != torch.float32:
+        raise TypeError(f"{scales_name}: expected float32, got {value.scales.dtype}")
+    _check_same_device(scales_name, value.scales, name, value.data)
 
 
 def check_grouped_gemm_wgrad(
@@ -405,6 +499,11 @@ def check_grouped_mm(
             operands, and for a bias with another form than 2-D x 3-D.
     """
     _check_floats((("mat_a", mat_a), ("mat_b", mat_b)), reference, (("bias", bias),))
+    _check_grouped_mm_shapes(mat_a, mat_b, offs, bias)
+    return _result_dtype(mat_a, mat_b, out_dtype, reference)
+
+
+def _check_grouped_mm_shapes(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, bias: Tensor | None) -> None:
     if mat_a.dim() not in (2, 3):
         raise ValueError(f"mat_a: expected shape [M, K] or [G, M, K], got {list(mat_a.shape)}")
     if mat_b.dim() not in (2, 3):
@@ -431,7 +530,92 @@ def check_grouped_mm(
         if mat_a.dim() != 2 or mat_b.dim() != 3:
             raise ValueError("bias: expected None unless mat_a is [M, K] and mat_b is [G, K, N], got a value")
         _check_shape("bias", bias, "[G, N]", (mat_b.shape[0], mat_b.shape[2]))
-    return _result_dtype(mat_a, mat_b, out_dtype, reference)
+
+
+def check_scaled_grouped_mm(
+    mat_a: Tensor,  # [M, K] or [G, M, K]
+    mat_b: Tensor,  # [G, K, N] or [K, N]
+    scale_a: Tensor | list[Tensor],
+    scale_recipe_a: Any,
+    scale_b: Tensor | list[Tensor],
+    scale_recipe_b: Any,
+    swizzle_a: Any,
+    swizzle_b: Any,
+    bias: Tensor | None,  # [G, N]
+    offs: Tensor | None,  # [G]
+    output_dtype: torch.dtype | None,
+    contraction_dim: Sequence[int],
+    use_fast_accum: bool,
+) -> tuple[ScaledTensor, ScaledTensor, torch.dtype]:
+    """Check the arguments of `scaled_grouped_mm`, PyTorch's signature; return the operands and the result's dtype.
+
+    Rowwise scales get the shapes `[M, 1]` or `[G, M, 1]`, and `[1, N]` or `[G, 1, N]`; with a G if the contraction is
+    grouped.
+
+    Raises:
+        TypeError: something is no tensor, or has a wrong dtype.
+        ValueError: wrong rank, shape or device; recipes, swizzles or contractions that are not supported; see also
+            `check_grouped_mm`.
+        RuntimeError: autograd would record the product.
+    """
+    scales_a, scales_b = _only("scale_a", scale_a), _only("scale_b", scale_b)
+    recipes = tuple(
+        getattr(_only(name, recipe), "name", recipe)
+        for name, recipe in (("scale_recipe_a", scale_recipe_a), ("scale_recipe_b", scale_recipe_b))
+    )
+    rowwise = recipes == ("RowWise", "RowWise")
+    if not rowwise and recipes != ("BlockWise1x128", "BlockWise128x128"):
+        raise ValueError(
+            "scale_recipe_a, scale_recipe_b: expected RowWise and RowWise, or BlockWise1x128 and BlockWise128x128, "
+            f"got {recipes[0]} and {recipes[1]}"
+        )
+    for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
+        for one in swizzle if isinstance(swizzle, (list, tuple)) else [swizzle]:
+            if getattr(one, "name", one) not in (None, "NO_SWIZZLE"):
+                raise ValueError(f"{name}: expected None or NO_SWIZZLE, got {one}")
+    if use_fast_accum and not rowwise:
+        raise ValueError("use_fast_accum: expected False for BlockWise recipes, whose blocks are added in float32")
+    a = ScaledTensor(mat_a, scales_a, "rowwise" if rowwise else "1x128")
+    b = ScaledTensor(mat_b, scales_b, "rowwise" if rowwise else "128x128")
+    _check_scaled("mat_a", "scale_a", a)
+    _check_scaled("mat_b", "scale_b", b)
+    _check_same_device("mat_b", mat_b, "mat_a", mat_a)
+    _check_grouped_mm_shapes(mat_a, mat_b, offs, bias)
+    if not rowwise and mat_b.dim() == 2:
+        raise ValueError(
+            "scale_recipe_a, scale_recipe_b: expected RowWise for a 2-D mat_b, in which groups end inside of blocks, "
+            f"got {recipes[0]} and {recipes[1]}"
+        )
+    dims = tuple(contraction_dim)
+    if dims and dims not in ((-1, -2), (mat_a.dim() - 1, mat_b.dim() - 2)):
+        raise ValueError(f"contraction_dim: expected (-1, -2), got {dims}")
+    (*groups_a, M, K), (*groups_b, _, N) = mat_a.shape, mat_b.shape
+    if not rowwise:
+        blocks = -(-K // BLOCK)
+        form = f"[{'G, ' if groups_a else ''}M, cdiv(K, 128)]"
+        _check_shape("scale_a", scales_a, form, (*groups_a, M, blocks))
+        _check_shape("scale_b", scales_b, "[G, cdiv(K, 128), cdiv(N, 128)]", (*groups_b, blocks, -(-N // BLOCK)))
+    elif mat_a.dim() == mat_b.dim() == 2:
+        assert offs is not None
+        G = offs.shape[0]
+        _check_shape("scale_a", scales_a, "[G * M]", (G * M,))
+        _check_shape("scale_b", scales_b, "[G * N]", (G * N,))
+        scales_a, scales_b = scales_a.reshape(G, M, 1), scales_b.reshape(G, 1, N)
+    else:
+        _check_shape("scale_a", scales_a, f"[{'G, ' if groups_a else ''}M]", (*groups_a, M))
+        _check_shape("scale_b", scales_b, f"[{'G, ' if groups_b else ''}N]", (*groups_b, N))
+        scales_a, scales_b = scales_a.unsqueeze(-1), scales_b.unsqueeze(-2)
+    dtype = _check_scaled_result((mat_a, scales_a, mat_b, scales_b, bias), output_dtype, "output_dtype")
+    return a._replace(scales=scales_a), b._replace(scales=scales_b), dtype
+
+
+def _only(name: str, value: Any) -> Any:
+    """The one element of a list, or what is no list."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) != 1:
+        raise ValueError(f"{name}: expected one, got {len(value)}; scales of two levels are not supported")
+    return value[0]
 
 
 def check_uniform(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,15 +12,17 @@ from moe_kernels.batched import uniform_grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.torch_internals import autocast
+from moe_kernels.scaled import ScaledTensor
 
 
 def grouped_gemm(
-    A_packed: Tensor,  # [M, K]
-    B: Tensor,  # [K, N] or [G, K, N]
+    A_packed: Tensor | ScaledTensor,  # [M, K]
+    B: Tensor | ScaledTensor,  # [K, N] or [G, K, N]
     group_offsets: Tensor,  # [G + 1]
     *,
     out_dtype: torch.dtype | None = None,
     variant: str = "auto",
+    fast_accumulation: bool = False,
     validate: bool | None = None,
 ) -> Tensor:
     """Multiply each group's rows by the group's matrix: `out[rows of g] = A_packed[rows of g] @ B[g]`.
@@ -33,9 +37,12 @@ def grouped_gemm(
         B: `[K, N]`, shared by all groups, or `[G, K, N]`; dtypes as for `A_packed`, any strides: the transposed view
             of a `[G, N, K]` parameter costs nothing extra.
         group_offsets: `[G + 1]` int32 or int64, exclusive prefix sums of the group sizes, `group_offsets[0] == 0`.
-        out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, B.dtype)`.
+        out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, B.dtype)`, and bfloat16 for
+            ScaledTensors.
         variant: "basic" (a grid over the tiles of all groups), "persistent" (one worker per SM walks a list of tiles),
             or "auto", which picks the kernel by tuned entries, or by the mean number of rows per group.
+        fast_accumulation: for "rowwise" ScaledTensors, leave sums in the tensor cores, which keep about 14 bits of
+            them; otherwise each 128 products are added up there, and then in float32.
         validate: True checks the offsets on the host, which waits for the device; None does so if the environment
             variable MOE_KERNELS_VALIDATE was 1 at import.
 
@@ -44,22 +51,50 @@ def grouped_gemm(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+        RuntimeError: ScaledTensors require grad, of which there is none.
         ImportError: the kernels are needed and a package they need is missing or too old.
     """
     validate = checks.validation_enabled(validate)
+    if isinstance(A_packed, ScaledTensor) or isinstance(B, ScaledTensor):
+        return _scaled_grouped_gemm(A_packed, B, group_offsets, None, out_dtype, variant, fast_accumulation, validate)
+    if fast_accumulation:
+        raise ValueError("fast_accumulation: expected False for plain tensors; it is for rowwise ScaledTensors")
     given, asked = (A_packed, B, group_offsets, None), (out_dtype, variant)
     if not validate and (known := cache.replay(GROUPED_GEMM, given, asked)) is not None:
         again: Tensor = known
         return again
-    if variant not in ("auto", "basic", "persistent"):
-        raise ValueError(f'variant: expected "auto", "basic" or "persistent", got {variant!r}')
-    A_packed, B = autocast(A_packed, B)
-    dtype = checks.check_grouped_gemm(A_packed, B, group_offsets, out_dtype)
+    _check_variant(variant)
+    left, right = autocast(A_packed, B)
+    dtype = checks.check_grouped_gemm(left, right, group_offsets, out_dtype)
     if validate:
-        checks.validate_offsets(group_offsets, A_packed.size(0))
-    result: Tensor = ops.grouped_gemm(A_packed, B, group_offsets, None, dtype, variant)
+        checks.validate_offsets(group_offsets, left.size(0))
+    result: Tensor = ops.grouped_gemm(left, right, group_offsets, None, dtype, variant)
     cache.remember(GROUPED_GEMM, given, asked, (dtype, variant))
     return result
+
+
+def _scaled_grouped_gemm(
+    A_packed: Tensor | ScaledTensor,
+    B: Tensor | ScaledTensor,
+    group_offsets: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    variant: str,
+    fast_accumulation: bool,
+    validate: bool,
+) -> Tensor:
+    _check_variant(variant)
+    A, weight, dtype = checks.check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype, fast_accumulation)
+    if validate:
+        checks.validate_offsets(group_offsets, A.shape[0])
+    operands = A.data, A.scales, weight.data, weight.scales
+    out: Tensor = ops.scaled_grouped_gemm(*operands, group_offsets, bias, dtype, variant, fast_accumulation)
+    return out
+
+
+def _check_variant(variant: str) -> None:
+    if variant not in ("auto", "basic", "persistent"):
+        raise ValueError(f'variant: expected "auto", "basic" or "persistent", got {variant!r}')
 
 
 def grouped_gemm_jagged(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
@@ -150,3 +185,82 @@ def grouped_mm(
         checks.validate_offsets(group_offsets, mat_a.size(0))
     out: Tensor = ops.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
     return out
+
+
+def scaled_grouped_mm(
+    mat_a: Tensor,  # [M, K] or [G, M, K]
+    mat_b: Tensor,  # [G, K, N] or [K, N]
+    scale_a: Tensor | list[Tensor],
+    scale_recipe_a: Any,
+    scale_b: Tensor | list[Tensor],
+    scale_recipe_b: Any,
+    swizzle_a: Any = None,
+    swizzle_b: Any = None,
+    bias: Tensor | None = None,  # [G, N]
+    offs: Tensor | None = None,  # [G]
+    output_dtype: torch.dtype | None = torch.bfloat16,
+    contraction_dim: list[int] | tuple[int, ...] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Compute `torch.nn.functional.scaled_grouped_mm` of fp8 operands, of any size and strides, also with block scales.
+
+        [M, K]    x [G, K, N]  ->  [M, N]        the rows of mat_a are grouped
+        [M, K]    x [K, N]     ->  [G, M, N]     the contraction is grouped
+        [G, M, K] x [K, N]     ->  [M, N]        the columns of mat_b are grouped
+        [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
+
+    Groups are those of `grouped_mm`, which are zeros where they are. The second form multiplies in bfloat16, which has
+    all values of fp8.
+
+    Args:
+        mat_a, mat_b: as above; float8_e4m3fn or float8_e5m2, not necessarily the same one.
+        scale_a, scale_recipe_a: float32 scales, or a list of one tensor, and their `ScalingType`. RowWise: `[M]` or
+            `[G, M]`, for the second form `[G * M]`, one group after another. BlockWise1x128, for the first and the last
+            form: `[M, cdiv(K, 128)]` or `[G, M, cdiv(K, 128)]`.
+        scale_b, scale_recipe_b: likewise. RowWise: `[N]`, `[G, N]` or `[G * N]`. BlockWise128x128, beside
+            BlockWise1x128: `[G, cdiv(K, 128), cdiv(N, 128)]`.
+        swizzle_a, swizzle_b: None or `SwizzleType.NO_SWIZZLE`.
+        bias: `[G, N]`, for the first form only, added in float32 before the result is rounded.
+        offs: `[G]` int32 or int64, where each group ends.
+        output_dtype: bfloat16, float16 or float32; None is bfloat16.
+        contraction_dim: (-1, -2), or nothing.
+        use_fast_accum: as `fast_accumulation` of `grouped_gemm`; for RowWise.
+
+    Returns:
+        As above; contiguous, except for the third form, which is a transposed view.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, ImportError: as for `grouped_gemm`; ValueError also for other recipes and
+            swizzles.
+    """
+    a, b, dtype = checks.check_scaled_grouped_mm(
+        mat_a,
+        mat_b,
+        scale_a,
+        scale_recipe_a,
+        scale_b,
+        scale_recipe_b,
+        swizzle_a,
+        swizzle_b,
+        bias,
+        offs,
+        output_dtype,
+        contraction_dim,
+        use_fast_accum,
+    )
+    validate = checks.validation_enabled(None)
+    if offs is None:
+        G, M, K = mat_a.shape
+        group_offsets = torch.arange(G + 1, dtype=torch.int64, device=mat_a.device) * M
+        rows = ScaledTensor(mat_a.reshape(G * M, K), a.scales.flatten(0, 1), a.format)
+        return _scaled_grouped_gemm(rows, b, group_offsets, None, dtype, "auto", use_fast_accum, False).view(G, M, -1)
+    group_offsets = packing.group_offsets_from_offs(offs)
+    if mat_b.dim() == 3:
+        return _scaled_grouped_gemm(a, b, group_offsets, bias, dtype, "auto", use_fast_accum, validate)
+    if mat_a.dim() == 3:
+        out = _scaled_grouped_gemm(b.mT, a.mT, group_offsets, None, dtype, "auto", use_fast_accum, validate)
+        return out.T
+    left, right = mat_a.T.to(torch.bfloat16), mat_b.to(torch.bfloat16)
+    products = grouped_gemm_wgrad(left, right, group_offsets, out_dtype=torch.float32)
+    filled = checks.clamp_offsets(group_offsets, mat_b.size(0)).diff() > 0
+    return torch.where(filled[:, None, None], products * a.scales * b.scales, 0).to(dtype)

@@ -25,6 +25,7 @@ from .checks import (
     check_permute,
     check_quantize,
     check_route,
+    check_scaled_grouped_gemm,
     check_swiglu_ffn,
     check_uniform,
     check_unpermute,
@@ -174,6 +175,31 @@ def grouped_linear(
     return (products + F.pad(biases, (0, 0, first, len(A_packed) - last))).to(
         torch.promote_types(A_packed.dtype, B.dtype) if out_dtype is None else out_dtype
     )
+
+
+def scaled_grouped_gemm(
+    A_packed: ScaledTensor,  # [M, K]
+    B: ScaledTensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    bias: Tensor | None = None,  # [G, N]
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # [M, N]
+    """`grouped_linear` of the float32 values of fp8 operands with scales, rounded once; None is bfloat16.
+
+    Raises:
+        TypeError, ValueError: see `checks.check_scaled_grouped_gemm`.
+    """
+    _, _, result = check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype)
+    return grouped_linear(dequantized(A_packed), dequantized(B), group_offsets, bias, result)
+
+
+def dequantized(x: ScaledTensor) -> Tensor:
+    """The values of `x`, in float32."""
+    scales = x.scales
+    rows, columns = {"rowwise": (1, 1), "1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}[x.format]
+    scales = scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    return x.data.float() * scales[..., : x.shape[-2], : x.shape[-1]]
 
 
 def uniform_grouped_gemm(

@@ -5,11 +5,13 @@ from itertools import pairwise
 from typing import Literal, TypedDict, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
 from .checks import check_grouped_gemm, clamp_offsets
 from .packing import group_offsets_from_sizes
+from .scaled import BLOCK, ScaledTensor
 
 SizeKind = Literal["uniform", "softmax", "zipf", "one", "nine-tenths", "empty", "half-empty", "random"]
 
@@ -144,6 +146,47 @@ def make_tokens(
     topk_ids = torch.multinomial(probabilities.expand(T, E), top_k, generator=generator)
     topk_weights = torch.softmax(torch.randn(T, top_k, generator=generator), 1)
     return hidden, topk_ids.to(device), topk_weights.to(device, dtype)
+
+
+def quantized(x: Tensor, format: str, dtype: torch.dtype = torch.float8_e4m3fn) -> ScaledTensor:
+    """Return `x [..., R, K]` in fp8 of a format of `ScaledTensor`, each block scaled so that its largest value fits."""
+    rows, columns = {"rowwise": (1, max(x.shape[-1], 1)), "1x128": (1, BLOCK), "128x128": (BLOCK, BLOCK)}[format]
+    R, K = x.shape[-2:]
+    whole = F.pad(x.float(), (0, -K % columns, 0, -R % rows))
+    height, width = whole.shape[-2:]
+    blocks = whole.reshape(*x.shape[:-2], height // rows, rows, width // columns, columns)
+    scales = (blocks.abs().amax((-3, -1)) / torch.finfo(dtype).max).clamp_(min=1e-12)
+    data = (blocks / scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+    return ScaledTensor(data[..., :R, :K].to(dtype).contiguous(), scales, format)
+
+
+@torch.no_grad()
+def assert_scaled_grouped_gemm_close(
+    out: Tensor,  # [M, N]
+    A_packed: ScaledTensor,  # [M, K]
+    B: ScaledTensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    bias: Tensor | None = None,  # [G, N]
+) -> None:
+    """Compare the product of fp8 operands with float64, group by group: see `assert_within_budget`.
+
+    Rows outside all groups have to be exact zeros.
+
+    Raises:
+        AssertionError, ValueError: as by `assert_within_budget`.
+    """
+    A_exact, B_exact = (reference.dequantized(x).double() for x in (A_packed, B))
+    plain = reference.scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype=out.dtype)
+    offsets = clamp_offsets(group_offsets, len(A_exact)).tolist()
+    for start, end in ((0, offsets[0]), (offsets[-1], len(out))):
+        if out[start:end].ne(0).any():
+            raise AssertionError(f"rows {start}:{end} are in no group: expected exact zeros")
+    for g, (start, end) in enumerate(pairwise(offsets)):
+        rows, weight = A_exact[start:end], B_exact[g] if B_exact.dim() == 3 else B_exact
+        exact, scale = rows @ weight, (rows.abs() @ weight.abs()).amax().item() if out[start:end].numel() else 0.0
+        if bias is not None:
+            exact = exact + bias[g].double()
+        assert_within_budget(out[start:end], plain[start:end], exact, scale=scale, name=f"group {g}")
 
 
 @torch.no_grad()

@@ -6,8 +6,19 @@ requirements.require()
 
 from moe_kernels.kernels.grouped_gemm import jagged, jagged_persistent  # noqa: E402
 from moe_kernels.kernels.grouped_gemm_tails import jagged_tails  # noqa: E402
+from moe_kernels.kernels.scaled_gemm import fast_persistent, promoted_persistent, scaled_jagged  # noqa: E402
 from moe_kernels.kernels.tiles import tile_table  # noqa: E402
 from moe_kernels.kernels.uniform_gemm import uniform  # noqa: E402
 from moe_kernels.kernels.varied_gemm import varied  # noqa: E402
 
-__all__ = ["jagged", "jagged_persistent", "jagged_tails", "tile_table", "uniform", "varied"]
+__all__ = [
+    "fast_persistent",
+    "jagged",
+    "jagged_persistent",
+    "jagged_tails",
+    "promoted_persistent",
+    "scaled_jagged",
+    "tile_table",
+    "uniform",
+    "varied",
+]

@@ -67,9 +67,10 @@ def _interpret(function: Any, grid: tuple[int, ...], *arguments: Any) -> None:
 def _lean() -> Iterator[None]:
     """Triton's interpreter for one launch, without what takes most of its time: it would replace the functions of its
     language again at every call of a device function, and look for overflows that it reports in debug mode only. And
-    with exact bfloat16 in products and casts from and to float32: it would multiply raw bits, and truncate where it
-    should round. It still adds raw bits, so kernels compute in float32. Casts from and to fp8 are exact, too, and
-    saturate as a GPU's do. Masks may be integers, which Triton 3.9 refuses.
+    with exact bfloat16 and fp8 in products, and exact casts of bfloat16 from and to float32: it would multiply raw bits
+    of bfloat16, lose the NaN of fp8, and truncate where it should round. It still adds raw bits, so kernels compute in
+    float32. Casts from and to fp8 are exact, too, and saturate as a GPU's do. Masks may be integers, which Triton 3.9
+    refuses.
     """
     replace, done = interpreter._patch_lang, set()
     builder = interpreter.interpreter_builder
@@ -86,7 +87,10 @@ def _lean() -> Iterator[None]:
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def exact_dot(a: Any, b: Any, *rest: Any) -> Any:
-        return dot(*(cast_exactly(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest)
+        return dot(*(in_float32(x) if x.dtype.scalar in (tl.bfloat16, *_FP8) else x for x in (a, b)), *rest)
+
+    def in_float32(x: Any) -> Any:
+        return cast_fp8_exactly(x, tl.float32, None) if x.dtype.scalar in _FP8 else cast_exactly(x, tl.float32)
 
     def cast_exactly(src: Any, dst_type: Any) -> Any:
         scalars = src.dtype.scalar, dst_type.scalar

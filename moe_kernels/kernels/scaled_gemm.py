@@ -1,0 +1,400 @@
+"""Jagged grouped GEMM of fp8 operands with scales: `out[rows of g] = A[rows of g] @ B[g] (+ bias[g])`.
+
+Groups and tiles are those of `grouped_gemm`. Both operands are contracted along their last dimension, as fp8 tensor
+cores need them: A `[M, K]`, B `[G, N, K]`. There are two formats of scales:
+
+    rowwise        out = (A.data @ B.data^T) * scales_A[m] * scales_B[g, n]
+    block-scaled   out = the sum over k of (A.data[:, block k] @ B.data[g, :, block k]^T) * scales_A[m, k] *
+                   scales_B[g, n // 128, k], for blocks of 128
+
+Tensor cores add up products of fp8 in fewer bits than float32 has. So a sum leaves them after each block of K, and is
+added to the others in float32: always with scales of blocks, and with rowwise ones unless `fast`. `inline_ptx` is for
+NVIDIA GPUs: the addition is written in their instructions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import helion.language as hl
+import torch
+from torch import Tensor
+
+from moe_kernels import rules
+from moe_kernels.kernels.declare import kernel, tma_readable
+from moe_kernels.kernels.inline import clamped, decode_odd, divide, first_row, multiple, running_max, unmasked
+from moe_kernels.kernels.tiles import max_num_tiles, plan_table, tile_count, windows
+from moe_kernels.rules import scaled as scaled_rules
+from moe_kernels.rules.config import Config
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int64
+
+
+def _preset_basic(A: Tensor, _: Any, B: Tensor, scales_B: Tensor, __: Any, bias: Any, out: Tensor, *___: Any) -> Config:
+    return _preset("basic", False, A, B, scales_B, bias, out)
+
+
+def _preset_fast(A: Tensor, _: Any, B: Tensor, scales_B: Tensor, *rest: Any) -> Config:
+    return _preset("persistent", True, A, B, scales_B, *rest[2:4])
+
+
+def _preset_promoted(A: Tensor, _: Any, B: Tensor, scales_B: Tensor, *rest: Any) -> Config:
+    return _preset("persistent", False, A, B, scales_B, *rest[2:4])
+
+
+def _preset(
+    variant: str, fast: bool, A: Tensor, B: Tensor, scales_B: Tensor, bias: Tensor | None, out: Tensor
+) -> Config:
+    """The rule's config without TMA, for direct calls of the kernels."""
+    problem = scaled_rules.Problem(
+        rows=rules.floor_power_of_2(A.size(0) // B.size(0)),
+        M=rules.floor_power_of_2(A.size(0)),
+        N=B.size(1),
+        K=A.size(1),
+        G=B.size(0),
+        block_scaled=scales_B.shape[1:] != (B.size(1), 1),
+        fast=fast,
+        out_dtype=out.dtype,
+        tma_A=False,
+        tma_B=False,
+        tma_out=False,
+        int64_A=False,
+        int64_B=False,
+        int64_out=False,
+        has_bias=bias is not None,
+    )
+    return scaled_rules.rule(problem, variant).config
+
+
+def _dot(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+    """acc + a @ b, added up by the tensor cores. Helion has no product of two fp8 types."""
+    return hl.inline_triton("tl.dot({0}, {1}, acc={2})", args=(a, b, acc), output_like=acc)
+
+
+def _product(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
+    """a @ b in float32, shaped as `like`."""
+    return hl.inline_triton("tl.dot({0}, {1})", args=(a, b), output_like=like)
+
+
+def _sum(product: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
+    """acc + product, in instructions that Triton does not merge into the product."""
+    if not inline_ptx:
+        return acc + product
+    return hl.inline_triton(
+        """tl.inline_asm_elementwise(
+    "add.rn.f32 $0, $1, $2;", "=f,f,f", [{0}, {1}], dtype=tl.float32, is_pure=False, pack=1)""",
+        args=(product, acc),
+        output_like=acc,
+    )
+
+
+def _scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
+    """acc + product * scale, in instructions that stay where they are: the product's registers are free after them."""
+    if not inline_ptx:
+        return acc + product * scale
+    return hl.inline_triton(
+        """tl.inline_asm_elementwise(
+    "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [{0}, {1}, {2}], dtype=tl.float32, is_pure=False, pack=1)""",
+        args=(product, scale, acc),
+        output_like=acc,
+    )
+
+
+@kernel(_preset_basic)
+def scaled_jagged(
+    A: Tensor,  # [M, K] fp8
+    scales_A: Tensor,  # [M, 1] fp32, or [M, cdiv(K, 128)] if `block_scaled`
+    B: Tensor,  # [G, N, K] fp8, or [1, N, K] for one that all groups share
+    scales_B: Tensor,  # [G, N, 1] fp32, or [G, cdiv(N, 128), cdiv(K, 128)] if `block_scaled`; [1, ..] with such a B
+    group_offsets: Tensor,  # [G + 1]
+    bias: Tensor | None,  # [G, N]
+    out: Tensor,  # [M, N]
+    max_tiles: int,
+    odd_M: int,
+    shared: hl.constexpr,  # B is
+    block_scaled: hl.constexpr,
+    fast: hl.constexpr,
+    inline_ptx: hl.constexpr,
+    tma_A: hl.constexpr,  # A is read by TMA, which takes rows outside of it for zeros
+    tile_per_row: hl.constexpr,
+) -> Tensor:
+    """For few rows per group: a grid over tiles and columns, as `jagged`.
+
+    The tile of the result is transposed, because a weight has the 64 rows that WGMMA needs on the left.
+    """
+    hl.pdl_launch_dependents()
+    hl.pdl_wait()
+    K = A.size(1)
+    N = out.size(1)
+    G = group_offsets.size(0) - 1
+    block_m = hl.register_block_size(16, 128)
+    for tile_i, tile_n in hl.tile([max_tiles, N], block_size=[1, None]):
+        region = hl.zeros([], dtype=torch.int32)
+        M = decode_odd(odd_M, region)
+        tile = tile_i.id + region
+        start = hl.zeros([], dtype=torch.int32)
+        end = M
+        previous = hl.zeros([], dtype=torch.int32)
+        for tile_g in hl.tile(G + 1):
+            ends = running_max(clamped(group_offsets, tile_g.index, M), previous)
+            if tile_per_row:
+                before = (ends <= tile) & (tile_g.index <= G)
+            else:
+                before = (divide(ends, block_m) + tile_g.index + 1 <= tile) & (tile_g.index <= G)
+            region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
+            start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
+            end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
+            previous = torch.amax(ends)
+        if tile_per_row:
+            into_group = tile - start
+            row0 = torch.where(multiple(into_group, block_m), tile, end)
+        else:
+            row0 = first_row(tile, region, start, block_m)
+        if row0 < end:
+            acc = hl.zeros([tile_n, block_m], dtype=torch.float32)
+            rows = row0.to(torch.int64) + hl.arange(block_m)
+            inside = rows < end
+            if (region >= 1) & (region <= G):
+                group = (region - 1).to(torch.int64)
+                weight = group * (not shared)
+                n_block = tile_n.begin // 128
+                for tile_k in hl.tile(K):
+                    if tma_A:
+                        a = unmasked(hl.load(A, [row0 + hl.arange(block_m), tile_k]))
+                    else:
+                        a = hl.load(A, [rows, tile_k], extra_mask=inside[:, None])
+                    b = B[weight, tile_n, tile_k]
+                    if block_scaled:
+                        scale_a = hl.load(scales_A, [rows, tile_k.id], extra_mask=inside)
+                        scale_b = scales_B[weight, n_block, tile_k.id]
+                        acc = acc + _product(b, a.T, acc) * (scale_a * scale_b)[None, :]
+                    elif fast:
+                        acc = _dot(b, a.T, acc)
+                    else:
+                        acc = _sum(_product(b, a.T, acc), acc, inline_ptx)
+                if not block_scaled:
+                    scale_a = hl.load(scales_A, [rows, 0], extra_mask=inside)
+                    acc = acc * scale_a[None, :] * scales_B[weight, tile_n, 0][:, None]
+                if bias is not None:
+                    acc = acc + bias[group, tile_n].to(torch.float32)[:, None]
+            hl.store(out, [rows, tile_n], acc.T.to(out.dtype), extra_mask=inside[:, None])
+    return out
+
+
+@kernel(_preset_fast)
+def fast_persistent(
+    A: Tensor,  # [M, K] fp8
+    scales_A: Tensor,  # [M, 1] fp32
+    B: Tensor,  # [G, N, K] fp8, or [1, N, K]
+    scales_B: Tensor,  # [G, N, 1] fp32, or [1, N, 1]
+    tiles: Tensor,  # [1 + max_tiles, 3] int32, of tile_table
+    num_tiles: Tensor,  # [] int32: tiles[0, 0]
+    bias: Tensor | None,  # [G, N]
+    out: Tensor,  # [M, N], or `windows` of it if `tma_out`
+    shared: hl.constexpr,
+    block_m: hl.constexpr,  # that of `tiles`
+    tma_A: hl.constexpr,
+    tma_out: hl.constexpr,  # out is written by TMA, which leaves out what is past the end of a window
+) -> Tensor:
+    """For many rows per group and `fast`: one program per SM walks the listed tiles, as `jagged_persistent`."""
+    K = A.size(1)
+    N = out.size(1)
+    hl.pdl_wait()
+    for tile_t, tile_n in hl.tile([num_tiles, N], block_size=[1, None]):
+        t = tile_t.id + 1
+        group = tiles[t, 0].to(torch.int64)
+        weight = group * (not shared)
+        row0 = tiles[t, 1]
+        end = tiles[t, 2]
+        rows = row0.to(torch.int64) + hl.arange(block_m)
+        acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
+        for tile_k in hl.tile(K):
+            if tma_A:
+                a = unmasked(hl.load(A, [row0 + hl.arange(block_m), tile_k]))
+            else:
+                a = hl.load(A, [rows, tile_k], extra_mask=(rows < end)[:, None])
+            acc = _dot(a, B[weight, tile_n, tile_k].T, acc)
+        scale_a = hl.load(scales_A, [rows, 0], extra_mask=rows < end)
+        acc = acc * scale_a[:, None] * scales_B[weight, tile_n, 0][None, :]
+        if bias is not None:
+            acc = acc + bias[group, tile_n].to(torch.float32)[None, :]
+        if tma_out:
+            hl.store(out, [row0 + block_m - end + hl.arange(block_m), tile_n, end], acc.to(out.dtype))
+        else:
+            hl.store(out, [rows, tile_n], acc.to(out.dtype), extra_mask=(rows < end)[:, None])
+    return out
+
+
+@kernel(_preset_promoted)
+def promoted_persistent(
+    A: Tensor,  # [M, K] fp8
+    scales_A: Tensor,  # [M, 1] fp32, or [M, cdiv(K, 128)] if `block_scaled`
+    B: Tensor,  # [G, N, K] fp8, or [1, N, K]
+    scales_B: Tensor,  # [G, N, 1] fp32, or [G, cdiv(N, 128), cdiv(K, 128)] if `block_scaled`; [1, ..] with such a B
+    tiles: Tensor,  # [1 + max_tiles, 3] int32, of tile_table for 2 * half rows
+    num_tiles: Tensor,  # [] int32: tiles[0, 0]
+    bias: Tensor | None,  # [G, N]
+    out: Tensor,  # [M, N]
+    shared: hl.constexpr,
+    half: hl.constexpr,  # rows
+    block_scaled: hl.constexpr,
+    inline_ptx: hl.constexpr,
+    tma_A: hl.constexpr,
+) -> Tensor:
+    """For many rows per group: two programs per SM, one of which multiplies while the other adds up.
+
+    A tile is multiplied in two halves of its rows, so that what is not yet added takes half the registers. Scales of
+    blocks are loaded one step ahead.
+    """
+    K = A.size(1)
+    N = out.size(1)
+    steps = (K + 127) // 128
+    hl.pdl_wait()
+    for tile_t, tile_n in hl.tile([num_tiles, N], block_size=[1, None]):
+        t = tile_t.id + 1
+        group = tiles[t, 0].to(torch.int64)
+        weight = group * (not shared)
+        row0 = tiles[t, 1]
+        end = tiles[t, 2]
+        upper = row0.to(torch.int64) + hl.arange(half)
+        lower = row0.to(torch.int64) + half + hl.arange(half)
+        # Rows past the end are not stored; they get the scale of one that is there.
+        upper_scaled = torch.where(upper < end, upper, row0)
+        lower_scaled = torch.where(lower < end, lower, row0)
+        acc_upper = hl.zeros([half, tile_n], dtype=torch.float32)
+        acc_lower = hl.zeros([half, tile_n], dtype=torch.float32)
+        n_block = tile_n.begin // 128
+        if block_scaled:
+            next_upper = hl.load(scales_A, [upper_scaled, 0])
+            next_lower = hl.load(scales_A, [lower_scaled, 0])
+            next_b = scales_B[weight, n_block, 0]
+        for tile_k in hl.tile(K, block_size=128):
+            b = B[weight, tile_n, tile_k].T
+            if tma_A:
+                a_upper = unmasked(hl.load(A, [row0 + hl.arange(half), tile_k]))
+                a_lower = unmasked(hl.load(A, [row0 + half + hl.arange(half), tile_k]))
+            else:
+                a_upper = hl.load(A, [upper, tile_k], extra_mask=(upper < end)[:, None])
+                a_lower = hl.load(A, [lower, tile_k], extra_mask=(lower < end)[:, None])
+            if block_scaled:
+                step = hl.zeros([], dtype=torch.int32) + (tile_k.id + 1)
+                step = torch.where(step < steps, step, 0)
+                scale_upper = (next_upper * next_b)[:, None]
+                scale_lower = (next_lower * next_b)[:, None]
+                next_upper = hl.load(scales_A, [upper_scaled, step])
+                next_lower = hl.load(scales_A, [lower_scaled, step])
+                next_b = scales_B[weight, n_block, step]
+                acc_upper = _scaled_sum(_product(a_upper, b, acc_upper), scale_upper, acc_upper, inline_ptx)
+                acc_lower = _scaled_sum(_product(a_lower, b, acc_lower), scale_lower, acc_lower, inline_ptx)
+            else:
+                acc_upper = _sum(_product(a_upper, b, acc_upper), acc_upper, inline_ptx)
+                acc_lower = _sum(_product(a_lower, b, acc_lower), acc_lower, inline_ptx)
+        if not block_scaled:
+            scale_b = scales_B[weight, tile_n, 0][None, :]
+            acc_upper = acc_upper * hl.load(scales_A, [upper_scaled, 0])[:, None] * scale_b
+            acc_lower = acc_lower * hl.load(scales_A, [lower_scaled, 0])[:, None] * scale_b
+        if bias is not None:
+            added = bias[group, tile_n].to(torch.float32)[None, :]
+            acc_upper = acc_upper + added
+            acc_lower = acc_lower + added
+        hl.store(out, [upper, tile_n], acc_upper.to(out.dtype), extra_mask=(upper < end)[:, None])
+        hl.store(out, [lower, tile_n], acc_lower.to(out.dtype), extra_mask=(lower < end)[:, None])
+    return out
+
+
+def plan_scaled_grouped_gemm(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, str, bool]
+) -> SymbolicTensor:
+    """Plan the product of A `[M, K]`, B `[G, K, N]` or `[K, N]`, their scales, group_offsets and a bias or None.
+
+    A is contiguous along K, and so is B, which lies in memory as `[G, N, K]`.
+    """
+    A, scales_A, B, scales_B, group_offsets, bias = tensors
+    assert A is not None and scales_A is not None and B is not None and scales_B is not None
+    assert group_offsets is not None
+    dtype, variant, fast = options
+    out = builder.alloc((A.size(0), B.size(-1)), dtype)
+    if B.dim() == 2:
+        B, scales_B = B.unsqueeze(0), scales_B.unsqueeze(0)
+    multiply(builder, A, scales_A, B.mT, scales_B.mT, group_offsets, bias, out, variant, fast)
+    return out
+
+
+def multiply(
+    builder: Builder,
+    A: SymbolicTensor,  # [M, K]
+    scales_A: SymbolicTensor,  # [M, 1] or [M, cdiv(K, 128)]
+    B: SymbolicTensor,  # [G, N, K], or [1, N, K] for one that all groups share
+    scales_B: SymbolicTensor,  # [G, N, 1] or [G, cdiv(N, 128), cdiv(K, 128)]; [1, ..] with such a B
+    group_offsets: SymbolicTensor,  # [G + 1]
+    bias: SymbolicTensor | None,  # [G, N]
+    out: SymbolicTensor,  # [M, N]
+    variant: str = "auto",  # or "basic" or "persistent"
+    fast: bool = False,
+) -> None:
+    """Write the jagged product to `out`."""
+    (M, K), N, G = A.shape, out.size(1), group_offsets.size(0) - 1
+    if most(M) == 0 or N == 0:
+        return
+    if G == 0 or (K == 0 and bias is None):
+        builder.zero(out)
+        return
+    shared = B.size(0) == 1
+    B, scales_B = replace(B, few_groups=True), replace(scales_B, few_groups=True)
+    problem = _problem(builder, A, scales_A, B, scales_B, group_offsets, bias, out, fast)
+    choice = scaled_rules.rule(problem, variant)
+    block_m = choice.block_m
+    tma_A, _, tma_out, int64_index = choice.addressing
+    if tma_A:
+        A = replace(A, tma_clipped=True)
+    operands, inline_ptx = (A, scales_A, B, scales_B), builder.gpu.backend == "cuda"
+    if choice.variant == "basic":
+        tile_per_row = problem.rows == 0
+        max_tiles = M | 1 if tile_per_row else max_num_tiles(M, G, block_m)
+        constants = (shared, problem.block_scaled, fast, inline_ptx, tma_A, tile_per_row)
+        arguments = (*operands, group_offsets, bias, out, max_tiles, M * 2 + 1, *constants)
+        builder.launch(scaled_jagged, arguments, choice.config, int64_index=int64_index)
+        return
+    tiles = plan_table(builder, group_offsets, out, block_m)
+    listed = (*operands, tiles, tile_count(tiles), bias)
+    if fast:
+        arguments = (*listed, windows(out, block_m) if tma_out else out, shared, block_m, tma_A, tma_out)
+        builder.launch(fast_persistent, arguments, choice.config, int64_index=int64_index)
+    else:
+        arguments = (*listed, out, shared, block_m // 2, problem.block_scaled, inline_ptx, tma_A)
+        builder.launch(promoted_persistent, arguments, choice.config, int64_index=int64_index)
+
+
+def _problem(
+    builder: Builder,
+    A: SymbolicTensor,
+    scales_A: SymbolicTensor,
+    B: SymbolicTensor,
+    scales_B: SymbolicTensor,
+    group_offsets: SymbolicTensor,
+    bias: SymbolicTensor | None,
+    out: SymbolicTensor,
+    fast: bool,
+) -> scaled_rules.Problem:
+    (M, K), N, G, gpu = A.shape, out.size(1), group_offsets.size(0) - 1, builder.gpu
+    int64_vectors = needs_int64(group_offsets, bias, scales_A, scales_B)
+    return scaled_rules.Problem(
+        rows=rules.floor_power_of_2(least(M) // G),
+        M=rules.floor_power_of_2(least(M)),
+        N=N,
+        K=K,
+        G=G,
+        block_scaled=scales_B.shape[1:] != (N, 1),
+        fast=fast,
+        out_dtype=out.dtype,
+        tma_A=not int64_vectors and tma_readable(gpu, A),
+        tma_B=N >= 16 and tma_readable(gpu, B),
+        tma_out=N >= 16 and tma_readable(gpu, out),
+        # TMA takes 32-bit coordinates whatever the extent.
+        int64_A=int64_vectors or needs_int64(A),
+        int64_B=needs_int64(B),
+        int64_out=needs_int64(out),
+        has_bias=bias is not None,
+        gpu=gpu,
+    )

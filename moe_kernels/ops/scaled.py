@@ -1,0 +1,72 @@
+"""scaled_grouped_gemm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_kernels import reference
+from moe_kernels.ops.library import check_rows, define, use_kernels
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.scaled import ScaledTensor
+
+SCALED_GROUPED_GEMM = Operator(
+    "scaled_grouped_gemm",
+    planner="moe_kernels.kernels.scaled_gemm",
+    inputs=("A", "scales_A", "B", "scales_B", "group_offsets", "bias"),
+    rows=("A", "scales_A"),
+    counts=lambda tensors, _: Counts(tensors[0].size(0), groups=tensors[4].size(0) - 1),
+)
+
+
+def _scaled_grouped_gemm(
+    A: Tensor,  # [M, K]
+    scales_A: Tensor,  # [M, 1] or [M, cdiv(K, 128)]
+    B: Tensor,  # [K, N] or [G, K, N]
+    scales_B: Tensor,  # [.., 1, N] or [.., cdiv(K, 128), cdiv(N, 128)]
+    group_offsets: Tensor,  # [G + 1]
+    bias: Tensor | None,  # [G, N]
+    out_dtype: torch.dtype,
+    variant: str,
+    fast_accumulation: bool,
+) -> Tensor:  # [M, N]
+    if not use_kernels(A):
+        rowwise = scales_B.shape[-2:] == (1, B.size(-1))
+        formats = ("rowwise", "rowwise") if rowwise else ("1x128", "128x128")
+        operands = ScaledTensor(A, scales_A, formats[0]), ScaledTensor(B, scales_B, formats[1])
+        return reference.scaled_grouped_gemm(*operands, group_offsets, bias, out_dtype=out_dtype)
+    check_rows("A", A.size(0))
+    # Tensor cores take fp8 that is contiguous along K.
+    if A.stride(1) != 1:
+        A = A.contiguous()
+    if B.stride(-2) != 1:
+        B = B.mT.contiguous().mT
+    out: Tensor = cache.call(
+        SCALED_GROUPED_GEMM,
+        (A, scales_A, B, scales_B, group_offsets, bias),
+        (out_dtype, variant, fast_accumulation),
+    )
+    return out
+
+
+def _scaled_grouped_gemm_fake(
+    A: Tensor,
+    scales_A: Tensor,
+    B: Tensor,
+    scales_B: Tensor,
+    group_offsets: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    variant: str,
+    fast_accumulation: bool,
+) -> Tensor:
+    return A.new_empty((A.size(0), B.size(-1)), dtype=out_dtype)
+
+
+scaled_grouped_gemm = define(
+    "scaled_grouped_gemm(Tensor A, Tensor scales_A, Tensor B, Tensor scales_B, Tensor group_offsets, Tensor? bias,"
+    " ScalarType out_dtype, str variant, bool fast_accumulation) -> Tensor",
+    _scaled_grouped_gemm,
+    _scaled_grouped_gemm_fake,
+)

@@ -1,0 +1,119 @@
+"""The kernel and `Config` for products of fp8 operands with scales, by rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_kernels import rules
+from moe_kernels.rules.config import Config
+
+if TYPE_CHECKING:
+    from moe_kernels.runtime.targets import Gpu
+
+BLOCK_K = 128  # of the scales of blocks, and what the tensor cores add up at once
+LEAST_BLOCK_K = 32  # that Triton multiplies in fp8
+PERSISTENT_FROM_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The properties that a choice may depend on."""
+
+    rows: int  # mean rows per group, rounded down to a power of two; 0 if less than 1
+    M: int  # rounded down to a power of two
+    N: int
+    K: int
+    G: int
+    block_scaled: bool
+    fast: bool  # sums stay in the tensor cores
+    out_dtype: torch.dtype
+    tma_A: bool  # A can be read by TMA
+    tma_B: bool
+    tma_out: bool  # out can be written by TMA
+    int64_A: bool  # addresses in A, the scales, the offsets or the bias do not fit into 32 bits
+    int64_B: bool
+    int64_out: bool
+    has_bias: bool
+    gpu: Gpu | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel and config for a problem."""
+
+    variant: str  # "basic" or "persistent"
+    block_m: int  # the kernels' argument of this name
+    addressing: rules.Addressing
+    config: Config
+
+
+def rule(problem: Problem, variant: str = "auto") -> Choice:
+    """The choice for any problem."""
+    if variant == "auto":
+        many = problem.rows >= PERSISTENT_FROM_ROWS and problem.tma_A and problem.tma_B
+        variant = "persistent" if many else "basic"
+    if problem.K == 0:
+        variant = "basic"
+    return _persistent(problem) if variant == "persistent" else _basic(problem)
+
+
+def _basic(problem: Problem) -> Choice:
+    block_m = 16 if problem.rows < 16 else 32 if problem.rows < 32 else 64
+    addressing = _addressing(problem, block_m, _block_k(problem), tma_out=False)
+    # By pointers, odd strides are read byte by byte, which takes registers.
+    block_n, num_warps, num_stages = (128, 4, 3) if addressing.tma_A and addressing.tma_B else (64, 8, 2)
+    blocks = [block_m, rules.block_for(problem.N, block_n), rules.offsets_block(problem.G), _block_k(problem)]
+    scales = [False] * 2
+    options = rules.indexing(False, *addressing[:2], *scales, *[False] * problem.has_bias, False)
+    config = Config(block_sizes=blocks, num_warps=num_warps, num_stages=num_stages, l2_groupings=[4], **options)
+    return Choice("basic", block_m, addressing, config)
+
+
+def _persistent(problem: Problem) -> Choice:
+    block_m = 128
+    addressing = (
+        _addressing(problem, block_m, _block_k(problem), tma_out=True)
+        if problem.fast
+        else _addressing(problem, block_m // 2, BLOCK_K, tma_out=False)
+    )
+    by_tma = addressing.tma_A and addressing.tma_B
+    options: dict[str, Any] = {"pid_type": "persistent_interleaved", "l2_groupings": [8]}
+    bias, tables = [False] * problem.has_bias, [False] * 3
+    a, b, out, _ = addressing
+    if problem.fast:
+        block_n, num_warps, num_stages = 256, 8, 4
+        if not by_tma:
+            block_n, num_stages = 32, 2
+        elif problem.out_dtype == torch.float32:
+            block_n = 128  # the tile of the result shares the memory with the next one's loads
+        if by_tma:
+            options["range_flattens"] = [True, None]  # overlaps one tile's stores with the next one's loads
+        if out:
+            options["epilogue_subtile"] = 2  # or there would be no shared memory for that many stages
+        options |= rules.indexing(*tables, a, b, False, False, *bias, out)
+        blocks = [rules.block_for(problem.N, block_n), _block_k(problem)]
+    else:
+        block_n, num_warps, num_stages = (128, 4, 3) if by_tma else (32, 8, 2)
+        options["num_sm_multiplier"] = 2
+        scales = [False] * 3
+        loads = [*scales, b, a, a, *scales] if problem.block_scaled else [b, a, a, *scales]
+        options |= rules.indexing(*tables, *loads, *bias, False, False)
+        blocks = [rules.block_for(problem.N, block_n)]
+    config = Config(block_sizes=blocks, num_warps=num_warps, num_stages=num_stages, **options)
+    return Choice("persistent", block_m, addressing, config)
+
+
+def _block_k(problem: Problem) -> int:
+    if problem.block_scaled:
+        return BLOCK_K
+    return max(LEAST_BLOCK_K, rules.block_for(problem.K, BLOCK_K))
+
+
+def _addressing(problem: Problem, block_m: int, block_k: int, tma_out: bool) -> rules.Addressing:
+    # A descriptor's block may not be larger than its tensor.
+    fits = block_k <= problem.K
+    tma_A, tma_B = problem.tma_A and fits and block_m <= problem.M, problem.tma_B and fits
+    return rules.addressing(problem, tma_A, tma_B, tma_out and tma_A and tma_B and problem.tma_out)

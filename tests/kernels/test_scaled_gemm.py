@@ -1,0 +1,199 @@
+"""The kernels of fp8 products with scales against float64 on the dequantised operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_kernels import group_offsets_from_sizes, grouped_gemm
+from moe_kernels.kernels import fast_persistent, promoted_persistent, scaled_jagged
+from moe_kernels.scaled import ScaledTensor
+from moe_kernels.testing import assert_scaled_grouped_gemm_close, quantized
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {"rowwise": ("rowwise", "rowwise"), "block": ("1x128", "128x128")}
+# What a call is asked for: the format of its operands, variant, fast_accumulation.
+KERNELS = [
+    ("rowwise", "basic", False),
+    ("rowwise", "basic", True),
+    ("rowwise", "persistent", False),
+    ("rowwise", "persistent", True),
+    ("block", "basic", False),
+    ("block", "persistent", False),
+]
+kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k[0]} {k[1]}{' fast' * k[2]}")
+formats = pytest.mark.parametrize("format", FORMATS)
+
+
+def operands(
+    sizes: list[int],
+    N: int,
+    K: int,
+    format: str,
+    device: str,
+    *,
+    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
+    shared: bool = False,
+    outside: int = 0,
+) -> tuple[ScaledTensor, ScaledTensor, torch.Tensor]:
+    """A `[M + outside, K]`, B `[G, K, N]` or `[K, N]`, and offsets for groups of these sizes."""
+    generator = torch.Generator().manual_seed(K + N)
+    A = torch.randn(sum(sizes) + outside, K, generator=generator)
+    W = torch.randn(*(() if shared else (len(sizes),)), N, K, generator=generator) * max(K, 1) ** -0.5
+    left, right = FORMATS[format]
+    group_offsets = group_offsets_from_sizes(torch.tensor(sizes, dtype=torch.int32, device=device))
+    return quantized(A.to(device), left, dtypes[0]), quantized(W.to(device), right, dtypes[1]).mT, group_offsets
+
+
+def product(
+    kernel: tuple[str, str, bool],
+    A: ScaledTensor,
+    B: ScaledTensor,
+    group_offsets: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    _, variant, fast = kernel
+    return grouped_gemm(A, B, group_offsets, variant=variant, fast_accumulation=fast, out_dtype=out_dtype)
+
+
+@kernels
+@pytest.mark.parametrize(("K", "N"), [(16, 48), (97, 130), (320, 200), (1, 3)])
+def test_extents(kernel: tuple[str, str, bool], K: int, N: int, device: str) -> None:
+    A, B, group_offsets = operands([0, 9, 0, 1, 70, 0], N, K, kernel[0], device)
+    out = product(kernel, A, B, group_offsets)
+    assert out.dtype == torch.bfloat16
+    assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("sizes", "shared"), [([2, 0, 1], False), ([0, 0, 0], True), ([1] * 9, True), ([140, 5], False)], ids=str
+)
+def test_group_sizes(kernel: tuple[str, str, bool], sizes: list[int], shared: bool, device: str) -> None:
+    A, B, group_offsets = operands(sizes, 32, 144, kernel[0], device, shared=shared, outside=5)
+    assert_scaled_grouped_gemm_close(product(kernel, A, B, group_offsets), A, B, group_offsets)
+
+
+@kernels
+def test_dtypes(kernel: tuple[str, str, bool], device: str) -> None:
+    """Gradients in e5m2, and a result in float32."""
+    A, B, group_offsets = operands([20, 0, 75], 64, 160, kernel[0], device, dtypes=(E5M2, E4M3))
+    out = product(kernel, A, B, group_offsets, torch.float32)
+    assert out.dtype == torch.float32
+    assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@formats
+def test_other_dtypes(format: str, device: str) -> None:
+    A, B, group_offsets = operands([20, 0, 75], 64, 160, format, device, dtypes=(E4M3, E5M2))
+    out = grouped_gemm(A, B, group_offsets, out_dtype=torch.float16)
+    assert out.dtype == torch.float16
+    assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@kernels
+def test_malformed_offsets(kernel: tuple[str, str, bool], device: str) -> None:
+    A, B, _ = operands([16] * 5, 32, 24, kernel[0], device)
+    for values in ([3, 20, 10, -5, 95, 60], [80, 70, 0, 0, 0, 0], [-(2**40), 16, 2**33] * 2):
+        dtype = torch.int64 if max(values) > 2**31 else torch.int32
+        group_offsets = torch.tensor(values, dtype=dtype, device=device)
+        assert_scaled_grouped_gemm_close(product(kernel, A, B, group_offsets), A, B, group_offsets)
+
+
+@kernels
+def test_nan_stays_in_its_group(kernel: tuple[str, str, bool], device: str) -> None:
+    """In data and in scales, of rows in other groups, of other weights, and of rows in none."""
+    sizes = [30, 50, 9, 0]
+    A, B, group_offsets = operands(sizes, 48, 160, kernel[0], device, outside=7)
+    expected = product(kernel, A, B, group_offsets)
+    nan = torch.full_like(A.data, torch.nan, dtype=torch.float32).to(E4M3)
+    for part in ("data", "scales"):
+        data, scales, weight, weight_scales = (x.clone() for x in (A.data, A.scales, B.data, B.scales))
+        for rows in (slice(30, 80), slice(89, None)):
+            if part == "data":
+                data[rows] = nan[rows]
+            else:
+                scales[rows] = torch.nan
+        for g in (1, 3):
+            if part == "data":
+                weight[g] = nan[0, 0]
+            else:
+                weight_scales[g] = torch.nan
+        out = product(
+            kernel, A._replace(data=data, scales=scales), B._replace(data=weight, scales=weight_scales), group_offsets
+        )
+        assert out[30:80].isnan().all()
+        for rows in (slice(0, 30), slice(80, None)):
+            assert torch.equal(out[rows], expected[rows])
+
+
+@kernels
+def test_layouts_and_repeats(kernel: tuple[str, str, bool], device: str) -> None:
+    """Others than tensor cores take are copied, and scales may have any strides."""
+    A, B, group_offsets = operands([20, 0, 45], 48, 160, kernel[0], device)
+    expected = product(kernel, A, B, group_offsets)
+    for _ in range(2 if device == "cpu" else 20):
+        assert torch.equal(product(kernel, A, B, group_offsets), expected)
+    by_columns = A.scales.mT.contiguous().mT
+    beside = torch.cat([A.data, torch.full_like(A.data, 1.0)], dim=1)[:, :160]
+    every_second = torch.stack([A.data, A.data], dim=1)[:, 0]
+    for data in (A.data.mT.contiguous().mT, beside, every_second):
+        out = product(kernel, A._replace(data=data, scales=by_columns), B, group_offsets)
+        assert torch.equal(out, expected)
+    for weight in (B.data.contiguous(), B.data.permute(2, 1, 0).contiguous().permute(2, 1, 0)):
+        out = product(kernel, A, B._replace(data=weight, scales=B.scales.contiguous()), group_offsets)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[3], KERNELS[5]], ids=str)
+@pytest.mark.parametrize(("M", "K", "N"), [(0, 32, 16), (8, 0, 16), (8, 32, 0)])
+def test_nothing_to_multiply(kernel: tuple[str, str, bool], M: int, K: int, N: int, device: str) -> None:
+    A, B = torch.zeros(M, K, dtype=E4M3, device=device), torch.zeros(2, K, N, dtype=E4M3, device=device)
+    rowwise = kernel[0] == "rowwise"
+    blocks = 1 if rowwise else -(-K // 128)
+    left = ScaledTensor(A, torch.ones(M, blocks, device=device), FORMATS[kernel[0]][0])
+    right = ScaledTensor(B, torch.ones(2, blocks, N if rowwise else -(-N // 128), device=device), FORMATS[kernel[0]][1])
+    out = product(kernel, left, right, torch.tensor([0, M // 2, M], device=device))
+    assert out.shape == (M, N)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("rows", [3, 20, 50, 130])
+@formats
+def test_the_rule(format: str, rows: int, device: str) -> None:
+    """Few and many rows per group, with the variant left open."""
+    A, B, group_offsets = operands([rows, 2 * rows], 40, 128, format, device)
+    assert_scaled_grouped_gemm_close(grouped_gemm(A, B, group_offsets), A, B, group_offsets)
+
+
+def test_kernels_called_directly(device: str) -> None:
+    """They have configs of their own."""
+    if device == "cpu":
+        pytest.skip("Helion launches no kernel on a CPU")
+    A, B, group_offsets = operands([64, 100], 64, 128, "rowwise", device)
+    right = B.mT
+    out = torch.empty(164, 64, dtype=torch.bfloat16, device=device)
+    basic: Any = (group_offsets, None, out, 15, 329, False, False, False, True, False, False)
+    scaled_jagged(A.data, A.scales, right.data, right.scales, *basic)
+    assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+    tiles = torch.tensor([[2, 0, 0], [0, 0, 64], [1, 64, 164]], dtype=torch.int32, device=device)
+    for kernel, constants in ((fast_persistent, (128, False, False)), (promoted_persistent, (64, False, True, False))):
+        out.fill_(torch.nan)
+        kernel(A.data, A.scales, right.data, right.scales, tiles, tiles[0, 0], None, out, False, *constants)
+        assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@pytest.mark.gpu
+@kernels
+def test_graphs_replay_with_other_offsets(kernel: tuple[str, str, bool]) -> None:
+    A, B, group_offsets = operands([100, 0, 200], 256, 512, kernel[0], "cuda")
+    product(kernel, A, B, group_offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product(kernel, A, B, group_offsets)
+    for values in ([0, 0, 300, 300], [10, 50, 60, 290], [0, 100, 100, 300]):
+        group_offsets.copy_(torch.tensor(values))
+        graph.replay()
+        assert_scaled_grouped_gemm_close(out, A, B, group_offsets)

@@ -1,0 +1,255 @@
+"""Products of fp8 operands with scales in plain PyTorch: what is refused, and results against float64."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from moe_kernels import ScaledTensor, group_offsets_from_sizes, grouped_gemm, reference, scaled_grouped_mm
+from moe_kernels.testing import assert_scaled_grouped_gemm_close, assert_within_budget, quantized
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPES: Any = torch.nn.functional.ScalingType  # type: ignore[attr-defined]
+SWIZZLES: Any = torch.nn.functional.SwizzleType  # type: ignore[attr-defined]
+M, G, K, N = 12, 3, 200, 136
+FORMATS = {"rowwise": ("rowwise", "rowwise"), "block": ("1x128", "128x128")}
+formats = pytest.mark.parametrize("format", FORMATS)
+
+
+def operands(format: str, dtype: torch.dtype = E4M3) -> tuple[ScaledTensor, ScaledTensor, torch.Tensor]:
+    torch.manual_seed(0)
+    left, right = FORMATS[format]
+    A, W = quantized(torch.randn(M, K), left, dtype), quantized(torch.randn(G, N, K) * K**-0.5, right)
+    return A, W.mT, group_offsets_from_sizes(torch.tensor([4, 0, 6]))
+
+
+@formats
+def test_values(format: str) -> None:
+    """Quantised data times their scales are what was quantised, but for the rounding."""
+    x = torch.randn(300, 200)
+    for kind in FORMATS[format]:
+        values = reference.dequantized(quantized(x, kind))
+        assert ((values - x).abs() <= x.abs() / 16 + x.abs().amax() / 2**15).all()
+        if kind != "1x128":  # of activations alone
+            assert torch.equal(reference.dequantized(quantized(x, kind).mT), values.mT)
+
+
+@formats
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.float32], ids=str)
+def test_results(format: str, dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
+    A, B, group_offsets = operands(format, dtype)
+    out = grouped_gemm(A, B, group_offsets, out_dtype=out_dtype)
+    assert out.dtype == (out_dtype or torch.bfloat16)
+    assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+    for broken in (torch.zeros_like(out), out.roll(1, 0)):
+        with pytest.raises(AssertionError):
+            assert_scaled_grouped_gemm_close(broken, A, B, group_offsets)
+
+
+@formats
+def test_a_shared_weight(format: str) -> None:
+    A, B, group_offsets = operands(format)
+    shared = B._replace(data=B.data[0], scales=B.scales[0])
+    out = grouped_gemm(A, shared, group_offsets, variant="basic")
+    assert_scaled_grouped_gemm_close(out, A, shared, group_offsets)
+
+
+@formats
+def test_nothing_outside_of_groups(format: str) -> None:
+    """Not even NaN."""
+    A, B, group_offsets = operands(format)
+    scales = A.scales.clone()
+    scales[10:] = torch.nan
+    assert not grouped_gemm(A._replace(scales=scales), B, group_offsets)[10:].any()
+
+
+def test_meta_tensors() -> None:
+    A, B, group_offsets = operands("rowwise")
+    to_meta = [x._replace(data=x.data.to("meta"), scales=x.scales.to("meta")) for x in (A, B)]
+    out = grouped_gemm(*to_meta, group_offsets.to("meta"))
+    assert (out.shape, out.dtype, out.is_meta) == ((M, N), torch.bfloat16, True)
+
+
+def test_compiled() -> None:
+    A, B, group_offsets = operands("rowwise")
+    compiled = torch.compile(grouped_gemm, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(A, B, group_offsets), grouped_gemm(A, B, group_offsets))
+
+
+def test_operator() -> None:
+    A, B, group_offsets = operands("block")
+    arguments = (A.data, A.scales, B.data, B.scales, group_offsets, None, torch.bfloat16, "auto", False)
+    # PyTorch's check of schemas multiplies the arguments, which it cannot in fp8.
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.moe_kernels.scaled_grouped_gemm.default, arguments, test_utils=utils)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"A": torch.zeros(M, K)}, TypeError, "A_packed: expected a ScaledTensor, as for B, got Tensor"),
+        ({"B": torch.zeros(G, K, N)}, TypeError, "B: expected a ScaledTensor, as for A_packed, got Tensor"),
+        ({"A.data": torch.zeros(M, K)}, TypeError, "A_packed.data: expected float8_e4m3fn or float8_e5m2, got"),
+        ({"B.scales": torch.ones(G, 1, N).half()}, TypeError, "B.scales: expected float32, got torch.float16"),
+        ({"A.scales": torch.ones(M)}, ValueError, "A_packed.scales: expected shape [M, 1] = [12, 1], got [12]"),
+        ({"A.scales": torch.ones(M, 2)}, ValueError, "A_packed.scales: expected shape [M, 1] = [12, 1], got [12, 2]"),
+        ({"B.scales": torch.ones(G, N, 1)}, ValueError, "[G, 1, N] = [3, 1, 136], got [3, 136, 1]; pass B.scales.mT"),
+        ({"A.format": "1x128"}, ValueError, "or '1x128' and '128x128', got '1x128' and 'rowwise'"),
+        ({"A.data": torch.zeros(M, 64).to(E4M3)}, ValueError, "B: expected K = 64 as in A_packed [12, 64]"),
+        ({"offsets": torch.zeros(G, dtype=torch.int32)}, ValueError, "group_offsets: expected length G + 1 = 4"),
+        ({"B.data": torch.zeros(G, 2, K, N).to(E4M3)}, ValueError, "B: expected shape [K, N] or [G, K, N]"),
+        ({"out_dtype": torch.float64}, TypeError, "out_dtype: expected bfloat16, float16 or float32, got"),
+        ({"variant": "tails"}, ValueError, 'variant: expected "auto"'),
+        ({"B.scales": torch.ones(G, 1, N, requires_grad=True)}, RuntimeError, "have no gradients"),
+        ({"B.scales": torch.ones(G, 1, N, device="meta")}, ValueError, "B.scales: expected on cpu with B.data"),
+    ],
+)
+def test_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    A, B, group_offsets = operands("rowwise")
+    given: dict[str, Any] = {"A": A, "B": B}
+    options: dict[str, Any] = {}
+    for name, value in changes.items():
+        operand, _, part = name.partition(".")
+        if part:
+            given[operand] = given[operand]._replace(**{part: value})
+        elif name == "offsets":
+            group_offsets = value
+        else:
+            (given if name in given else options)[name] = value
+    with pytest.raises(error, match=re.escape(message)):
+        grouped_gemm(given["A"], given["B"], group_offsets, **options)
+
+
+def test_fast_accumulation_is_for_rowwise_operands() -> None:
+    A, B, group_offsets = operands("block")
+    with pytest.raises(ValueError, match="fast_accumulation: expected False for '1x128' and '128x128'"):
+        grouped_gemm(A, B, group_offsets, fast_accumulation=True)
+    with pytest.raises(ValueError, match="fast_accumulation: expected False for plain tensors"):
+        grouped_gemm(torch.ones(M, K), torch.ones(G, K, N), group_offsets, fast_accumulation=True)
+    assert grouped_gemm(*operands("rowwise"), fast_accumulation=True).any()
+
+
+def test_offsets_are_validated() -> None:
+    A, B, _ = operands("rowwise")
+    with pytest.raises(ValueError, match=re.escape("group_offsets[1]")):
+        grouped_gemm(A, B, torch.tensor([0, -5, 3, 9]), validate=True)
+
+
+# scaled_grouped_mm
+
+
+def test_pytorchs_signature() -> None:
+    theirs = inspect.signature(torch.nn.functional.scaled_grouped_mm).parameters  # type: ignore[attr-defined]
+    ours = inspect.signature(scaled_grouped_mm).parameters
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+
+
+def exact(x: ScaledTensor) -> torch.Tensor:
+    return reference.dequantized(x).double()
+
+
+def check(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Compare one group with its product in float64."""
+    expected = left @ right
+    plain = (left.float() @ right.float()).to(out.dtype)
+    assert_within_budget(out, plain, expected, scale=(left.abs() @ right.abs()).amax().item())
+
+
+@formats
+def test_grouped_rows(format: str) -> None:
+    A, B, group_offsets = operands(format)
+    rowwise = format == "rowwise"
+    recipes = (RECIPES.RowWise,) * 2 if rowwise else (RECIPES.BlockWise1x128, RECIPES.BlockWise128x128)
+    scales = (A.scales[:, 0], B.scales[:, 0]) if rowwise else (A.scales, B.scales)
+    bias = torch.randn(G, N)
+    call = [A.data, B.data, scales[0], recipes[0], [scales[1]], [recipes[1]]]
+    out = scaled_grouped_mm(*call, bias=bias, offs=group_offsets[1:].int(), swizzle_a=SWIZZLES.NO_SWIZZLE)
+    assert_scaled_grouped_gemm_close(out, A, B, group_offsets, bias)
+
+
+@formats
+def test_without_offs(format: str) -> None:
+    left, right = FORMATS[format]
+    A, W = quantized(torch.randn(G, M, K), left), quantized(torch.randn(G, N, K) * K**-0.5, right)
+    rowwise = format == "rowwise"
+    recipes = (RECIPES.RowWise,) * 2 if rowwise else (RECIPES.BlockWise1x128, RECIPES.BlockWise128x128)
+    scales = (A.scales[..., 0], W.scales[..., 0]) if rowwise else (A.scales, W.mT.scales)
+    out = scaled_grouped_mm(A.data, W.data.mT, scales[0], recipes[0], scales[1], recipes[1], output_dtype=torch.float32)
+    assert out.shape == (G, M, N)
+    for g in range(G):
+        check(out[g], exact(A)[g], exact(W)[g].mT)
+
+
+def test_grouped_columns() -> None:
+    A, W = quantized(torch.randn(G, M, K), "rowwise"), quantized(torch.randn(N, K) * K**-0.5, "rowwise")
+    offs = torch.tensor([50, 50, 130], dtype=torch.int32)
+    out = scaled_grouped_mm(
+        A.data, W.data.T, A.scales[..., 0], RECIPES.RowWise, W.scales[:, 0], RECIPES.RowWise, offs=offs
+    )
+    assert (out.shape, out.dtype) == ((M, N), torch.bfloat16)
+    check(out[:, :50], exact(A)[0], exact(W)[:50].T)
+    check(out[:, 50:130], exact(A)[2], exact(W)[50:130].T)
+    assert not out[:, 130:].any()
+
+
+def test_grouped_contraction() -> None:
+    """With an empty group, which is zero even where its scales are NaN."""
+    sizes = [64, 0, 130]
+    generator = torch.Generator().manual_seed(0)
+    lefts = [quantized(torch.randn(M, k, generator=generator), "rowwise") for k in (64, 1, 130)]
+    rights = [quantized(torch.randn(N, k, generator=generator), "rowwise", E5M2) for k in (64, 1, 130)]
+    a = torch.cat([x.data.float()[:, :k] for x, k in zip(lefts, sizes, strict=True)], 1).to(E4M3)
+    b = torch.cat([x.data.float()[:, :k] for x, k in zip(rights, sizes, strict=True)], 1).to(E5M2)
+    scale_a, scale_b = (torch.cat([x.scales[:, 0] for x in xs]) for xs in (lefts, rights))
+    scale_a[M : 2 * M] = torch.nan
+    offs = torch.tensor(sizes).cumsum(0).int()
+    out = scaled_grouped_mm(
+        a, b.T, scale_a, RECIPES.RowWise, scale_b, RECIPES.RowWise, offs=offs, output_dtype=torch.float32
+    )
+    assert out.shape == (G, M, N)
+    for g in (0, 2):
+        check(out[g], exact(lefts[g]), exact(rights[g]).T)
+    assert not out[1].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"scale_recipe_a": RECIPES.BlockWise1x32}, ValueError, "expected RowWise and RowWise, or BlockWise1x128 and"),
+        ({"scale_recipe_b": RECIPES.TensorWise}, ValueError, "got RowWise and TensorWise"),
+        ({"swizzle_a": SWIZZLES.SWIZZLE_32_4_4}, ValueError, "swizzle_a: expected None or NO_SWIZZLE"),
+        ({"scale_a": torch.ones(M, 1)}, ValueError, "scale_a: expected shape [M] = [12], got [12, 1]"),
+        ({"scale_b": [torch.ones(G, N)] * 2}, ValueError, "scale_b: expected one, got 2"),
+        ({"scale_b": torch.ones(G, N).double()}, TypeError, "scale_b: expected float32, got torch.float64"),
+        ({"mat_a": torch.ones(M, K)}, TypeError, "mat_a: expected float8_e4m3fn or float8_e5m2, got torch.float32"),
+        ({"contraction_dim": (0, 1)}, ValueError, "contraction_dim: expected (-1, -2), got (0, 1)"),
+        ({"offs": None}, ValueError, "offs: expected the groups' ends"),
+        ({"bias": torch.ones(G, N).double()}, TypeError, "bias: expected bfloat16, float16 or float32, got"),
+        ({"output_dtype": torch.float64}, TypeError, "output_dtype: expected bfloat16, float16 or float32, got"),
+    ],
+)
+def test_refused_by_scaled_grouped_mm(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    A, B, group_offsets = operands("rowwise")
+    given = {
+        "mat_a": A.data,
+        "mat_b": B.data,
+        "scale_a": A.scales[:, 0],
+        "scale_recipe_a": RECIPES.RowWise,
+        "scale_b": B.scales[:, 0],
+        "scale_recipe_b": RECIPES.RowWise,
+        "offs": group_offsets[1:],
+    }
+    with pytest.raises(error, match=re.escape(message)):
+        scaled_grouped_mm(**(given | changes))
+
+
+def test_blocks_with_a_2d_mat_b_are_refused() -> None:
+    a, b = torch.zeros(M, K).to(E4M3), torch.zeros(K, N).to(E4M3)
+    recipes = RECIPES.BlockWise1x128, RECIPES.BlockWise128x128
+    with pytest.raises(ValueError, match="expected RowWise for a 2-D mat_b"):
+        scaled_grouped_mm(a, b, torch.ones(M, 2), recipes[0], torch.ones(2, 2), recipes[1], offs=torch.tensor([5]))
