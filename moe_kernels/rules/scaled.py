@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moe_kernels import rules
 from moe_kernels.rules.config import Config
-
-if TYPE_CHECKING:
-    from moe_kernels.runtime.targets import Gpu
 
 BLOCK_K = 128  # of the scales of blocks, and what the tensor cores add up at once
 LEAST_BLOCK_K = 32  # that Triton multiplies in fp8
@@ -37,7 +34,6 @@ class Problem:
     int64_B: bool
     int64_out: bool
     has_bias: bool
-    gpu: Gpu | None = None
 
 
 @dataclass(frozen=True)

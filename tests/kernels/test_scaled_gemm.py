@@ -72,14 +72,14 @@ def test_extents(kernel: tuple[str, str, bool], K: int, N: int, device: str) -> 
     ("sizes", "shared"), [([2, 0, 1], False), ([0, 0, 0], True), ([1] * 9, True), ([140, 5], False)], ids=str
 )
 def test_group_sizes(kernel: tuple[str, str, bool], sizes: list[int], shared: bool, device: str) -> None:
-    A, B, group_offsets = operands(sizes, 32, 144, kernel[0], device, shared=shared, outside=5)
+    A, B, group_offsets = operands(sizes, 48, 160, kernel[0], device, shared=shared, outside=5)
     assert_scaled_grouped_gemm_close(product(kernel, A, B, group_offsets), A, B, group_offsets)
 
 
 @kernels
 def test_dtypes(kernel: tuple[str, str, bool], device: str) -> None:
     """Gradients in e5m2, and a result in float32."""
-    A, B, group_offsets = operands([20, 0, 75], 64, 160, kernel[0], device, dtypes=(E5M2, E4M3))
+    A, B, group_offsets = operands([20, 0, 75], 48, 160, kernel[0], device, dtypes=(E5M2, E4M3))
     out = product(kernel, A, B, group_offsets, torch.float32)
     assert out.dtype == torch.float32
     assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
@@ -87,7 +87,7 @@ def test_dtypes(kernel: tuple[str, str, bool], device: str) -> None:
 
 @formats
 def test_other_dtypes(format: str, device: str) -> None:
-    A, B, group_offsets = operands([20, 0, 75], 64, 160, format, device, dtypes=(E4M3, E5M2))
+    A, B, group_offsets = operands([20, 0, 75], 48, 160, format, device, dtypes=(E4M3, E5M2))
     out = grouped_gemm(A, B, group_offsets, out_dtype=torch.float16)
     assert out.dtype == torch.float16
     assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
@@ -95,7 +95,7 @@ def test_other_dtypes(format: str, device: str) -> None:
 
 @kernels
 def test_malformed_offsets(kernel: tuple[str, str, bool], device: str) -> None:
-    A, B, _ = operands([16] * 5, 32, 24, kernel[0], device)
+    A, B, _ = operands([16] * 5, 48, 160, kernel[0], device)
     for values in ([3, 20, 10, -5, 95, 60], [80, 70, 0, 0, 0, 0], [-(2**40), 16, 2**33] * 2):
         dtype = torch.int64 if max(values) > 2**31 else torch.int32
         group_offsets = torch.tensor(values, dtype=dtype, device=device)
@@ -164,7 +164,7 @@ def test_nothing_to_multiply(kernel: tuple[str, str, bool], M: int, K: int, N: i
 @formats
 def test_the_rule(format: str, rows: int, device: str) -> None:
     """Few and many rows per group, with the variant left open."""
-    A, B, group_offsets = operands([rows, 2 * rows], 40, 128, format, device)
+    A, B, group_offsets = operands([rows, 2 * rows], 48, 160, format, device)
     assert_scaled_grouped_gemm_close(grouped_gemm(A, B, group_offsets), A, B, group_offsets)
 
 
