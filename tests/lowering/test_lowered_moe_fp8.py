@@ -24,12 +24,12 @@ E4M3, F32 = torch.float8_e4m3fn, torch.float32
 def launches(
     T: int,
     H: int,
-    I: int,
+    I: int,  # noqa: E741
     E: int,
     top_k: int,
     format: str,
     spec: GLUSpec,
-    bias: bool = False,  # noqa: E741
+    bias: bool = False,
 ) -> list[Request]:
     W = 2 * I if spec.gated else I
     weights = []
