@@ -22,7 +22,7 @@ from moe_kernels.experts import moe_mlp
 from moe_kernels.grouped_gemm import grouped_gemm
 from moe_kernels.models import MODELS
 from moe_kernels.nn import MoE
-from moe_kernels.ops import batched, layer, moves, products
+from moe_kernels.ops import batched, layer, moves, products, scaled_layer
 from moe_kernels.runtime import cache, store, targets
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import Counts, Operator, portable, rows_class, signature, symbolic
@@ -31,7 +31,7 @@ from moe_kernels.runtime.targets import Gpu
 
 _OPERATORS = {
     operator.name: operator
-    for module in (batched, layer, moves, products)
+    for module in (batched, layer, moves, products, scaled_layer)
     for operator in vars(module).values()
     if isinstance(operator, Operator)
 }
@@ -169,9 +169,15 @@ def layers_of(module: nn.Module) -> list[Any]:
         config = getattr(part, "config", None)
         ours = getattr(config, "_experts_implementation", None) == "moe_kernels" and hasattr(part, "num_experts")
         if isinstance(part, MoE) or (ours and hasattr(part, "down_proj")):
-            kind = tuple((name, tuple(p.shape), p.stride(), p.dtype) for name, p in part.named_parameters())
+            kind = tuple((name, tuple(p.shape), p.stride(), p.dtype) for name, p in _tensors(part))
             found.setdefault((type(part), part.extra_repr(), _top_k(part), kind), part)
     return list(found.values())
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and buffers, such as weights in fp8."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def _num_experts(module: Any) -> int:
@@ -192,13 +198,15 @@ def _meta(x: Tensor, gradient: bool) -> Tensor:
 
 def _call_of_module(module: Any, T: int, training: bool) -> Callable[[], None]:
     def call() -> None:
-        parameters = {name: _meta(p, training and p.requires_grad) for name, p in module.named_parameters()}
+        parameters = {name: _meta(p, training and p.requires_grad) for name, p in _tensors(module)}
         routings: list[tuple[Tensor, ...]] = [()]
         if isinstance(module, MoE):
             H, dtype = module.router.size(1), module.router.dtype
         else:
             down = module.down_proj
             H, dtype, top_k = down.size(2 if module.is_transposed else 1), down.dtype, _top_k(module)
+            if dtype.itemsize == 1:  # fp8 weights
+                dtype = getattr(module.config, "dtype", None) or torch.bfloat16
             ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
             like: dict[str, Any] = {"device": "meta", "requires_grad": training}
             # Some models leave what the router gives in float32.

@@ -350,15 +350,102 @@ def check_moe_mlp(
         ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
     """
     _check_first_weights("hidden", "T", hidden, w_gate_up, w_up, gate_up_bias, up_bias, spec, transposed, reference)
+    _check_floats((("hidden", hidden), ("w_down", w_down)), reference, (("down_bias", down_bias),))
+    _check_routed(hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up is not None, down_bias, spec, transposed)
+
+
+def check_scaled_moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
+    w_gate_up: ScaledTensor | Tensor,  # [E, W, H]; a Tensor is refused
+    w_down: ScaledTensor | Tensor,  # [E, H, I]
+    w_up: Tensor | None,  # refused, as up_bias
+    gate_up_bias: Tensor | None,  # [E, W]
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,  # [E, H]
+    spec: GLUSpec,
+    transposed: bool,  # refused
+) -> None:
+    """Check the arguments of `moe_mlp` with weights in fp8, both "rowwise" or both "128x128".
+
+    Raises:
+        TypeError: one weight is no ScaledTensor, or something has a wrong dtype.
+        ValueError: as for `check_moe_mlp`; wrong formats or shapes of scales, `w_up`, or `transposed`.
+        RuntimeError: autograd would record the layer.
+    """
+    if transposed:
+        raise ValueError(
+            "transposed: expected False for fp8 weights, which are [E, 2I, H] and [E, H, I] with scales along the last "
+            "dimension; pass such as quantize(w.mT, ...)"
+        )
+    if w_up is not None:
+        raise ValueError(
+            "w_up: expected None for fp8 weights, got a value; pass gate and up as one w_gate_up [E, 2I, H], such as "
+            "quantize(torch.cat((gate, up), 1), ...)"
+        )
+    for name, value, other in (("w_gate_up", w_gate_up, "w_down"), ("w_down", w_down, "w_gate_up")):
+        if not isinstance(value, ScaledTensor):
+            raise TypeError(f"{name}: expected a ScaledTensor, as for {other}, got {type(value).__name__}")
+        _check_scaled(f"{name}.data", f"{name}.scales", value)
+        if value.data.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"{name}.data: expected float8_e4m3fn, got {value.data.dtype}")
+    assert isinstance(w_gate_up, ScaledTensor) and isinstance(w_down, ScaledTensor)
+    formats = w_gate_up.format, w_down.format
+    if formats not in (("rowwise", "rowwise"), ("128x128", "128x128")):
+        raise ValueError(
+            "w_gate_up, w_down: expected the formats 'rowwise' and 'rowwise', or '128x128' and '128x128', "
+            f"got {formats[0]!r} and {formats[1]!r}"
+        )
+    _check_spec(spec, False, up_bias is not None)
+    floats = {"hidden": hidden, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    for name, tensor in floats.items():
+        if tensor is None and name != "hidden":
+            continue
+        _check_tensor(name, tensor)
+        assert tensor is not None
+        if tensor.dtype not in _CUDA_DTYPES:
+            raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {tensor.dtype}")
+        _check_same_device(name, tensor, "w_gate_up", w_gate_up.data)
+    _check_same_device("w_down", w_down.data, "w_gate_up", w_gate_up.data)
+    _check_first_shapes("hidden", "T", hidden, w_gate_up.data, None, gate_up_bias, None, spec, False)
+    _check_routed(hidden, topk_ids, topk_weights, w_gate_up.data, w_down.data, False, down_bias, spec, False)
+    form = "[E, {}, 1]" if formats[0] == "rowwise" else "[E, cdiv({}, 128), cdiv({}, 128)]"
+    tensors = {**floats, "topk_weights": topk_weights}
+    first = "2I" if spec.gated else "I"
+    for name, weight, letters in (("w_gate_up", w_gate_up, (first, "H")), ("w_down", w_down, ("H", "I"))):
+        tensors |= {f"{name}.data": weight.data, f"{name}.scales": weight.scales}
+        shape = scales_shape(weight.shape, weight.format)
+        _check_shape(f"{name}.scales", weight.scales, form.format(*letters), shape)
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                raise RuntimeError(
+                    f"{name}: moe_mlp with fp8 weights has no gradients, but this tensor requires grad: detach it, "
+                    "call under torch.no_grad(), or pass bfloat16 weights"
+                )
+
+
+def _check_routed(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
+    w_gate_up: Tensor,  # [E, W, H], or [E, H, W] if transposed
+    w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
+    apart: bool,  # gate and up are
+    down_bias: Tensor | None,  # [E, H]
+    spec: GLUSpec,
+    transposed: bool,
+) -> None:
+    """Check the routing and the shapes of the second product, after those of the first."""
     E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
     check_route(topk_ids, topk_weights, E)
     T, H = hidden.shape
     if topk_ids.shape[0] != T:
         raise ValueError(f"topk_ids: expected T = {T} as in hidden {[T, H]}, got {list(topk_ids.shape)}")
     _check_same_device("topk_ids", topk_ids, "hidden", hidden)
-    width = spec.width(W, w_up is not None)
+    width = spec.width(W, apart)
     form, down = ("[E, I, H]", (E, width, H)) if transposed else ("[E, H, I]", (E, H, width))
-    _check_floats((("hidden", hidden), ("w_down", w_down)), reference, (("down_bias", down_bias),))
     _check_shape("w_down", w_down, form, down)
     if down_bias is not None:
         _check_shape("down_bias", down_bias, "[E, H]", (E, H))
@@ -379,6 +466,20 @@ def _check_first_weights(
     _check_spec(spec, w_up is not None, up_bias is not None)
     optional = ("w_up", w_up), ("gate_up_bias", gate_up_bias), ("up_bias", up_bias)
     _check_floats(((name, inputs), ("w_gate_up", w_gate_up)), reference, optional)
+    _check_first_shapes(name, count, inputs, w_gate_up, w_up, gate_up_bias, up_bias, spec, transposed)
+
+
+def _check_first_shapes(
+    name: str,  # "rows" or "hidden"
+    count: str,  # what their number is called
+    inputs: Tensor,  # [count, H]
+    w_gate_up: Tensor,
+    w_up: Tensor | None,
+    gate_up_bias: Tensor | None,
+    up_bias: Tensor | None,
+    spec: GLUSpec,
+    transposed: bool,
+) -> None:
     if inputs.dim() != 2:
         raise ValueError(f"{name}: expected shape [{count}, H], got {list(inputs.shape)}")
     width = "2I" if spec.gated and w_up is None else "I"

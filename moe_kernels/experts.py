@@ -14,6 +14,7 @@ from moe_kernels.ops.library import check_rows, use_kernels
 from moe_kernels.rules.layer import one_token_is_faster, sorts
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.torch_internals import autocast, can_bypass_dispatcher, differentiated, eager
+from moe_kernels.scaled import ScaledTensor
 
 
 def swiglu_ffn(
@@ -75,8 +76,8 @@ def moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: Tensor,  # [E, 2I, H]; other layouts as for swiglu_ffn
-    w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
+    w_gate_up: Tensor | ScaledTensor,  # [E, 2I, H]; other layouts as for swiglu_ffn
+    w_down: Tensor | ScaledTensor,  # [E, H, I], or [E, I, H] if transposed
     *,
     w_up: Tensor | None = None,  # [E, I, H], or [E, H, I] if transposed
     gate_up_bias: Tensor | None = None,  # [E, 2I]; [E, I] with w_up, or unless gated
@@ -96,46 +97,55 @@ def moe_mlp(
     `permute`, `swiglu_ffn`, `grouped_gemm` and `unpermute`, one after another. For the backward pass it saves only the
     result of the first product.
 
+    With weights in fp8, as `quantize` makes them, both "rowwise" or both "128x128", hidden states and act are quantised
+    on the way, "rowwise" or "1x128". Such a layer has neither `w_up` nor `transposed`, and no gradients.
+
     Args:
         hidden: `[T, H]`; dtypes as for `grouped_gemm`.
         topk_ids: `[T, top_k]` int32 or int64; an id outside `0..E - 1` drops its slot.
         topk_weights: `[T, top_k]`, any of these dtypes, applied in float32.
         w_gate_up, w_up, gate_up_bias, up_bias: as for `swiglu_ffn`, by default gate and up in one `[E, 2I, H]`.
-        w_down: `[E, H, I]`.
+        w_down: `[E, H, I]`; a `ScaledTensor` if `w_gate_up` is one.
         down_bias: `[E, H]`, added in float32.
         activation, gated, interleaved, alpha, limit: as for `swiglu_ffn`.
         transposed: all weights are stored transposed, `[E, H, 2I]` and `[E, I, H]`.
         validate: as for `route`.
 
     Returns:
-        `[T, H]`, of the promoted dtype of hidden states and weights. Differentiable in all arguments except the ids.
+        `[T, H]`, of the promoted dtype of hidden states and weights, or with fp8 weights that of hidden states.
+        Differentiable in all arguments except the ids, unless weights are fp8.
 
     Raises:
         TypeError, ValueError: as for `route` and `swiglu_ffn`.
+        RuntimeError: weights are fp8, and autograd would record the layer.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     biases = (gate_up_bias, up_bias, down_bias)
+    if isinstance(w_gate_up, ScaledTensor) or isinstance(w_down, ScaledTensor):
+        return _scaled_moe_mlp(
+            hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, biases, spec, transposed, validate
+        )
     given, asked = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases), (transposed, spec)
     validates = checks.validation_enabled(validate)
     if not validates and w_up is None and (known := cache.replay(MOE_LAYER, given, asked)) is not None:
         again: Tensor = known
         return again
-    hidden, w_gate_up, w_up, w_down = autocast(hidden, w_gate_up, w_up, w_down)
-    checks.check_moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases, spec, transposed)
-    num_experts = w_gate_up.size(0)
+    hidden, first, w_up, second = autocast(hidden, w_gate_up, w_up, w_down)
+    checks.check_moe_mlp(hidden, topk_ids, topk_weights, first, second, w_up, *biases, spec, transposed)
+    num_experts = first.size(0)
     if validates:
         checks.validate_ids(topk_ids, num_experts)
-    tensors = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases)
-    bypasses = can_bypass_dispatcher(*tensors) and use_kernels(hidden, w_gate_up, w_up, w_down)
+    tensors = (hidden, topk_ids, topk_weights, first, second, w_up, *biases)
+    bypasses = can_bypass_dispatcher(*tensors) and use_kernels(hidden, first, w_up, second)
     if bypasses and sorts(topk_ids.numel(), num_experts):
         check_rows("topk_ids", topk_ids.numel())
-        options = (transposed, adjacent(w_gate_up, w_up), spec)
+        options = (transposed, adjacent(first, w_up), spec)
         layer: Tensor = cache.call(MOE_LAYER, tensors, options)
         if w_up is None:
             cache.remember(MOE_LAYER, given, asked, options)
         return layer
     save_preact = differentiated(*tensors)
-    w_in, w_up, w_out = (_columns(w, transposed) for w in (w_gate_up, w_up, w_down))
+    w_in, w_up, w_out = (_columns(w, transposed) for w in (first, w_up, second))
     if (
         not save_preact
         and use_kernels(hidden, w_in, w_out)
@@ -148,6 +158,29 @@ def moe_mlp(
     routing = ops.route(topk_ids, num_experts)
     weights = (w_in, w_up, w_out)
     out: Tensor = ops.moe_mlp(hidden, topk_weights, *routing, *weights, *biases, save_preact, *spec)[0]
+    return out
+
+
+def _scaled_moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
+    w_gate_up: Any,
+    w_down: Any,
+    w_up: Tensor | None,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],  # of gate_up, up and down
+    spec: GLUSpec,
+    transposed: bool,
+    validate: bool | None,
+) -> Tensor:
+    """`moe_mlp` with fp8 weights."""
+    (hidden,) = autocast(hidden)
+    routed = (hidden, topk_ids, topk_weights)
+    checks.check_scaled_moe_mlp(*routed, w_gate_up, w_down, w_up, *biases, spec, transposed)
+    if checks.validation_enabled(validate):
+        checks.validate_ids(topk_ids, w_gate_up.shape[0])
+    weights = (w_gate_up.data, w_gate_up.scales, w_down.data, w_down.scales, biases[0], biases[2])
+    out: Tensor = ops.scaled_moe_mlp(*routed, *weights, w_gate_up.format == "rowwise", *spec)
     return out
 
 

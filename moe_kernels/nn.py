@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_kernels import checks, expert_modules
 from moe_kernels.experts import moe_mlp
+from moe_kernels.quantize import quantize
 from moe_kernels.routing import topk_softmax
 from moe_kernels.runtime.torch_internals import reshaped
+from moe_kernels.scaled import ScaledTensor
+
+_FORMATS = {"fp8_block": "128x128", "fp8_rowwise": "rowwise"}
+_QUANTIZED = ("w_gate_up", "w_gate_up_scales", "w_down", "w_down_scales")
 
 
 class MoE(nn.Module):
@@ -21,7 +27,13 @@ class MoE(nn.Module):
         router: `[E, H]`; the logits are `hidden @ router^T`.
         w_gate_up: `[E, 2I, H]`, gate first; `[E, I, H]` unless `gated`.
         w_down: `[E, H, I]`.
+
+    After `quantize` the experts' weights are buffers in fp8, `w_gate_up` and `w_down`, with the buffers
+    `w_gate_up_scales` and `w_down_scales`, and there are no gradients.
     """
+
+    w_gate_up: Tensor
+    w_down: Tensor
 
     def __init__(
         self,
@@ -44,6 +56,7 @@ class MoE(nn.Module):
         super().__init__()
         checks.check_moe(hidden_size, intermediate_size, num_experts, top_k, activation, gated)
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
+        self.format: str | None = None  # of `quantize`
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -102,19 +115,69 @@ class MoE(nn.Module):
         for weight in self.parameters():
             _draw(weight)
 
+    @torch.no_grad()
+    def quantize(self, format: str) -> MoE:
+        """Convert the experts' weights to fp8, in place; the router stays as it is.
+
+        The weights become buffers, which `state_dict` has beside those of their scales; a layer that was quantised
+        likewise loads them. `.to(dtype)` leaves both as they are.
+
+        Args:
+            format: "fp8_block", a scale for 128 x 128 weights, or "fp8_rowwise", one for each row.
+
+        Returns:
+            The layer itself.
+
+        Raises:
+            ValueError: there is no such format.
+            RuntimeError: the layer was quantised before.
+        """
+        if format not in _FORMATS:
+            raise ValueError(f"format: expected one of {', '.join(map(repr, _FORMATS))}, got {format!r}")
+        if self.format is not None:
+            raise RuntimeError(f"this layer was quantised before, as {self.format!r}; quantise the original weights")
+        for name in ("w_gate_up", "w_down"):
+            data, scales, _ = quantize(getattr(self, name), _FORMATS[format])
+            delattr(self, name)
+            self.register_buffer(name, data)
+            self.register_buffer(f"{name}_scales", scales)
+        self.format = format
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """As `nn.Module` does for `.to()` and the like, without a change of the dtypes of fp8 weights and scales."""
+        apply: Any = super()._apply
+        if self.format is None:
+            apply(fn, recurse)
+            return self
+        before = {id(getattr(self, name)) for name in _QUANTIZED}
+
+        def kept(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            return tensor.to(made.device) if id(tensor) in before and made.dtype != tensor.dtype else made
+
+        apply(kept, recurse)
+        return self
+
+    def _weights(self) -> tuple[Tensor | ScaledTensor, Tensor | ScaledTensor]:
+        if self.format is None:
+            return self.w_gate_up, self.w_down
+        format = _FORMATS[self.format]
+        w_gate_up = ScaledTensor(self.w_gate_up, self.get_buffer("w_gate_up_scales"), format)
+        return w_gate_up, ScaledTensor(self.w_down, self.get_buffer("w_down_scales"), format)
+
     def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., H]
         """Route each hidden state to its top_k experts, and add up what they give.
 
         Raises:
-            TypeError, ValueError: as for `moe_mlp`; hidden states and router of two dtypes outside of autocast,
-                or on two devices.
+            TypeError, ValueError, RuntimeError: as for `moe_mlp`; TypeError and ValueError also for hidden states and
+                router of two dtypes outside of autocast, or on two devices.
         """
         checks.check_layer(hidden, self.router)
         tokens = hidden.reshape(-1, hidden.size(-1))
         topk_ids, topk_weights = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
-        out = moe_mlp(
-            tokens, topk_ids, topk_weights, self.w_gate_up, self.w_down, activation=self.activation, gated=self.gated
-        )
+        weights = self._weights()
+        out = moe_mlp(tokens, topk_ids, topk_weights, *weights, activation=self.activation, gated=self.gated)
         return out if hidden.dim() == 2 else reshaped(out, hidden.shape)
 
     def extra_repr(self) -> str:
@@ -123,6 +186,7 @@ class MoE(nn.Module):
         return (
             f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, num_experts={num_experts}, "
             f"top_k={self.top_k}, activation={self.activation}, gated={self.gated}"
+            f"{'' if self.format is None else f', format={self.format}'}"
         )
 
 

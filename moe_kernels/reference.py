@@ -26,6 +26,7 @@ from .checks import (
     check_quantize,
     check_route,
     check_scaled_grouped_gemm,
+    check_scaled_moe_mlp,
     check_swiglu_ffn,
     check_uniform,
     check_unpermute,
@@ -538,6 +539,42 @@ def moe_mlp(
     act = swiglu_ffn(rows, w_gate_up, routing.group_offsets, transposed=transposed, **options)
     down = w_down if transposed else w_down.mT
     return unpermute(grouped_linear(act, down, routing.group_offsets, down_bias, None), routing)
+
+
+def scaled_moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
+    w_gate_up: ScaledTensor,  # [E, 2I, H], or [E, I, H] unless gated
+    w_down: ScaledTensor,  # [E, H, I]
+    *,
+    gate_up_bias: Tensor | None = None,  # [E, 2I] or [E, I]
+    down_bias: Tensor | None = None,  # [E, H]
+    activation: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:  # [T, H]
+    """A layer of experts with fp8 weights; see `moe_kernels.moe_mlp`.
+
+    The left operand of each product is quantised, the second one from float32. Both products are rounded to the dtype
+    of `hidden`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see `checks.check_scaled_moe_mlp`.
+    """
+    spec = GLUSpec(activation, gated, interleaved, alpha, limit)
+    check_scaled_moe_mlp(
+        hidden, topk_ids, topk_weights, w_gate_up, w_down, None, gate_up_bias, None, down_bias, spec, False
+    )
+    routing = route(topk_ids, topk_weights, w_gate_up.shape[0])
+    offsets, dtype = routing.group_offsets, hidden.dtype
+    format = "rowwise" if w_gate_up.format == "rowwise" else "1x128"
+    rows = quantize(permute(hidden, routing), format)
+    preact = scaled_grouped_gemm(rows, w_gate_up.mT, offsets, gate_up_bias, out_dtype=dtype)
+    act = quantize(activate(preact.float(), None, spec), format)
+    return unpermute(scaled_grouped_gemm(act, w_down.mT, offsets, down_bias, out_dtype=dtype), routing)
 
 
 def _accumulation_dtype(*operands: Tensor) -> torch.dtype:

@@ -11,17 +11,21 @@ from __future__ import annotations
 from importlib import metadata, util
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_kernels import requirements
 from moe_kernels.experts import moe_mlp
 from moe_kernels.grouped_gemm import grouped_gemm, grouped_mm
+from moe_kernels.quantize import quantize
 from moe_kernels.routing import permute, route, unpermute
+from moe_kernels.scaled import BLOCK, ScaledTensor
 
 TESTED = ("5.8", "5.23")  # the oldest and the newest minor version that the tests were run with
 _ACTIVATIONS: dict[Any, str] = {}  # the library's function, or class of modules -> the name that moe_mlp has for it
 _default_apply_gate: Any = None
+_OTHER = 'this model needs another experts_implementation, such as "eager"'
 
 
 class _Gate(NamedTuple):
@@ -65,6 +69,8 @@ if util.find_spec("transformers") is not None and util.find_spec("transformers.i
 def register() -> None:
     """Make "moe_kernels" a valid `experts_implementation` of transformers. Further calls change nothing.
 
+    It is one for experts in transformers' fine-grained fp8, too, where the library has a registry for these.
+
     Warns once if the version of transformers is outside the tested range, `TESTED`.
 
     Raises:
@@ -77,6 +83,11 @@ def register() -> None:
         )
     requirements.warn_if_untested("transformers", metadata.version("transformers"), *TESTED)
     registry.ExpertsInterface.register("moe_kernels", experts_forward)
+    if util.find_spec("transformers.integrations.finegrained_fp8") is not None:
+        from transformers.integrations import finegrained_fp8
+
+        if hasattr(finegrained_fp8, "ALL_FP8_EXPERTS_FUNCTIONS"):
+            finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register("moe_kernels", fp8_experts_forward)
 
 
 def experts_forward(
@@ -130,13 +141,67 @@ def experts_forward(
     return unpermute(rows, routing).to(hidden_states.dtype)
 
 
+def fp8_experts_forward(
+    experts: nn.Module,
+    hidden_states: Tensor,  # [T, H]
+    top_k_index: Tensor,  # [T, top_k]
+    top_k_weights: Tensor,  # [T, top_k]
+) -> Tensor:  # [T, H]
+    """Compute the forward of transformers' `FP8Experts`, as `experts_forward`; it has no gradients.
+
+    Weights have a scale, in float32 or as a power of two, for each block of 128 x 128. Activations are quantised on
+    the way, with a scale for 128 elements of a row.
+
+    Raises:
+        TypeError: a weight is missing, or is not in fp8.
+        ValueError: scales of other blocks, or of activations.
+        TypeError, ValueError, RuntimeError: as for `moe_mlp`.
+    """
+    name, block_size, scheme = type(experts).__name__, experts.block_size, experts.activation_scheme
+    if block_size is None or tuple(block_size) != (BLOCK, BLOCK):  # type: ignore[arg-type]
+        raise ValueError(f"{name}.block_size: expected [{BLOCK}, {BLOCK}], got {block_size}; {_OTHER}")
+    if scheme != "dynamic":
+        raise ValueError(f'{name}.activation_scheme: expected "dynamic", got {scheme!r}; {_OTHER}')
+    gated = bool(experts.has_gate)
+    w_in, w_out = (_scaled(experts, part) for part in ("gate_up_proj" if gated else "up_proj", "down_proj"))
+    validate = False if getattr(experts, "_is_expert_parallel", True) else None
+    activation = _fp8_activation_options(experts)
+    if activation is not None:
+        routed = hidden_states, top_k_index, top_k_weights
+        return moe_mlp(*routed, w_in, w_out, gated=gated, validate=validate, **activation)
+    routing = route(top_k_index, top_k_weights, w_in.shape[0], validate=validate)
+    offsets, dtype = routing.group_offsets, hidden_states.dtype
+    h = grouped_gemm(quantize(permute(hidden_states, routing), "1x128"), w_in.mT, offsets, out_dtype=dtype)
+    act = experts._apply_gate(h) if gated else experts.act_fn(h)  # type: ignore[operator]
+    return unpermute(grouped_gemm(quantize(act, "1x128"), w_out.mT, offsets, out_dtype=dtype), routing)
+
+
+def _scaled(experts: nn.Module, name: str) -> ScaledTensor:
+    data, scales = _tensor(experts, name), _tensor(experts, f"{name}_scale_inv")
+    if data.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"{type(experts).__name__}.{name}: expected float8_e4m3fn, got {data.dtype}; {_OTHER}")
+    return ScaledTensor(data.detach(), scales.detach().float(), "128x128")
+
+
+def _fp8_activation_options(experts: Any) -> dict[str, Any] | None:
+    """Those of `moe_mlp`, if it computes what `FP8Experts._apply_gate` does."""
+    name = _activation(experts.act_fn)
+    alpha, limit = getattr(experts, "swiglu_alpha", None), getattr(experts, "limit", None)
+    if experts.has_gate and getattr(experts, "gate_softcap", None) is not None:
+        return None
+    if experts.has_gate and alpha is not None:
+        return {"activation": "clamped_swiglu", "alpha": float(alpha), "limit": float(experts.swiglu_limit)}
+    if experts.has_gate and limit is not None:
+        return {"activation": "clamped_silu", "limit": float(limit)} if name == "silu" else None
+    return None if name is None else {"activation": name}
+
+
 def _tensor(experts: nn.Module, name: str) -> Tensor:
     value = getattr(experts, name, None)
     if not isinstance(value, Tensor):
         found = "nothing of this name" if value is None else type(value).__name__
         raise TypeError(
-            f"{type(experts).__name__}.{name}: expected one tensor with all experts' weights, got {found}; "
-            'this model needs another experts_implementation, such as "eager"'
+            f"{type(experts).__name__}.{name}: expected one tensor with all experts' weights, got {found}; {_OTHER}"
         )
     return value
 

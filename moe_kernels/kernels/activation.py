@@ -16,9 +16,12 @@ import torch
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import decode_odd
+from moe_kernels.kernels.quantize import inverse, largest_of_rows, plan_quantize, scale_of, scaled
 from moe_kernels.rules import by_rows
+from moe_kernels.rules import quantize as quantize_rules
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
+from moe_kernels.scaled import scales_shape
 
 
 def _erf(x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +106,42 @@ def activate(
             else:
                 act[r, tile_i] = activated(g, up[r, tile_i].to(torch.float32), name, alpha, limit).to(act.dtype)
     return act
+
+
+@kernel(lambda data, scales, *_: quantize_rules.parts_of_a_row(data.size(1), scales.size(1)))
+def activate_quantized(
+    data: torch.Tensor,  # [R, I] fp8, written
+    scales: torch.Tensor,  # [R, parts], written
+    gate: torch.Tensor,  # [R, I]
+    up: torch.Tensor | None,  # [R, I]
+    programs: int,  # at least R; odd
+    odd_R: int,  # 2 * R + 1
+    width: hl.constexpr,  # of a part
+    largest: hl.constexpr,
+    name: hl.constexpr,
+    alpha: hl.constexpr,
+    limit: hl.constexpr,
+) -> torch.Tensor:
+    """act in fp8, as `quantize` makes it of float32: a program per row and block of its parts."""
+    hl.pdl_wait()
+    I = data.size(1)  # noqa: E741
+    for tile_r, tile_p in hl.tile([programs, scales.size(1)], block_size=[1, None]):
+        zero = hl.zeros([], dtype=torch.int32)
+        r = (tile_r.id + zero).to(torch.int64)
+        if r < decode_odd(odd_R, zero):
+            columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
+            act = hl.load(gate, [r, columns], extra_mask=columns < I).to(torch.float32)
+            if up is None:
+                act = activated(act, None, name, alpha, limit)
+            else:
+                u = hl.load(up, [r, columns], extra_mask=columns < I).to(torch.float32)
+                act = activated(act, u, name, alpha, limit)
+            amax = largest_of_rows(act, hl.zeros([tile_p], dtype=torch.int32))
+            scale = scale_of(amax, largest, False)
+            y = scaled(act, inverse(scale)[:, None])
+            hl.store(data, [r, columns], y.to(data.dtype), extra_mask=columns < I)
+            scales[r, tile_p] = scale
+    return data
 
 
 @kernel(lambda d_gate, *_: by_rows(d_gate.size(1)))
@@ -209,13 +248,39 @@ def plan_activate(
 
 
 def write_activation(
-    builder: Builder, preact: SymbolicTensor, preact_up: SymbolicTensor | None, spec: GLUSpec
+    builder: Builder,
+    preact: SymbolicTensor,  # [R, 2I] or [R, I]
+    preact_up: SymbolicTensor | None,  # [R, I]
+    spec: GLUSpec,
+    dtype: torch.dtype | None = None,
 ) -> SymbolicTensor:
-    """act `[R, I]`."""
+    """act `[R, I]`, by default of the preactivation's dtype."""
     gate, up = spec.halves(preact, preact_up)
-    act = builder.alloc(gate.shape, preact.dtype)
+    act = builder.alloc(gate.shape, preact.dtype if dtype is None else dtype)
     _launch(builder, activate, (act, gate, up), spec)
     return act
+
+
+def write_scaled_activation(
+    builder: Builder,
+    preact: SymbolicTensor,  # [R, 2I] or [R, I]
+    format: str,  # "rowwise" or "1x128"
+    spec: GLUSpec,
+) -> tuple[SymbolicTensor, SymbolicTensor]:
+    """act `[R, I]` in fp8 and its scales, as `activate_quantized`."""
+    gate, up = spec.halves(preact, None)
+    R, I = gate.shape  # noqa: E741
+    if format == "rowwise" and I > quantize_rules.AT_ONCE:
+        act = write_activation(builder, preact, None, spec, torch.float32)
+        return plan_quantize(builder, (act,), (format, torch.float8_e4m3fn, False))
+    data = builder.alloc((R, I), torch.float8_e4m3fn)
+    scales = builder.alloc(scales_shape((R, I), format), torch.float32)
+    parts = scales.size(1)
+    width, largest = quantize_rules.width_of_part(I, parts), torch.finfo(data.dtype).max
+    arguments = (data, scales, gate, up, R | 1, R * 2 + 1, width, largest, spec.activation, spec.alpha, spec.limit)
+    config = quantize_rules.parts_of_a_row(I, parts)
+    builder.launch(activate_quantized, arguments, config, int64_index=needs_int64(data, scales, gate, up))
+    return data, scales
 
 
 def plan_activate_backward(

@@ -1,6 +1,8 @@
 """Whole layers of experts: the steps of their parts, one after another.
 
 hidden --route--> order of the experts --first half--> act --grouped_gemm--> rows --combine--> out
+
+With weights in fp8, each operand of a product is quantised by the kernel that writes it.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from typing import Any
 import torch
 
 from moe_kernels.glu import GLUSpec
-from moe_kernels.kernels.activation import write_activation
+from moe_kernels.kernels import scaled_gemm
+from moe_kernels.kernels.activation import write_activation, write_scaled_activation
 from moe_kernels.kernels.grouped_gemm import multiply
 from moe_kernels.kernels.one_token import multiply_one_token
-from moe_kernels.kernels.permute import combine, scatter
+from moe_kernels.kernels.permute import combine, scatter, scatter_scaled
 from moe_kernels.kernels.route import sort_slots
 from moe_kernels.kernels.swiglu_ffn import fuses, multiply_activated
 from moe_kernels.rules.layer import one_token_is_faster
@@ -65,6 +68,27 @@ def plan_moe_mlp_of_one_token(
     """Plan the result `[1, H]` from a token's hidden state, ids, weights, and the parameters."""
     hidden, topk_ids, topk_weights, *parameters = tensors
     return _one_token(builder, hidden, topk_ids, topk_weights, parameters, options[0])
+
+
+def plan_scaled_moe_mlp(
+    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, GLUSpec]
+) -> SymbolicTensor:
+    """Plan the result `[T, H]` with fp8 weights, from ids or, where these cannot be sorted here, a routing."""
+    hidden, topk_ids, topk_weights, group_offsets, slot_to_row, w_in, scales_in, w_out, scales_out, *biases = tensors
+    rowwise, spec = options
+    assert hidden is not None and topk_ids is not None and topk_weights is not None
+    assert w_in is not None and scales_in is not None and w_out is not None and scales_out is not None
+    if group_offsets is None or slot_to_row is None:
+        group_offsets, _, slot_to_row = sort_slots(builder, topk_ids, w_in.size(0))
+    R, top_k, dtype = slot_to_row.size(0), topk_ids.size(1), hidden.dtype
+    format, (b_in, b_out) = "rowwise" if rowwise else "1x128", biases
+    x = scatter_scaled(builder, hidden, slot_to_row, group_offsets, top_k, format)
+    preact = builder.alloc((R, w_in.size(1)), dtype)
+    scaled_gemm.multiply(builder, *x, w_in, scales_in, group_offsets, b_in, preact)
+    act = write_scaled_activation(builder, preact, format, spec)
+    rows = builder.alloc((R, w_out.size(1)), dtype)
+    scaled_gemm.multiply(builder, *act, w_out, scales_out, group_offsets, b_out, rows)
+    return combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
 
 
 def _one_token(

@@ -4,7 +4,8 @@
     combine_rows:   tokens[t] = sum over t's slots s, in order, of (topk_weights[s]) * rows[slot_to_row[s]]
     dot_rows:       dots[s] = sum over h of tokens[s // top_k, h] * rows[slot_to_row[s], h]
 
-The first two are each other's adjoint; the third is the gradient of the router weights. Each kernel writes an
+The first two are each other's adjoint; the third is the gradient of the router weights. `scatter_quantized` is
+scatter_rows without weights, quantised to fp8 as by `quantize`, bit for bit. Each kernel writes an
 element once, without atomics. Slots whose row is at or past `group_offsets[-1]` were dropped: they scatter zeros, and
 their rows are not read.
 """
@@ -19,11 +20,14 @@ import torch
 
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import decode_odd
+from moe_kernels.kernels.quantize import inverse, largest_of_rows, plan_quantize, scale_of, scaled
 from moe_kernels.rules import by_rows
+from moe_kernels.rules import quantize as quantize_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.signature import FEW_TOKENS
 from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
+from moe_kernels.scaled import scales_shape
 
 
 @kernel(lambda rows, *_: by_rows(rows.size(1)))
@@ -54,6 +58,41 @@ def scatter_rows(
                     y = y * topk_weights[t, k].to(torch.float32)
                 rows[row.to(torch.int64), tile_h] = torch.where(row < end, y.to(rows.dtype), 0.0)
     return rows
+
+
+@kernel(lambda data, scales, *_: quantize_rules.parts_of_a_row(data.size(1), scales.size(1)))
+def scatter_quantized(
+    data: torch.Tensor,  # [R, H] fp8, written
+    scales: torch.Tensor,  # [R, parts], written
+    tokens: torch.Tensor,  # [T, H]
+    slot_to_row: torch.Tensor,  # [R] int32
+    group_offsets: torch.Tensor,  # [E + 1] int32
+    programs: int,  # at least T; odd
+    odd_T: int,  # 2 * T + 1
+    top_k: hl.constexpr,
+    width: hl.constexpr,  # of a part
+    largest: hl.constexpr,
+) -> torch.Tensor:
+    """A program per token and block of its parts, which are read and quantised once, and written top_k times."""
+    hl.pdl_wait()
+    H = data.size(1)
+    E = group_offsets.size(0) - 1
+    for tile_t, tile_p in hl.tile([programs, scales.size(1)], block_size=[1, None]):
+        zero = hl.zeros([], dtype=torch.int32)
+        t = tile_t.id + zero
+        if t < decode_odd(odd_T, zero):
+            end = group_offsets[E]
+            columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
+            x = hl.load(tokens, [t.to(torch.int64), columns], extra_mask=columns < H)
+            none = hl.zeros([tile_p], dtype=torch.int32)
+            scale = scale_of(largest_of_rows(x, none), largest, False)
+            y = scaled(x, inverse(scale)[:, None])
+            for k in hl.static_range(top_k):
+                row = slot_to_row[t * top_k + k]
+                r = row.to(torch.int64)
+                hl.store(data, [r, columns], torch.where(row < end, y, 0.0).to(data.dtype), extra_mask=columns < H)
+                scales[r, tile_p] = torch.where(row < end, scale, scale_of(none, largest, False))
+    return data
 
 
 @kernel(lambda tokens, *_: _config(tokens.size(1), tokens.size(0)))
@@ -142,6 +181,29 @@ def scatter(
     rows = builder.alloc((slot_to_row.size(0), tokens.size(1)), dtype)
     _launch(builder, scatter_rows, (rows, tokens, topk_weights), slot_to_row, group_offsets, top_k)
     return rows
+
+
+def scatter_scaled(
+    builder: Builder,
+    tokens: SymbolicTensor,  # [T, H]
+    slot_to_row: SymbolicTensor,  # [R]
+    group_offsets: SymbolicTensor,  # [E + 1]
+    top_k: int,
+    format: str,  # "rowwise" or "1x128"
+) -> tuple[SymbolicTensor, SymbolicTensor]:
+    """The rows `[R, H]` in fp8 and their scales, as `scatter_quantized`."""
+    R, H = slot_to_row.size(0), tokens.size(1)
+    if format == "rowwise" and H > quantize_rules.AT_ONCE:
+        rows = scatter(builder, tokens, None, slot_to_row, group_offsets, top_k, tokens.dtype)
+        return plan_quantize(builder, (rows,), (format, torch.float8_e4m3fn, False))
+    data = builder.alloc((R, H), torch.float8_e4m3fn)
+    scales = builder.alloc(scales_shape((R, H), format), torch.float32)
+    T, parts = tokens.size(0), scales.size(1)
+    width, largest = quantize_rules.width_of_part(H, parts), torch.finfo(data.dtype).max
+    arguments = (data, scales, tokens, slot_to_row, group_offsets, T | 1, T * 2 + 1, top_k, width, largest)
+    config = quantize_rules.parts_of_a_row(H, parts)
+    builder.launch(scatter_quantized, arguments, config, int64_index=needs_int64(data, scales, tokens))
+    return data, scales
 
 
 def plan_combine_rows(

@@ -15,7 +15,8 @@ Every operator is functional, and every gradient is made of the same operators, 
     moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   of the above
     quantize(x)          data, scales in fp8                  none
 
-`scaled_grouped_gemm` is grouped_gemm of fp8 operands with scales, without a gradient.
+`scaled_grouped_gemm` is grouped_gemm of fp8 operands with scales, and `scaled_moe_mlp` a layer with fp8 weights; they
+have no gradients.
 `moe_mlp_of_one_token` is the same for one token, by two kernels of its own, without a gradient. The second order of
 `activate` goes through plain PyTorch. The functions of these names here are what the rest of the package calls. In
 eager mode they bypass torch.library, which costs the host more than some kernels take, unless a profiler is to show
@@ -28,6 +29,7 @@ from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.ops.quantize import quantize
 from moe_kernels.ops.scaled import scaled_grouped_gemm
+from moe_kernels.ops.scaled_layer import scaled_moe_mlp
 
 __all__ = [
     "activate",
@@ -41,6 +43,7 @@ __all__ = [
     "quantize",
     "route",
     "scaled_grouped_gemm",
+    "scaled_moe_mlp",
     "scatter_rows",
     "swiglu_ffn",
     "uniform_grouped_gemm",

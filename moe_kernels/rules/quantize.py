@@ -27,6 +27,18 @@ def two_passes(transposed: bool) -> Config:
     return Config(block_sizes=[rows, columns, columns], num_warps=rows * columns // (32 * _OF_A_THREAD))
 
 
+def width_of_part(K: int, parts: int) -> int:
+    """The columns, a power of two, that hold a part of a row in 1 or ceil(K / 128) `parts`."""
+    return BLOCK if parts > 1 else max(16, 1 << (K - 1).bit_length())
+
+
+def parts_of_a_row(K: int, parts: int) -> Config:
+    """For a program per row and block of its parts."""
+    width = width_of_part(K, parts)
+    block = min(max(1, _OF_A_PROGRAM // width), 1 << (parts - 1).bit_length())
+    return Config(block_sizes=[block], num_warps=max(1, block * width // (32 * _OF_A_THREAD)))
+
+
 def square() -> Config:
     """For blocks of 128 x 128."""
     return Config(block_sizes=[BLOCK, BLOCK], num_warps=8)

@@ -1,0 +1,72 @@
+"""scaled_moe_mlp: a layer of experts with fp8 weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import reference
+from moe_kernels.glu import GLUSpec
+from moe_kernels.ops.library import check_rows, define, use_kernels
+from moe_kernels.rules.layer import sorts
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.scaled import ScaledTensor
+
+_WEIGHTS = ("w_gate_up", "scales_gate_up", "w_down", "scales_down", "gate_up_bias", "down_bias")
+SCALED_MOE_MLP = Operator(
+    "scaled_moe_mlp",
+    planner="moe_kernels.kernels.layer",
+    inputs=("hidden", "topk_ids", "topk_weights", "group_offsets", "slot_to_row", *_WEIGHTS),
+    rows=("hidden", "topk_ids", "topk_weights", "slot_to_row"),
+    counts=lambda tensors, _: Counts(tensors[0].size(0), (tensors[1].numel(),), groups=tensors[5].size(0)),
+)
+
+
+def _scaled_moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
+    w_gate_up: Tensor,  # [E, 2I, H] or [E, I, H]
+    scales_gate_up: Tensor,  # [E, 2I, 1], or [E, cdiv(2I, 128), cdiv(H, 128)] unless `rowwise`
+    w_down: Tensor,  # [E, H, I]
+    scales_down: Tensor,  # [E, H, 1] or [E, cdiv(H, 128), cdiv(I, 128)]
+    gate_up_bias: Tensor | None,  # [E, 2I] or [E, I]
+    down_bias: Tensor | None,  # [E, H]
+    rowwise: bool,
+    *spec: Any,
+) -> Tensor:  # [T, H]
+    empty = 0 in (*topk_ids.shape, *w_gate_up.shape, *w_down.shape)
+    if empty or not use_kernels(hidden):
+        format = "rowwise" if rowwise else "128x128"
+        weights = ScaledTensor(w_gate_up, scales_gate_up, format), ScaledTensor(w_down, scales_down, format)
+        options: dict[str, Any] = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, **GLUSpec(*spec)._asdict()}
+        return reference.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, **options)
+    check_rows("topk_ids", topk_ids.numel())
+    group_offsets = slot_to_row = None
+    if not sorts(topk_ids.numel(), w_gate_up.size(0)):
+        group_offsets, _, slot_to_row, _ = reference.route(topk_ids, topk_weights, w_gate_up.size(0))
+    # Tensor cores take fp8 that is contiguous along the contraction.
+    w_gate_up, w_down = (w if w.stride(2) == 1 else w.contiguous() for w in (w_gate_up, w_down))
+    weights_and_biases = (w_gate_up, scales_gate_up, w_down, scales_down, gate_up_bias, down_bias)
+    out: Tensor = cache.call(
+        SCALED_MOE_MLP,
+        (hidden, topk_ids, topk_weights, group_offsets, slot_to_row, *weights_and_biases),
+        (rowwise, GLUSpec(*spec)),
+    )
+    return out
+
+
+def _scaled_moe_mlp_fake(hidden: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+
+
+scaled_moe_mlp = define(
+    "scaled_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor scales_gate_up,"
+    " Tensor w_down, Tensor scales_down, Tensor? gate_up_bias, Tensor? down_bias, bool rowwise, str activation,"
+    " bool gated, bool interleaved, float alpha, float limit) -> Tensor",
+    _scaled_moe_mlp,
+    _scaled_moe_mlp_fake,
+)

@@ -1,0 +1,206 @@
+"""Layers with fp8 weights: what their kernels quantise on the way, bit for bit, and the results against the twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_kernels import ScaledTensor, dequantize, moe_mlp, quantize, reference
+from moe_kernels.glu import GLUSpec
+from moe_kernels.kernels import activation, permute
+from moe_kernels.rules import quantize as rules
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.runtime.symbolic import SymbolicTensor
+
+FORMATS = ("rowwise", "128x128")
+NAN = float("nan")
+SILU = GLUSpec("silu", True, False, 1.702, 7.0)
+LAYERS: dict[str, dict[str, Any]] = {
+    "SwiGLU": {},
+    "gpt-oss": {"activation": "clamped_swiglu", "interleaved": True, "alpha": 1.3, "limit": 0.7},
+    "without a gate": {"gated": False, "activation": "relu_squared"},
+}
+
+
+def parts_of(format: str) -> str:
+    return "rowwise" if format == "rowwise" else "1x128"
+
+
+def make(
+    T: int,
+    H: int,
+    I: int,  # noqa: E741
+    E: int,
+    top_k: int,
+    format: str,
+    device: str,
+    options: dict[str, Any],
+    bias: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `moe_mlp`: every 7th id is dropped, and no token picks the last expert."""
+    W = 2 * I if options.get("gated", True) else I
+    ids = torch.randint(0, max(1, E - 1), (T, top_k), dtype=torch.int64)
+    ids.view(-1)[3::7] = E
+    made: dict[str, Any] = {
+        "hidden": torch.randn(T, H).bfloat16(),
+        "topk_ids": ids,
+        "topk_weights": torch.rand(T, top_k) + 0.1,
+    }
+    if bias:
+        made |= {"gate_up_bias": torch.randn(E, W).bfloat16(), "down_bias": torch.randn(E, H).bfloat16()}
+    made = {name: x.to(device) for name, x in made.items()}
+    made["w_gate_up"] = quantize((torch.randn(E, W, H) / H**0.5).to(device), format)
+    made["w_down"] = quantize((torch.randn(E, H, I) / I**0.5).to(device), format)
+    return made
+
+
+def assert_as_twin(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """Within the twin's own error in bfloat16, which is mostly that of roundings to fp8 that fall the other way."""
+    out = moe_mlp(**arguments, **options)
+    twin = reference.scaled_moe_mlp(**arguments, **options)
+    exact = {name: x.float() if name == "hidden" or "bias" in name else x for name, x in arguments.items()}
+    right = reference.scaled_moe_mlp(**exact, **options).double()
+    budget = 2 * (twin.double() - right).norm(dim=1) + 2**-9 * right.norm(dim=1)
+    error = (out.double() - right).norm(dim=1)
+    assert (error <= budget).all(), f"errors {error.tolist()}, budgets {budget.tolist()}"
+    assert (budget < right.norm(dim=1) / 10)[right.norm(dim=1) > 0].all()
+    assert right.any()
+    return out
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("T", "H", "I", "E", "top_k", "name", "bias"),
+    [
+        (1, 256, 128, 4, 2, "SwiGLU", False),
+        (5, 200, 72, 6, 2, "gpt-oss", True),
+        (40, 200, 136, 3, 2, "without a gate", True),
+    ],
+)
+def test_as_the_twin(
+    T: int,
+    H: int,
+    I: int,  # noqa: E741
+    E: int,
+    top_k: int,
+    name: str,
+    bias: bool,
+    format: str,
+    device: str,
+) -> None:
+    options = LAYERS[name]
+    arguments = make(T, H, I, E, top_k, format, device, options, bias)
+    out = assert_as_twin(arguments, options)
+    if T == 5:
+        assert torch.equal(moe_mlp(**arguments, **options), out)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nan_of_a_token_stays_there(format: str, device: str) -> None:
+    """And leaves zeros of a token whose slots are dropped."""
+    arguments = make(5, 200, 72, 2, 2, format, device, {}, bias=True)
+    arguments["topk_ids"][:] = 0
+    arguments["topk_ids"][2] = -1
+    right = moe_mlp(**arguments)
+    arguments["hidden"][2:4, 7] = NAN
+    out = moe_mlp(**arguments)
+    others = torch.arange(5, device=device) != 3
+    assert out[3].isnan().all()
+    assert torch.equal(out[others], right[others])
+    assert not out[2].any()
+
+
+def run(name: str, tensors: dict[str, Tensor], draw: Any) -> tuple[Tensor, Tensor]:
+    """What a part of a plan makes of these tensors."""
+    first = next(iter(tensors.values()))
+    operator = Operator(name, __name__, tuple(tensors), tuple(tensors)[:1], lambda *_: Counts(first.size(0)))
+    globals()[f"plan_{name}"] = lambda builder, inputs, _: draw(builder, *inputs)
+    with cache.set_aside():
+        data, scales = cache.call(operator, tuple(tensors.values()), ())
+    return data, scales
+
+
+def assert_same_bits(made: tuple[Tensor, Tensor], right: ScaledTensor) -> None:
+    assert torch.equal(made[0].view(torch.uint8), right.data.view(torch.uint8))
+    assert torch.equal(made[1].contiguous().view(torch.int32), right.scales.contiguous().view(torch.int32))
+
+
+@pytest.mark.parametrize("format", ["rowwise", "1x128"])
+def test_gathered_rows_are_those_of_quantize(format: str, device: str, fresh_plans: None) -> None:
+    """Also of tokens that hold NaN, infinity and zeros, and of dropped slots."""
+    for H in (16, 200, *((rules.AT_ONCE + 8,) if format == "rowwise" else ())):
+        hidden = (torch.randn(9, H) * 2.0 ** torch.randint(-9, 9, (9, 1))).bfloat16().to(device)
+        hidden[1, 3], hidden[2, H - 1], hidden[4] = NAN, -float("inf"), 0
+        ids = torch.randint(-1, 5, (9, 3)).to(device)
+        routing = reference.route(ids, torch.ones(9, 3, device=device), 4)
+        right = reference.quantize(reference.permute(hidden, routing), format)
+
+        def draw(builder: Builder, tokens: SymbolicTensor, slots: SymbolicTensor, offsets: SymbolicTensor) -> Any:
+            return permute.scatter_scaled(builder, tokens, slots, offsets, 3, format)
+
+        tensors = {"tokens": hidden, "slot_to_row": routing.slot_to_row, "group_offsets": routing.group_offsets}
+        assert_same_bits(run("gather", tensors, draw), right)
+
+
+@pytest.mark.parametrize("format", ["rowwise", "1x128"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_activation_is_quantised(name: str, format: str, device: str, fresh_plans: None) -> None:
+    """Exact where f is; else no further from float64's than twice the twin."""
+    spec = SILU._replace(**LAYERS[name])
+    for width in (72, 200, *((rules.AT_ONCE + 8,) if (name, format) == ("SwiGLU", "rowwise") else ())):
+        preact = torch.randn(6, 2 * width if spec.gated else width).bfloat16().to(device)
+        preact[1] = 0
+        exact = reference.activate(preact.double(), None, spec)
+        right = reference.quantize(reference.activate(preact.float(), None, spec), format)
+
+        def draw(builder: Builder, x: SymbolicTensor) -> Any:
+            return activation.write_scaled_activation(builder, x, format, spec)
+
+        data, scales = run("activation", {"preact": preact}, draw)
+        if name == "without a gate":
+            assert_same_bits((data, scales), right)
+        error = (dequantize(ScaledTensor(data, scales, format)).double() - exact).norm(dim=1)
+        budget = 2 * (dequantize(right).double() - exact).norm(dim=1)
+        assert (error <= budget).all()
+        assert (budget <= exact.norm(dim=1) / 8).all()
+        preact[2, 5] = NAN
+        data, scales = run("activation", {"preact": preact}, draw)
+        assert scales.isnan().any(1).tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("T", "H", "I", "E", "top_k"), [(1, 2048, 768, 128, 8), (300, 2048, 768, 128, 8), (4096, 2880, 2880, 32, 4)]
+)
+def test_sizes_of_models(T: int, H: int, I: int, E: int, top_k: int, format: str, device: str) -> None:  # noqa: E741
+    arguments = make(T, H, I, E, top_k, format, device, {})
+    out = assert_as_twin(arguments, {})
+    for _ in range(5):
+        assert torch.equal(moe_mlp(**arguments), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_more_experts_than_are_sorted_at_once(format: str, device: str) -> None:
+    assert_as_twin(make(600, 128, 64, 1100, 2, format, device, {}), {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_graph_replay(format: str, device: str) -> None:
+    arguments = make(40, 256, 128, 8, 2, format, device, {})
+    moe_mlp(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe_mlp(**arguments)
+    for _ in range(3):
+        arguments["topk_ids"].random_(-1, 9)
+        arguments["hidden"].normal_()
+        graph.replay()
+        assert torch.equal(out, moe_mlp(**arguments))

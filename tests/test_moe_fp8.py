@@ -1,0 +1,292 @@
+"""Layers of experts with fp8 weights on CPU tensors, through the reference; `MoE.quantize`; errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.library import opcheck
+
+from moe_kernels import MoE, ScaledTensor, dequantize, moe_mlp, quantize, reference, topk_softmax
+from moe_kernels.ahead import collect, layers_of
+from moe_kernels.glu import GLUSpec
+
+T, H, I, E, TOP_K = 12, 160, 136, 4, 2  # noqa: E741
+FORMATS = ("rowwise", "128x128")
+LAYERS: dict[str, dict[str, Any]] = {
+    "SwiGLU": {},
+    "gpt-oss": {"activation": "clamped_swiglu", "interleaved": True, "alpha": 1.3, "limit": 0.7},
+    "DeepSeek-V4": {"activation": "clamped_silu", "limit": 0.7},
+    "without a gate": {"gated": False, "activation": "relu_squared"},
+    "gelu": {"activation": "gelu"},
+}
+
+
+def make(format: str, dtype: torch.dtype = torch.bfloat16, bias: bool = False, gated: bool = True) -> dict[str, Any]:
+    """Arguments of `moe_mlp`; some ids are dropped, and no token picks the last expert."""
+    W = 2 * I if gated else I
+    ids = torch.randint(0, E - 1, (T, TOP_K))
+    ids[2, 1], ids[5, 0] = -1, E
+    made: dict[str, Any] = {
+        "hidden": torch.randn(T, H, dtype=dtype),
+        "topk_ids": ids,
+        "topk_weights": torch.rand(T, TOP_K),
+        "w_gate_up": quantize(torch.randn(E, W, H) / H**0.5, format),
+        "w_down": quantize(torch.randn(E, H, I) / I**0.5, format),
+    }
+    if bias:
+        made |= {"gate_up_bias": torch.randn(E, W, dtype=dtype), "down_bias": torch.randn(E, H, dtype=dtype)}
+    return made
+
+
+def float64_of(arguments: dict[str, Any], format: str, spec: GLUSpec) -> Tensor:
+    """The layer of the dequantised operands, slot by slot in float64; what is quantised between them is, here, too."""
+    parts = "rowwise" if format == "rowwise" else "1x128"
+    hidden = dequantize(quantize(arguments["hidden"], parts), torch.float64)
+    w_in, w_out = (dequantize(arguments[name], torch.float64) for name in ("w_gate_up", "w_down"))
+    out = torch.zeros(T, H, dtype=torch.float64)
+    for t in range(T):
+        for k in range(TOP_K):
+            e = int(arguments["topk_ids"][t, k])
+            if not 0 <= e < E:
+                continue
+            h = hidden[t] @ w_in[e].T
+            if "gate_up_bias" in arguments:
+                h = h + arguments["gate_up_bias"][e].double()
+            act = reference.activate(h[None], None, spec)
+            y = dequantize(quantize(act, parts), torch.float64)[0] @ w_out[e].T
+            if "down_bias" in arguments:
+                y = y + arguments["down_bias"][e].double()
+            out[t] += arguments["topk_weights"][t, k].double() * y
+    return out
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_formula(format: str, name: str, bias: bool) -> None:
+    options = LAYERS[name]
+    arguments = make(format, torch.float32, bias, options.get("gated", True))
+    spec = GLUSpec(
+        **{"activation": "silu", "gated": True, "interleaved": False, "alpha": 1.702, "limit": 7.0, **options}
+    )
+    exact = float64_of(arguments, format, spec)
+    out = moe_mlp(**arguments, **options)
+    # An element that is rounded to the other of two numbers in fp8 is an eighth of itself away.
+    assert float((out - exact).norm() / exact.norm()) < 3e-3
+    in_bfloat16 = make_bfloat16(arguments)
+    again = moe_mlp(**in_bfloat16, **options)
+    assert again.dtype == torch.bfloat16
+    assert float((again - exact).norm() / exact.norm()) < 0.05
+    assert torch.equal(again, reference.scaled_moe_mlp(**in_bfloat16, **options))
+
+
+def make_bfloat16(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in arguments.items()
+    }
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_close_to_the_original_weights(format: str) -> None:
+    weights = torch.randn(E, 2 * I, H) / H**0.5, torch.randn(E, H, I) / I**0.5
+    arguments = make(format, torch.float32)
+    exact = reference.moe_mlp(*(arguments[x] for x in ("hidden", "topk_ids", "topk_weights")), *weights)
+    arguments |= {"w_gate_up": quantize(weights[0], format), "w_down": quantize(weights[1], format)}
+    out = moe_mlp(**arguments)
+    assert 0.005 < float((out - exact).norm() / exact.norm()) < 0.08
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nan_of_a_token_stays_there(format: str) -> None:
+    arguments = make(format)
+    right = moe_mlp(**arguments)
+    arguments["hidden"][3, 7] = torch.nan
+    out = moe_mlp(**arguments)
+    others = torch.arange(T) != 3
+    assert out[3].isnan().all()
+    assert torch.equal(out[others], right[others])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_traced_and_without_memory(format: str) -> None:
+    arguments = make(format, bias=True)
+    right = moe_mlp(**arguments)
+    traced = torch.compile(moe_mlp, fullgraph=True, backend="aot_eager")
+    assert torch.equal(traced(**arguments), right)
+    weights = {name: arguments[name] for name in ("w_gate_up", "w_down")}
+    meta = {name: x.to("meta") for name, x in arguments.items() if name not in weights}
+    meta |= {name: ScaledTensor(x.data.to("meta"), x.scales.to("meta"), format) for name, x in weights.items()}
+    made = moe_mlp(**meta)
+    assert (made.shape, made.dtype, made.stride()) == (right.shape, right.dtype, right.stride())
+    routed = (arguments["hidden"], arguments["topk_ids"], arguments["topk_weights"])
+    given = (*routed, *weights["w_gate_up"][:2], *weights["w_down"][:2], None, None)
+    opcheck(
+        torch.ops.moe_kernels.scaled_moe_mlp.default,
+        (*given, format == "rowwise", "silu", True, False, 1.702, 7.0),
+        test_utils=(
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_dynamic",
+        ),  # others multiply fp8
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_tokens_and_autocast(format: str) -> None:
+    arguments = make(format, torch.float32)
+    empty = {name: arguments[name][:0] for name in ("hidden", "topk_ids", "topk_weights")}
+    assert moe_mlp(**{**arguments, **empty}).shape == (0, H)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert moe_mlp(**arguments).dtype == torch.bfloat16
+
+
+GOOD = make("128x128")
+W_IN, W_OUT = GOOD["w_gate_up"], GOOD["w_down"]
+REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"transposed": True}, ValueError, r"transposed: expected False for fp8 weights.*quantize\(w\.mT, \.\.\.\)"),
+    ({"w_up": torch.ones(E, I, H)}, ValueError, r"w_up: expected None for fp8 weights.*torch\.cat\(\(gate, up\), 1\)"),
+    ({"up_bias": torch.ones(E, I)}, ValueError, "up_bias: expected None without w_up"),
+    ({"w_down": torch.ones(E, H, I)}, TypeError, "w_down: expected a ScaledTensor, as for w_gate_up, got Tensor"),
+    ({"w_gate_up": torch.ones(E, 2 * I, H)}, TypeError, "w_gate_up: expected a ScaledTensor, as for w_down, got Ten"),
+    ({"w_down": quantize(torch.ones(E, H, I), "rowwise")}, ValueError, "expected the formats 'rowwise' and 'rowwise'"),
+    ({"w_down": W_OUT._replace(data=torch.ones(E, H, I))}, TypeError, "w_down.data: expected float8_e4m3fn"),
+    (
+        {"w_down": quantize(torch.ones(E, H, I), "128x128", dtype=torch.float8_e5m2)},
+        TypeError,
+        "w_down.data: expected float8_e4m3fn, got torch.float8_e5m2",
+    ),
+    ({"w_down": W_OUT._replace(scales=W_OUT.scales.half())}, TypeError, "w_down.scales: expected float32, got"),
+    (
+        {"w_gate_up": W_IN._replace(scales=torch.ones(E, 1, 2))},
+        ValueError,
+        r"w_gate_up.scales: expected shape \[E, cdiv\(2I, 128\), cdiv\(H, 128\)\] = \[4, 3, 2\], got \[4, 1, 2\]",
+    ),
+    ({"w_down": W_OUT._replace(data=W_OUT.data[:, 1:])}, ValueError, r"w_down: expected shape \[E, H, I\]"),
+    ({"hidden": torch.ones(T, H + 1)}, ValueError, r"w_gate_up: expected shape \[E, 2I, H\] with H = 161"),
+    (
+        {"hidden": torch.ones(T, H).double()},
+        TypeError,
+        "hidden: expected bfloat16, float16 or float32, got",
+    ),
+    ({"down_bias": torch.ones(E, H + 1)}, ValueError, r"down_bias: expected shape \[E, H\]"),
+    ({"gate_up_bias": torch.ones(E, 1)}, ValueError, r"gate_up_bias: expected shape \[E, 2I\]"),
+    (
+        {"topk_ids": torch.ones(T + 1, TOP_K).long(), "topk_weights": torch.ones(T + 1, TOP_K)},
+        ValueError,
+        "expected T =",
+    ),
+    ({"activation": "swish"}, ValueError, "activation: expected one of"),
+    ({"validate": True}, ValueError, r"topk_ids\[2, 1\]: expected 0 to 3, got -1"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "text"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        moe_mlp(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("name", ["hidden", "topk_weights"])
+def test_no_gradients(name: str) -> None:
+    arguments = {**GOOD, name: GOOD[name].clone().requires_grad_()}
+    with pytest.raises(RuntimeError, match=rf"{name}: moe_mlp with fp8 .*torch\.no_grad\(\).*bfloat16 weights"):
+        moe_mlp(**arguments)
+    with torch.no_grad():
+        assert torch.equal(moe_mlp(**arguments), moe_mlp(**GOOD))
+
+
+def layer(**options: Any) -> MoE:
+    torch.manual_seed(0)
+    return MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.bfloat16, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_rowwise"])
+def test_quantize_a_layer(format: str) -> None:
+    plain, made = layer(), layer()
+    assert made.quantize(format) is made
+    hidden = torch.randn(3, 4, H).bfloat16()
+    form = {"fp8_block": "128x128", "fp8_rowwise": "rowwise"}[format]
+    tokens = hidden.view(-1, H)
+    routed = topk_softmax(tokens @ plain.router.T, TOP_K, renormalize=True)
+    weights = quantize(plain.w_gate_up, form), quantize(plain.w_down, form)
+    out = made(hidden)
+    assert torch.equal(out, moe_mlp(tokens, *routed, *weights).view(3, 4, H))
+    exact = plain(hidden)
+    assert 0.005 < float((out - exact).norm() / exact.norm()) < 0.08
+    assert [name for name, _ in made.named_parameters()] == ["router"]
+    assert f"format={format}" in repr(made)
+    assert "format" not in repr(plain)
+    with pytest.raises(RuntimeError, match=f"quantised before, as '{format}'"):
+        made.quantize("fp8_block")
+    assert torch.equal(copy.deepcopy(made)(hidden), out)
+
+
+def test_quantize_refuses() -> None:
+    with pytest.raises(ValueError, match="format: expected one of 'fp8_block', 'fp8_rowwise', got 'fp8'"):
+        layer().quantize("fp8")
+    made = layer().quantize("fp8_block")
+    with pytest.raises(RuntimeError, match="has no gradients"):
+        made(torch.ones(1, H, dtype=torch.bfloat16))  # the router's would be asked for
+    made.requires_grad_(False)
+    assert made(torch.ones(1, H, dtype=torch.bfloat16)).any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_rowwise"])
+def test_saved_and_loaded(format: str) -> None:
+    made, hidden = layer().quantize(format), torch.randn(5, H).bfloat16()
+    file = io.BytesIO()
+    torch.save(made.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file)
+    assert set(state) == {"router", "w_gate_up", "w_gate_up_scales", "w_down", "w_down_scales"}
+    for assign in (False, True):
+        other = MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.bfloat16).quantize(format)
+        other.load_state_dict(state, assign=assign)
+        assert torch.equal(other(hidden), made(hidden))
+    for wrong, right in ((layer(), made), (made, layer())):
+        with pytest.raises(RuntimeError, match="w_gate_up_scales"):
+            wrong.load_state_dict(right.state_dict())
+
+
+@torch.no_grad()
+def test_moved_and_cast_without_a_change_of_the_weights() -> None:
+    made = nn.Sequential(layer().quantize("fp8_block"))
+    before = {name: x.clone() for name, x in made[0].named_buffers()}
+    for cast in (lambda: made.to(torch.float16), made.float, made.bfloat16, lambda: made.to("cpu", torch.float32)):
+        cast()
+        for name, x in made[0].named_buffers():
+            assert x.dtype == before[name].dtype
+            assert torch.equal(x.view(torch.uint8), before[name].view(torch.uint8))
+    assert made[0].router.dtype == torch.float32
+    assert made(torch.ones(2, H)).dtype == torch.float32
+    meta = made.to("meta", torch.bfloat16)[0]
+    assert {x.dtype for x in meta.buffers()} == {torch.float8_e4m3fn, torch.float32}
+    assert all(x.is_meta for x in (*meta.buffers(), *meta.parameters()))
+    assert made.to_empty(device="cpu")[0].w_gate_up.dtype == torch.float8_e4m3fn
+
+
+@torch.no_grad()
+def test_of_expert_modules_and_collected() -> None:
+    experts = [nn.Sequential(nn.Linear(H, I, bias=False), nn.ReLU(), nn.Linear(I, H, bias=False)) for _ in range(3)]
+    made = MoE.from_experts(experts, top_k=2, renormalize=False).quantize("fp8_rowwise")
+    out = made(torch.randn(4, H))
+    assert out.any()
+    assert len(layers_of(nn.ModuleList([made, copy.deepcopy(made), layer(), layer().quantize("fp8_block")]))) == 3
+
+
+def test_plans_ahead() -> None:
+    from moe_kernels.ahead import _calls
+
+    for format in ("fp8_block", "fp8_rowwise"):
+        made = layer().quantize(format)
+        wanted = collect(_calls(made, [1, 40], False))
+        assert [one.operator for one in wanted if "moe" in one.operator] == ["scaled_moe_mlp"] * 2
+        with pytest.raises(RuntimeError, match="has no gradients"):
+            collect(_calls(made, [1], True))
