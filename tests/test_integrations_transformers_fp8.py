@@ -112,7 +112,7 @@ def test_logits(name: str, scale_fmt: str) -> None:
     out, right = logits(fp8), logits(plain.double())
     # Of activations 3 bits are kept, twice in each layer. A token near a tie may go to another expert in the second.
     errors = ((out - right).norm(dim=-1) / right.norm(dim=-1)).flatten().sort().values
-    assert 1e-4 < float(errors[0])
+    assert float(errors[0]) > 1e-4
     assert float(errors[-3]) < 0.07
     other = logits(make(name, scale_fmt=scale_fmt)[1])
     assert torch.equal(out, other)
