@@ -30,6 +30,7 @@ from moe_kernels import (
     plan_varied_grouped_gemm,
     quantize,
     route,
+    scaled_grouped_mm,
     swiglu_ffn,
     topk_sigmoid,
     topk_softmax,
@@ -42,6 +43,7 @@ from moe_kernels import (
 G, K, N, M, T, TOP_K = 3, 4, 6, 7, 5, 2
 OFFSETS = torch.tensor([0, 2, 2, 6])
 IDS = torch.tensor([[0, 2], [1, 1], [2, 0], [0, 1], [2, 2]])
+ROWWISE: Any = torch.nn.functional.ScalingType.RowWise  # type: ignore[attr-defined]
 NO_TENSORS = {"LayerShape", "MoE", "Routing", "ScaledTensor", "compile_ahead", "unpack_groups", "varied_schedule"}
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -56,6 +58,7 @@ def cases() -> dict[str, Case]:
     ids, topk_weights, hidden = IDS, randn(T, TOP_K), randn(T, K)
     w_gate_up, w_down = randn(G, 2 * N, K), randn(G, K, N)
     routing = route(ids, topk_weights, G)
+    rows, columns = quantize(A, "rowwise"), quantize(B.mT, "rowwise")
     pairs = [randn(2, 3), randn(0, 2)], [randn(3, 4), randn(2, 5)]
 
     def written(*arguments: Any) -> list[Tensor]:
@@ -78,6 +81,10 @@ def cases() -> dict[str, Case]:
         "grouped_mm, 2-D x 2-D": (lambda a, b, o: grouped_mm(a, b, offs=o), (randn(3, M), A, OFFSETS[1:])),
         "grouped_mm, 3-D x 2-D": (lambda a, b, o: grouped_mm(a, b, offs=o), (randn(G, 2, K), A.T, OFFSETS[1:])),
         "grouped_mm, 3-D x 3-D": (grouped_mm, (randn(G, 2, K), B)),
+        "scaled_grouped_mm": (
+            lambda a, b, sa, sb, o: scaled_grouped_mm(a, b, sa.detach(), ROWWISE, sb.detach(), ROWWISE, offs=o),
+            (rows.data, columns.data.mT, rows.scales.flatten(), columns.scales.flatten(1), OFFSETS[1:].int()),
+        ),
         "uniform_grouped_gemm": (lambda a, b: uniform_grouped_gemm(a, b, G), (randn(G, 2, K), B)),
         "uniform_grouped_gemm, flat": (lambda a, b: uniform_grouped_gemm(a, b, G), (randn(G * 2, K), B)),
         "varied_grouped_gemm": (varied_grouped_gemm, pairs),
