@@ -82,7 +82,7 @@ def cases() -> dict[str, Case]:
         "grouped_mm, 3-D x 2-D": (lambda a, b, o: grouped_mm(a, b, offs=o), (randn(G, 2, K), A.T, OFFSETS[1:])),
         "grouped_mm, 3-D x 3-D": (grouped_mm, (randn(G, 2, K), B)),
         "scaled_grouped_mm": (
-            lambda a, b, sa, sb, o: scaled_grouped_mm(a, b, sa.detach(), ROWWISE, sb.detach(), ROWWISE, offs=o),
+            lambda *x: scaled_grouped_mm(*(y.detach() for y in x[:3]), ROWWISE, x[3].detach(), ROWWISE, offs=x[4]),
             (rows.data, columns.data.mT, rows.scales.flatten(), columns.scales.flatten(1), OFFSETS[1:].int()),
         ),
         "uniform_grouped_gemm": (lambda a, b: uniform_grouped_gemm(a, b, G), (randn(G, 2, K), B)),
