@@ -1113,7 +1113,7 @@ def test_an_expression_of_any_depth(root: Path) -> None:
     write_all()
     payload: dict[str, Any] = {"binaries": {}, "plan": {"inputs": ["A"], "results": []}}
     found = []
-    for depth in range(50, 1500, 50):
+    for depth in range(50, 1300, 50):  # json of Python 3.12.1 writes up to 1500
         deep: Any = 1
         for _ in range(depth):
             deep = ["+", deep, 1]

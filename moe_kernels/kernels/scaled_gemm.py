@@ -29,6 +29,7 @@ from moe_kernels.rules import scaled as scaled_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int64
+from moe_kernels.scaled import BLOCK
 
 
 def _preset_basic(A: Tensor, _: Any, B: Tensor, scales_B: Tensor, __: Any, bias: Any, out: Tensor, *___: Any) -> Config:
@@ -308,13 +309,17 @@ def plan_scaled_grouped_gemm(
 ) -> SymbolicTensor:
     """Plan the product of A `[M, K]`, B `[G, K, N]` or `[K, N]`, their scales, group_offsets and a bias or None.
 
-    A is contiguous along K, and so is B, which lies in memory as `[G, N, K]`.
+    A is contiguous along K, and so is B, which lies in memory as `[G, N, K]`. A's scales of blocks of K are
+    `[M, cdiv(K, 128)]`, or flat where rows lie next to each other.
     """
     A, scales_A, B, scales_B, group_offsets, bias = tensors
     assert A is not None and scales_A is not None and B is not None and scales_B is not None
     assert group_offsets is not None
     dtype, variant, fast = options
-    out = builder.alloc((A.size(0), B.size(-1)), dtype)
+    M = A.size(0)
+    out = builder.alloc((M, B.size(-1)), dtype)
+    if scales_A.dim() == 1:
+        scales_A = scales_A.as_strided((M, -(-A.size(1) // BLOCK)), (1, M), 0)
     if B.dim() == 2:
         B, scales_B = B.unsqueeze(0), scales_B.unsqueeze(0)
     multiply(builder, A, scales_A, B.mT, scales_B.mT, group_offsets, bias, out, variant, fast)

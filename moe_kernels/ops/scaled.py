@@ -42,6 +42,8 @@ def _scaled_grouped_gemm(
         A = A.contiguous()
     if B.stride(-2) != 1:
         B = B.mT.contiguous().mT
+    if scales_A.size(1) > 1 and scales_A.mT.is_contiguous():
+        scales_A = scales_A.mT.flatten()  # whose strides, unlike these, do not depend on the number of rows
     out: Tensor = cache.call(
         SCALED_GROUPED_GEMM,
         (A, scales_A, B, scales_B, group_offsets, bias),

@@ -266,10 +266,12 @@ def _example_of(x: Any, static: bool) -> Any:
     if not isinstance(x, SymbolicTensor):
         return x
     shape = [_EXAMPLE_ROWS if isinstance(n, SymbolicInt) else n for n in x.shape]
+    # One that is no multiple of 16 bytes.
+    strides = tuple(_EXAMPLE_ROWS + 1 if isinstance(n, SymbolicInt) else n for n in x.strides)
     if x.example_shape is not None:
-        return _Example(x.dtype, x.example_shape, x.strides)
+        return _Example(x.dtype, x.example_shape, strides)
     first = [min(2, n) if x.few_groups else max(2, n) for n in shape[:1]]
-    return _Example(x.dtype, (*first, *(n if static else max(2, n) for n in shape[1:])), x.strides)
+    return _Example(x.dtype, (*first, *(n if static else max(2, n) for n in shape[1:])), strides)
 
 
 def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[Any], gpu: Gpu) -> Callable[..., Any]:

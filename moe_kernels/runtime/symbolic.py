@@ -151,7 +151,7 @@ class SymbolicTensor:
     variable: int  # the plan's numbering: inputs first
     dtype: torch.dtype
     shape: tuple[Any, ...]  # int or SymbolicInt
-    strides: tuple[int, ...]
+    strides: tuple[Any, ...]  # likewise; SymbolicInt only for what is accessed by pointers
     aligned: bool  # to 16 bytes
     offset: int = 0  # in bytes from the variable's address; below 0 only for `tma_clipped`
     tma_clipped: bool = False  # read or written out of bounds on purpose; TMA returns zeros, or writes nothing
@@ -218,7 +218,7 @@ class SymbolicTensor:
             n = size * n
         return self.as_strided([n], [1], 0)
 
-    def as_strided(self, shape: Sequence[Any], strides: Sequence[int], first: int) -> SymbolicTensor:
+    def as_strided(self, shape: Sequence[Any], strides: Sequence[Any], first: int) -> SymbolicTensor:
         """The view that begins `first` elements into this one."""
         moved = first * self.element_size()
         aligned = self.aligned and moved % 16 == 0
@@ -240,7 +240,9 @@ def size_is_one(n: Any) -> bool:
 
 def extent(tensor: SymbolicTensor) -> int:
     """The distance in elements from the first to the last element of `tensor` in memory, at most."""
-    return sum((max(most(size), 1) - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    return sum(
+        (max(most(size), 1) - 1) * most(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True)
+    )
 
 
 def needs_int64(*tensors: SymbolicTensor | None) -> bool:

@@ -9,6 +9,8 @@ import torch
 
 from moe_kernels import group_offsets_from_sizes, grouped_gemm, quantize
 from moe_kernels.kernels import fast_persistent, promoted_persistent, scaled_jagged
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.signature import signature
 from moe_kernels.scaled import ScaledTensor
 from moe_kernels.testing import assert_scaled_grouped_gemm_close
 
@@ -201,3 +203,25 @@ def test_graphs_replay_with_other_offsets(kernel: tuple[str, str, bool]) -> None
         group_offsets.copy_(torch.tensor(values))
         graph.replay()
         assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@pytest.mark.parametrize("variant", ["basic", "persistent"])
+def test_one_plan_for_all_numbers_of_rows_of_a_class(
+    variant: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the strides of scales depend on the number of rows where these lie next to each other in memory."""
+    seen: set[Any] = set()
+    call = cache.call
+
+    def noting(operator: Any, tensors: Any, options: Any) -> Any:
+        seen.add(signature(operator, tensors, options))
+        return call(operator, tensors, options)
+
+    for rows in (70, 75):
+        A, B, group_offsets = operands([rows, rows], 48, 160, "block", device)
+        assert A.scales.stride() == (1, 2 * rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "call", noting)
+            out = grouped_gemm(A, B, group_offsets, variant=variant)
+        assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+    assert len(seen) == 1
