@@ -1,11 +1,30 @@
-"""What takes minutes begins first, so that no worker of `-n 2 --dist worksteal` waits for it alone at the end."""
+"""What takes minutes begins first, on different workers of `--dist worksteal`, so that none has it all at the end."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
 LONGEST = ("test_interpreter.py", "test_lowering.py", "test_ahead.py")
+TOGETHER = "test_ahead.py"  # its tests share a fixture that takes minutes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    units: dict[str, list[pytest.Item]] = {}
+    others: list[pytest.Item] = []
+    for item in items:
+        name = item.path.name
+        kept = units.setdefault(name if name == TOGETHER else item.nodeid, []) if name in LONGEST else others
+        kept.append(item)
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for i, unit in enumerate(units.values()):
+        shares[i % workers] += unit
+    length = -(-len(items) // workers)  # each worker begins with a run of so many
+    items.clear()
+    for share in shares:
+        missing = max(0, length - len(share))
+        items += share + others[:missing]
+        del others[:missing]
+    items += others

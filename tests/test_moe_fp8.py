@@ -185,7 +185,9 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "text"), REFUSALS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("change", "error", "text"), REFUSALS, ids=[f"{', '.join(change)}: {text}" for change, _, text in REFUSALS]
+)
 def test_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         moe_mlp(**{**GOOD, **change})
