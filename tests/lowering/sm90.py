@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from moe_kernels import requirements
 from moe_kernels.runtime import cache, targets
 from moe_kernels.runtime.compile import Specialized, lower, pretend
 from moe_kernels.runtime.plan import Request
@@ -28,6 +29,8 @@ from moe_kernels.runtime.signature import Operator, symbolic
 
 # A WGMMA instruction after whose accumulator comes a list of registers, not the descriptor of shared memory.
 FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^;{]*\{[^;}]*\},\s*\{")
+# Bytes of a thread's registers that ptxas of Triton 3.9 keeps in memory in fp8 kernels at most.
+FP8_STACK = 24 if (requirements.minor(triton.__version__) or (0, 0)) >= (3, 9) else 0
 H200 = targets.KNOWN["h200"]
 pretend(H200)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import empty, lowered, requests
+from sm90 import FP8_STACK, empty, lowered, requests
 
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.scaled_layer import SCALED_MOE_MLP
@@ -97,7 +97,7 @@ def test_products_of_a_layer_are_those_of_fp8() -> None:
             assert len(found) == 2
             for request in found:
                 report = lowered(request)
-                assert report["stack"] == 0
+                assert report["stack"] <= FP8_STACK
                 assert report["tma_load"] >= 2
                 assert "wgmma.mma_async.sync.aligned" in report["ptx"]
                 assert ".f32.e4m3.e4m3" in report["ptx"]
