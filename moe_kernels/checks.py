@@ -90,11 +90,7 @@ def check_scaled_grouped_gemm(
         ValueError: wrong rank, shape, device or format.
         RuntimeError: autograd would record the product.
     """
-    for name, value, other in (("A_packed", A_packed, "B"), ("B", B, "A_packed")):
-        if not isinstance(value, ScaledTensor):
-            raise TypeError(f"{name}: expected a ScaledTensor, as for {other}, got {type(value).__name__}")
-        _check_scaled(f"{name}.data", f"{name}.scales", value)
-    assert isinstance(A_packed, ScaledTensor) and isinstance(B, ScaledTensor)
+    A_packed, B = _scaled_both("A_packed", A_packed, "B", B)
     data, weight = A_packed.data, B.data
     _check_same_device("B", weight, "A_packed", data)
     check_index_vector("group_offsets", group_offsets, 1, "A_packed", data)
@@ -134,12 +130,11 @@ def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dty
     *others, bias = operands
     if bias is not None:
         _check_tensor("bias", bias)
-        if bias.dtype not in _CUDA_DTYPES:
-            raise TypeError(f"bias: expected bfloat16, float16 or float32, got {bias.dtype}")
+        _check_beside_fp8("bias", bias.dtype)
         assert others[0] is not None
         _check_same_device("bias", bias, "the operands", others[0])
-    if out_dtype is not None and out_dtype not in _CUDA_DTYPES:
-        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {out_dtype}")
+    if out_dtype is not None:
+        _check_beside_fp8(name, out_dtype)
     if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in operands]):
         raise RuntimeError(
             "products of fp8 operands with scales have no gradients, but an operand, its scales or the bias requires "
@@ -148,12 +143,31 @@ def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dty
     return out_dtype or torch.bfloat16
 
 
+def _check_beside_fp8(name: str, dtype: torch.dtype) -> None:
+    """Check the dtype of what is in no fp8 in a product of fp8 operands."""
+    if dtype not in _CUDA_DTYPES:
+        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
+
+
+def _scaled_both(
+    name: str, value: ScaledTensor | Tensor, other_name: str, other: ScaledTensor | Tensor
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """Check that two operands are ScaledTensors, as `_check_scaled` does; return them."""
+    made: list[ScaledTensor] = []
+    for one, operand, beside in ((name, value, other_name), (other_name, other, name)):
+        if not isinstance(operand, ScaledTensor):
+            raise TypeError(f"{one}: expected a ScaledTensor, as for {beside}, got {type(operand).__name__}")
+        _check_scaled(f"{one}.data", f"{one}.scales", operand)
+        made.append(operand)
+    return made[0], made[1]
+
+
 def _check_scaled(name: str, scales_name: str, value: ScaledTensor) -> None:
     """Check the dtypes of a ScaledTensor, and that its parts are on one device."""
     _check_tensor(name, value.data)
     _check_tensor(scales_name, value.scales)
     if value.data.dtype not in FP8_DTYPES:
-        raise TypeError(f"{name}: expected float8_e4m3fn or float8_e5m2, got {value.data.dtype}")
+        raise TypeError(f"{name}: expected {_FP8}, got {value.data.dtype}")
     if value.scales.dtype != torch.float32:
         raise TypeError(f"{scales_name}: expected float32, got {value.scales.dtype}")
     _check_same_device(scales_name, value.scales, name, value.data)
@@ -384,13 +398,10 @@ def check_scaled_moe_mlp(
             "w_up: expected None for fp8 weights, got a value; pass gate and up as one w_gate_up [E, 2I, H], such as "
             "quantize(torch.cat((gate, up), 1), ...)"
         )
-    for name, value, other in (("w_gate_up", w_gate_up, "w_down"), ("w_down", w_down, "w_gate_up")):
-        if not isinstance(value, ScaledTensor):
-            raise TypeError(f"{name}: expected a ScaledTensor, as for {other}, got {type(value).__name__}")
-        _check_scaled(f"{name}.data", f"{name}.scales", value)
+    w_gate_up, w_down = _scaled_both("w_gate_up", w_gate_up, "w_down", w_down)
+    for name, value in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         if value.data.dtype != torch.float8_e4m3fn:
             raise TypeError(f"{name}.data: expected float8_e4m3fn, got {value.data.dtype}")
-    assert isinstance(w_gate_up, ScaledTensor) and isinstance(w_down, ScaledTensor)
     formats = w_gate_up.format, w_down.format
     if formats not in (("rowwise", "rowwise"), ("128x128", "128x128")):
         raise ValueError(
@@ -404,8 +415,7 @@ def check_scaled_moe_mlp(
             continue
         _check_tensor(name, tensor)
         assert tensor is not None
-        if tensor.dtype not in _CUDA_DTYPES:
-            raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {tensor.dtype}")
+        _check_beside_fp8(name, tensor.dtype)
         _check_same_device(name, tensor, "w_gate_up", w_gate_up.data)
     _check_same_device("w_down", w_down.data, "w_gate_up", w_gate_up.data)
     _check_first_shapes("hidden", "T", hidden, w_gate_up.data, None, gate_up_bias, None, spec, False)
@@ -540,18 +550,12 @@ def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
     if not isinstance(scaled, ScaledTensor):
         raise TypeError(f"scaled: expected a ScaledTensor, got {type(scaled).__name__}")
     data, scales, format = scaled
-    _check_tensor("scaled.data", data)
-    _check_tensor("scaled.scales", scales)
-    if data.dtype not in FP8_DTYPES:
-        raise TypeError(f"scaled.data: expected {_FP8}, got {data.dtype}")
-    if scales.dtype != torch.float32:
-        raise TypeError(f"scaled.scales: expected float32, got {scales.dtype}")
+    _check_scaled("scaled.data", "scaled.scales", scaled)
     if dtype not in _ALL_DTYPES:
         raise TypeError(f"dtype: expected one of {', '.join(map(str, _ALL_DTYPES))}, got {dtype}")
     _check_format("scaled.format", format)
     if data.dim() < 2:
         raise ValueError(f"scaled.data: expected shape [..., R, K], got {list(data.shape)}")
-    _check_same_device("scaled.scales", scales, "scaled.data", data)
     shape = scales_shape(data.shape, format)
     *groups, rows, parts = scales_shape(data.mT.shape, format)
     if scales.shape not in (shape, (*groups, parts, rows)):

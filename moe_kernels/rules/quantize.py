@@ -16,7 +16,7 @@ def _config(rows: int, columns: int) -> Config:
 
 def one_pass(width: int, transposed: bool) -> Config:
     """For tiles of this width, in which a row's part has a scale."""
-    columns = max(16, 1 << (width - 1).bit_length())
+    columns = width_of_part(width, 1)
     # Where rows lie next to each other in memory, 64 of them are a line of it.
     return _config(max(64 if transposed else 1, _OF_A_PROGRAM // columns), columns)
 
