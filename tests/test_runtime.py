@@ -24,7 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels
 from moe_kernels import grouped_gemm
-from moe_kernels.checks import clamp_offsets
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.runtime.emit import emit, emit_replay
@@ -280,7 +279,7 @@ PLAN = Plan(
     (
         Alloc(3, ((ROWS // 16 + 5) | 1, 3), torch.int32),
         Call("zero", 3, ()),
-        Call("clamp_offsets", 4, (1, 0)),
+        Call("cast", 4, (1,), torch.int64),
         Call("bmm", 5, (0, 2), torch.float32, groups=2),
         Launch("first", (7,), (Pointer(4, 0), Pointer(3, -8), (ROWS // 16 + 5) | 1, ROWS * 2 + 1)),
         Launch("second", (ROWS, 2), (Descriptor(0, 16, (ROWS, 3), (3, 1), (16, 4), torch.bfloat16), Constant(None), 1)),
@@ -426,7 +425,7 @@ def test_a_plan_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
         run = emit(Plan(plan.inputs, tuple(steps), plan.results), launchers, CPU)
         for rows in (40, 34, 2):
             A, out = torch.ones(rows, 4, dtype=torch.bfloat16), torch.ones(8, 3, dtype=torch.bfloat16)
-            offsets = torch.tensor([0, 5, 99, 3])
+            offsets = torch.tensor([0, 5, 99, 3], dtype=torch.int32)
             table, result = run(A, offsets, out)
             max_tiles = (rows // 16 + 5) | 1
             assert result is out
@@ -446,18 +445,18 @@ def test_functions_of_pytorch_in_a_plan() -> None:
         Call("mm", 3, (0, 1)),
         Call("bmm", 4, (0, 1), None, groups=2),
         Call("contiguous", 5, (1,)),
-        Call("clamp_offsets", 6, (2, 0)),
+        Call("cast", 6, (2,), torch.int64),
         Alloc(7, (3, 2), torch.int64),
         Call("zero", 7, ()),
     )
     # The groups of A lie one below the other.
-    product, products, flat, clamped, zeros = emit(Plan(("A", "B", "offsets"), steps, (3, 4, 5, 6, 7)), {}, CPU)(
+    product, products, flat, longer, zeros = emit(Plan(("A", "B", "offsets"), steps, (3, 4, 5, 6, 7)), {}, CPU)(
         A, B.transpose(1, 2).contiguous().transpose(1, 2), offsets
     )
     torch.testing.assert_close(product, A @ B[0])
     torch.testing.assert_close(products, torch.bmm(A.view(2, 3, 4), B).view(6, 5))
     assert torch.equal(flat, B.flatten()) and flat.is_contiguous()
-    assert torch.equal(clamped, clamp_offsets(offsets, 6))
+    assert torch.equal(longer, offsets.long()) and longer.dtype == torch.int64
     assert torch.equal(zeros, torch.zeros(3, 2, dtype=torch.int64))
     both = emit(Plan(("A", "B"), (Call("bmm", 2, (0, 1), None, groups=2),), (2,)), {}, CPU)(A.view(2, 3, 4), B)
     assert torch.equal(both, torch.bmm(A.view(2, 3, 4), B))

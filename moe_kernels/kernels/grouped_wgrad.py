@@ -3,6 +3,11 @@
 The gradient of a grouped GEMM's weights. The rows of group g are `group_offsets[g]:group_offsets[g + 1]`, with the
 offsets read as clamp(cummax(group_offsets), 0, M). Of a group's last rows both operands are masked, since 0 * NaN is
 NaN; a group without rows gives zeros.
+
+A tile of the result takes as many steps of `block_m` rows as its group has. A loop over tiles with a loop over steps
+inside waits for loads whenever a tile begins, and Triton does not flatten such loops where the number of steps differs.
+So `wgrad_persistent` has one loop over the steps of all tiles of a worker: it loads for the next tile while it
+multiplies for the last one.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
-from moe_kernels.kernels.inline import decode_odd, divide, unmasked
+from moe_kernels.kernels.inline import clamped, decode_odd, divide, int32, running_max, unmasked
 from moe_kernels.rules import wgrad as wgrad_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -72,14 +77,110 @@ def wgrad(
     return out
 
 
+def _preset_persistent(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, *_: Any) -> Config:
+    return wgrad_rules.persistent(group_offsets.size(0) - 1, tma=False)
+
+
+@kernel(_preset_persistent, static_shapes=True)
+def wgrad_persistent(
+    X: torch.Tensor,  # [M, P / 128, 128], or `_windows` of it if `tma`, as Y
+    Y: torch.Tensor,  # [M, Q / 256, 256]
+    group_offsets: torch.Tensor,  # [G + 1] int32, of `order_offsets`
+    out: torch.Tensor,  # [G, P / 128, 128, Q / 128, 128]
+    G: hl.constexpr,
+    block_m: hl.constexpr,
+    group_p: hl.constexpr,  # a divisor of P / 128: so many tiles below each other come before those in the next column
+    workers: hl.constexpr,
+    tma: hl.constexpr,
+) -> torch.Tensor:
+    """Each worker walks the steps of every so-many-th tile, one group after the other."""
+    columns = Y.size(1)
+    per_group = out.size(1) * columns
+    hl.pdl_wait()
+    for tile_w in hl.tile(workers, block_size=1):
+        tile = int32(tile_w.id, hl.zeros([], dtype=torch.int32))
+        steps = hl.zeros([], dtype=torch.int32)
+        for tile_g in hl.tile(G):
+            g = tile_g.index
+            there = g < G
+            rows = hl.load(group_offsets, [g + 1], extra_mask=there) - hl.load(group_offsets, [g], extra_mask=there)
+            # An empty group's tiles take a step, too, without rows.
+            each = torch.where(there, torch.clamp(divide(rows + (block_m - 1), block_m), min=1), 0)
+            first = g * per_group - 1 - tile + workers
+            tiles = divide(first + per_group, workers) - divide(first, workers)
+            steps = steps + torch.sum(each * tiles, dtype=torch.int32)
+        group, p, q = _place(tile, G, per_group, columns, group_p)
+        row0 = group_offsets[group]
+        end = group_offsets[group + 1]
+        acc = hl.zeros([128, 256], dtype=torch.float32)
+        for step in hl.tile(steps, block_size=1):  # noqa: B007
+            filled = row0 < end
+            if tma:
+                # An empty group's step reads the first rows there are: a window is never read wholly behind its end.
+                stop = torch.where(filled, torch.minimum(row0 + block_m, end), block_m)
+                inside = torch.where(filled, row0 + block_m - stop, 0)
+                x = unmasked(hl.load(X, [stop, p, inside + hl.arange(block_m), slice(None)]))
+                y = unmasked(hl.load(Y, [stop, q, inside + hl.arange(block_m), slice(None)]))
+            else:
+                rows = row0.to(torch.int64) + hl.arange(block_m)
+                x = hl.load(X, [rows, p, slice(None)], extra_mask=(rows < end)[:, None])
+                y = hl.load(Y, [rows, q, slice(None)], extra_mask=(rows < end)[:, None])
+            row0 = row0 + block_m
+            last = row0 >= end
+            acc = hl.dot(x.T, y, acc=acc)
+            if last:  # in halves, which leaves shared memory for four stages of loads
+                result = torch.where(filled, acc, 0.0).to(out.dtype)
+                left, right = hl.split(result.reshape(128, 2, 128).permute(0, 2, 1))
+                hl.store(out, [group.to(torch.int64), p, slice(None), 2 * q, slice(None)], left)
+                hl.store(out, [group.to(torch.int64), p, slice(None), 2 * q + 1, slice(None)], right)
+                acc = hl.zeros([128, 256], dtype=torch.float32)  # in this form the next product overwrites it
+            tile = torch.where(last, tile + workers, tile)
+            group, p, q = _place(tile, G, per_group, columns, group_p)
+            row0 = torch.where(last, hl.load(group_offsets, [group], extra_mask=last), row0)
+            end = torch.where(last, hl.load(group_offsets, [group + 1], extra_mask=last), end)
+    return out
+
+
+def _place(tile: torch.Tensor, G: int, per_group: int, columns: int, group_p: int) -> tuple[torch.Tensor, ...]:
+    """A tile's group, row and column; past the last group, something within bounds of `group_offsets`."""
+    group = torch.clamp(divide(tile, per_group), max=G - 1)
+    local = tile - group * per_group
+    block = divide(local, group_p * columns)
+    local = local - block * (group_p * columns)
+    q = divide(local, group_p)
+    return group, block * group_p + local - q * group_p, q
+
+
+@kernel(lambda group_offsets, *_: rules.offsets_of(group_offsets.size(0) - 1))
+def order_offsets(
+    group_offsets: torch.Tensor,  # [G + 1]
+    ordered: torch.Tensor,  # [G + 1] int32
+    odd_M: int,  # 2 * M + 1
+) -> torch.Tensor:
+    """clamp(cummax(group_offsets), 0, M)."""
+    hl.pdl_launch_dependents()
+    hl.pdl_wait()
+    for _ in hl.grid(1):
+        previous = hl.zeros([], dtype=torch.int32)
+        M = decode_odd(odd_M, previous)
+        for tile_g in hl.tile(group_offsets.size(0)):
+            offsets = running_max(clamped(group_offsets, tile_g.index, M), previous)
+            ordered[tile_g] = offsets
+            previous = torch.amax(offsets)
+    return ordered
+
+
 def _windows(rows: SymbolicTensor, block_m: int) -> SymbolicTensor:
     """`[M, N]` as `[M + 1, block_m, N]`, where `[m]` is the window of `block_m` rows that ends before row m.
 
     TMA clips each coordinate by itself: reading from further down in the window that ends where a group does gives
-    zeros for what comes after. The windows of the first rows begin before `rows`.
+    zeros for what comes after. The windows of the first rows begin before `rows`. `[M, n, N / n]` becomes
+    `[M + 1, n, block_m, N / n]`.
     """
-    row, column = rows.strides
-    view = rows.as_strided((rows.size(0) + 1, block_m, rows.size(1)), (row, row, column), -block_m * row)
+    M, *inner = rows.shape
+    row, *strides = rows.strides
+    window, steps = [*inner[:-1], block_m, inner[-1]], [*strides[:-1], row, strides[-1]]
+    view = rows.as_strided((M + 1, *window), (row, *steps), -block_m * row)
     return replace(view, tma_clipped=True)
 
 
@@ -102,17 +203,49 @@ def plan_grouped_gemm_wgrad(
     if needs_int64(group_offsets):
         problem = replace(problem, tma=False, int64_rows=True)
     choice = wgrad_rules.rule(problem)
+    if choice.persistent:
+        multiply_persistent(builder, X, Y, group_offsets, out, choice.tma)
+        return out
     block_m, tma = choice.block_m, choice.tma
     width = max(2, 1 << G.bit_length()) if G < wgrad_rules.MOST_OFFSETS else 0
     if not width:
-        shape = group_offsets.shape, group_offsets.dtype
-        group_offsets = builder.call("clamp_offsets", (group_offsets, X), shape)
+        group_offsets = _ordered(builder, group_offsets, M)
     if tma:
         X, Y = _windows(X, block_m), _windows(Y, block_m)
     # Groups of the result are told apart in 64 bits.
     arguments = (X, Y, group_offsets, replace(out, few_groups=True), M * 2 + 1, width, block_m, tma)
     builder.launch(wgrad, arguments, choice.config, int64_index=choice.int64_index, tf32=problem.tf32)
     return out
+
+
+def multiply_persistent(
+    builder: Builder,
+    X: SymbolicTensor,  # [M, P], P a multiple of 128
+    Y: SymbolicTensor,  # [M, Q], Q a multiple of 256
+    group_offsets: SymbolicTensor,  # [G + 1]
+    out: SymbolicTensor,  # [G, P, Q], written
+    tma: bool,
+) -> None:
+    """Write the product by `wgrad_persistent`."""
+    G, P, Q = out.shape
+    block_m = wgrad_rules.PERSISTENT_BLOCK_M
+    offsets = _ordered(builder, group_offsets, X.size(0))
+    X, Y = X.unflatten(1, (P // 128, 128)), Y.unflatten(1, (Q // 256, 256))
+    if tma:
+        X, Y = (_windows(rows, block_m) for rows in (X, Y))
+    tiles = replace(out, few_groups=True).unflatten(1, (P // 128, 128)).unflatten(3, (Q // 128, 128))
+    group_p = max(n for n in range(1, wgrad_rules.MOST_BELOW + 1) if P // 128 % n == 0)
+    arguments = (X, Y, offsets, tiles, G, block_m, group_p, builder.gpu.multiprocessors, tma)
+    builder.launch(wgrad_persistent, arguments, wgrad_rules.persistent(G, tma))
+
+
+def _ordered(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> SymbolicTensor:
+    """clamp(cummax(group_offsets), 0, M), `[G + 1]` int32."""
+    ordered = builder.alloc(group_offsets.shape, torch.int32)
+    config = rules.offsets_of(group_offsets.size(0) - 1)
+    int64_index = needs_int64(group_offsets)
+    builder.launch(order_offsets, (group_offsets, ordered, M * 2 + 1), config, int64_index=int64_index)
+    return ordered
 
 
 def _problem(builder: Builder, X: SymbolicTensor, Y: SymbolicTensor, out: SymbolicTensor) -> wgrad_rules.Problem:

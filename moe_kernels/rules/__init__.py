@@ -275,6 +275,11 @@ def offsets_block(G: int) -> int:
     return min(1 << G.bit_length(), MAX_BLOCK_G)  # at least G + 1
 
 
+def offsets_of(G: int) -> Config:
+    """The config of kernels whose one program looks at all offsets."""
+    return Config(block_sizes=[offsets_block(G)], num_warps=1)
+
+
 def tile_table(G: int, N: int) -> Config:
     """The config of the kernel that lists the persistent kernel's tiles."""
     return Config(block_sizes=[offsets_block(G), block_for(N, 64)], num_warps=1)

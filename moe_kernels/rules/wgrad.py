@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_kernels.rules import block_for, indexing
+from moe_kernels.rules import block_for, indexing, offsets_block
 from moe_kernels.rules.config import Config
 
 MOST_OFFSETS = 1024  # that a program looks at together; more are clamped beforehand
@@ -30,15 +30,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """`block_m` and `tma` are the kernel's arguments of these names."""
+    """`wgrad_persistent`, or `wgrad`; `block_m` and `tma` are the kernels' arguments of these names."""
 
+    persistent: bool
     block_m: int
     tma: bool
     int64_index: bool  # addresses are computed in 64 bits
     config: Config
 
 
-PERSISTENT_LARGE_FROM_ROWS = 1024
+PERSISTENT_FROM_ROWS = 256  # the mean per group of `wgrad_persistent`; see benchmarks/notes.md
+PERSISTENT_BLOCK_M = 64
+MOST_BELOW = 8  # tiles of `wgrad_persistent` below each other before those in the next column
+LARGE_FROM_ROWS = 1024
 
 
 def rule(problem: Problem) -> Choice:
@@ -46,6 +50,9 @@ def rule(problem: Problem) -> Choice:
     tma = problem.tma and not problem.int64_out and problem.M >= 64 and problem.dtype != torch.float32
     # A persistent program stores a tile by TMA while it loads for the next one.
     tma_out = tma and problem.tma_out
+    index = problem.int64_out or (problem.int64_rows and not tma)
+    if tma_out and problem.P % 128 == 0 and problem.Q % 256 == 0 and problem.M // problem.G >= PERSISTENT_FROM_ROWS:
+        return Choice(True, PERSISTENT_BLOCK_M, True, index, persistent(problem.G, tma=True))
     offsets = [False] * (1 if problem.G < MOST_OFFSETS else 2)
     options = indexing(*offsets, tma, tma, tma_out)
     if problem.dtype == torch.float32:
@@ -56,7 +63,7 @@ def rule(problem: Problem) -> Choice:
         block_m, block_p, block_q, num_warps, num_stages = 64, 128, 256, 8, 4
         if problem.Q < 256 <= problem.P:
             block_p, block_q = 256, 128
-    elif problem.M // problem.G >= PERSISTENT_LARGE_FROM_ROWS and problem.Q >= 256:
+    elif problem.M // problem.G >= LARGE_FROM_ROWS and problem.Q >= 256:
         block_m, block_p, block_q, num_warps, num_stages = 64, 128, 256, 8, 3
     else:  # two programs on each SM: the sums are short, and one of them stores while the other multiplies
         block_m, block_p, block_q, num_warps, num_stages = 32, 128, 128, 4, 5
@@ -71,4 +78,10 @@ def rule(problem: Problem) -> Choice:
         l2_groupings=[16],
         **options,
     )
-    return Choice(block_m, tma, problem.int64_out or (problem.int64_rows and not tma), config)
+    return Choice(False, block_m, tma, index, config)
+
+
+def persistent(G: int, tma: bool) -> Config:
+    """The config of `wgrad_persistent`."""
+    options = indexing(*[False] * 4, tma, tma, tma, tma, False, False)
+    return Config(block_sizes=[offsets_block(G)], num_warps=8, num_stages=4, pid_type="flat", **options)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.checks import clamp_offsets
 from moe_kernels.runtime import torch_internals
 from moe_kernels.runtime.launch import Launcher
 from moe_kernels.runtime.plan import Alloc, Call, Plan
@@ -30,7 +29,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bmm": _bmm,
     "cast": lambda x, dtype: x.to(dtype, memory_format=torch.contiguous_format),
     "contiguous": lambda x: x.reshape(-1).contiguous(),
-    "clamp_offsets": lambda offsets, rows: clamp_offsets(offsets, rows.size(0)),
 }
 
 

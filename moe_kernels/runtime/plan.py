@@ -23,7 +23,7 @@ from moe_kernels.runtime.symbolic import (
 from moe_kernels.runtime.targets import Gpu
 
 # What a `Call` may ask of PyTorch: the emitter has a function for each.
-FUNCTIONS = ("zero", "mm", "bmm", "cast", "contiguous", "clamp_offsets")
+FUNCTIONS = ("zero", "mm", "bmm", "cast", "contiguous")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

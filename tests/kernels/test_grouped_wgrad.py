@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, reference
 from moe_kernels.checks import clamp_offsets
-from moe_kernels.kernels.grouped_wgrad import plan_grouped_gemm_wgrad
+from moe_kernels.kernels.grouped_wgrad import multiply_persistent, plan_grouped_gemm_wgrad
 from moe_kernels.rules import wgrad as rules
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.plan import Builder
@@ -46,6 +46,47 @@ def assert_wgrad_close(out: torch.Tensor, A: torch.Tensor, D: torch.Tensor, grou
     for g in range(len(out)):
         largest = scale[g].amax().item() if scale[g].numel() else 0.0
         assert_within_budget(out[g], plain[g], exact[g], scale=largest, name=f"group {g}")
+
+
+def in_one_loop(A: torch.Tensor, D: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
+    """By `wgrad_persistent`, which on a GPU gets its operands by TMA."""
+
+    def steps(builder: Builder, A: SymbolicTensor, D: SymbolicTensor, offsets: SymbolicTensor) -> SymbolicTensor:
+        out = builder.alloc((offsets.size(0) - 1, A.size(1), D.size(1)), A.dtype)
+        multiply_persistent(builder, A, D, offsets, out, tma=builder.gpu.has_tma)
+        return out
+
+    out: torch.Tensor = run(steps, {"A": A, "D": D, "offsets": group_offsets}, rows=("A", "D"))
+    return out
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        [0, 0, 5, 5, 70, 71, 300, 300],
+        [0, 0, 0, 0],
+        [0, 300],
+        [7, 20, 150],
+        [3, 20, 10, -5, 500, 60],
+        [0, *range(2, 300, 13)],  # more tiles than workers
+    ],
+    ids=str,
+)
+def test_one_loop_over_the_steps_of_all_tiles(offsets: list[int], device: str) -> None:
+    A, D, group_offsets = make(offsets, 300, 256, 512, device)
+    assert_wgrad_close(in_one_loop(A, D, group_offsets), A, D, group_offsets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", ["empty", "zipf", "none"])
+def test_one_loop_over_many_tiles(sizes: Any, device: str) -> None:
+    """Also of groups that have no rows, whose tiles are a step each."""
+    G, M, P, Q = 16, 16384, 2048, 3072
+    counts = [0] * G if sizes == "none" else group_sizes_for(sizes, G, M)
+    A, D, group_offsets = make([0, *torch.tensor(counts).cumsum(0).tolist()], M, P, Q, device, torch.bfloat16)
+    out = grouped_gemm_wgrad(A, D, group_offsets)
+    assert_wgrad_close(out, A, D, group_offsets)
+    assert torch.equal(out, grouped_gemm_wgrad(A, D, group_offsets))
 
 
 @pytest.mark.parametrize(
