@@ -60,15 +60,20 @@ def make(
 
 
 def assert_as_twin(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """Within the twin's own error in bfloat16, which is mostly that of roundings to fp8 that fall the other way."""
+    """Within the twin's own error in bfloat16: all tokens together, and each beside the one where it is largest.
+
+    Most of both is of roundings to fp8 that fall the other way, few for each token.
+    """
     out = moe_mlp(**arguments, **options)
     twin = reference.scaled_moe_mlp(**arguments, **options)
     exact = {name: x.float() if name == "hidden" or "bias" in name else x for name, x in arguments.items()}
     right = reference.scaled_moe_mlp(**exact, **options).double()
-    budget = 2 * (twin.double() - right).norm(dim=1) + 2**-9 * right.norm(dim=1)
-    error = (out.double() - right).norm(dim=1)
-    assert (error <= budget).all(), f"errors {error.tolist()}, budgets {budget.tolist()}"
-    assert (budget < right.norm(dim=1) / 10)[right.norm(dim=1) > 0].all()
+    size, error = right.norm(dim=1), (out.double() - right).norm(dim=1)
+    twins_error = (twin.double() - right).norm(dim=1)
+    assert error.norm() <= 2 * twins_error.norm() + 2**-9 * size.norm()
+    largest = (twins_error / size)[size > 0].max()
+    assert largest < 0.2
+    assert (error <= (2 * largest + 2**-9) * size).all(), f"errors {error / size}, the twin's {twins_error / size}"
     assert right.any()
     return out
 
