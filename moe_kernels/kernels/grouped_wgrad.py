@@ -64,10 +64,9 @@ def wgrad(
         for step in hl.tile(divide(end - start + (block_m - 1), block_m), block_size=1):
             row0 = start + step.id * block_m
             if tma:
-                stop = torch.minimum(row0 + block_m, end)
-                rows = row0 + block_m - stop + hl.arange(block_m)
-                x = unmasked(hl.load(X, [stop, rows, tile_p]))
-                y = unmasked(hl.load(Y, [stop, rows, tile_q]))
+                rows = torch.clamp(end - row0 - block_m, max=0) + hl.arange(block_m)
+                x = unmasked(hl.load(X, [row0, rows, tile_p]))
+                y = unmasked(hl.load(Y, [row0, rows, tile_q]))
             else:
                 rows = row0.to(torch.int64) + hl.arange(block_m)
                 x = hl.load(X, [rows, tile_p], extra_mask=(rows < end)[:, None])
@@ -114,13 +113,10 @@ def wgrad_persistent(
         end = group_offsets[group + 1]
         acc = hl.zeros([128, 256], dtype=torch.float32)
         for step in hl.tile(steps, block_size=1):  # noqa: B007
-            filled = row0 < end
             if tma:
-                # An empty group's step reads the first rows there are: a window is never read wholly behind its end.
-                stop = torch.where(filled, torch.minimum(row0 + block_m, end), block_m)
-                inside = torch.where(filled, row0 + block_m - stop, 0)
-                x = unmasked(hl.load(X, [stop, p, inside + hl.arange(block_m), slice(None)]))
-                y = unmasked(hl.load(Y, [stop, q, inside + hl.arange(block_m), slice(None)]))
+                inside = torch.clamp(end - row0 - block_m, max=0) + hl.arange(block_m)
+                x = unmasked(hl.load(X, [row0, p, inside, slice(None)]))
+                y = unmasked(hl.load(Y, [row0, q, inside, slice(None)]))
             else:
                 rows = row0.to(torch.int64) + hl.arange(block_m)
                 x = hl.load(X, [rows, p, slice(None)], extra_mask=(rows < end)[:, None])
@@ -129,8 +125,7 @@ def wgrad_persistent(
             last = row0 >= end
             acc = hl.dot(x.T, y, acc=acc)
             if last:  # in halves, which leaves shared memory for four stages of loads
-                result = torch.where(filled, acc, 0.0).to(out.dtype)
-                left, right = hl.split(result.reshape(128, 2, 128).permute(0, 2, 1))
+                left, right = hl.split(acc.to(out.dtype).reshape(128, 2, 128).permute(0, 2, 1))
                 hl.store(out, [group.to(torch.int64), p, slice(None), 2 * q, slice(None)], left)
                 hl.store(out, [group.to(torch.int64), p, slice(None), 2 * q + 1, slice(None)], right)
                 acc = hl.zeros([128, 256], dtype=torch.float32)  # in this form the next product overwrites it
@@ -171,16 +166,17 @@ def order_offsets(
 
 
 def _windows(rows: SymbolicTensor, block_m: int) -> SymbolicTensor:
-    """`[M, N]` as `[M + 1, block_m, N]`, where `[m]` is the window of `block_m` rows that ends before row m.
+    """`[M, N]` as `[M, block_m, N]`, where `[m]` is the window of `block_m` rows that begins with row m.
 
-    TMA clips each coordinate by itself: reading from further down in the window that ends where a group does gives
-    zeros for what comes after. The windows of the first rows begin before `rows`. `[M, n, N / n]` becomes
-    `[M + 1, n, block_m, N / n]`.
+    TMA clips each coordinate by itself: a group's last rows, read from in front of the window that begins with the first
+    of them, come after zeros. The windows of the last rows end behind `rows`. `[M, n, N / n]` becomes
+    `[M, n, block_m, N / n]`. A window may not begin in front of `rows`: the hardware reads there, if a box lies wholly
+    outside of it in whichever dimension.
     """
     M, *inner = rows.shape
     row, *strides = rows.strides
     window, steps = [*inner[:-1], block_m, inner[-1]], [*strides[:-1], row, strides[-1]]
-    view = rows.as_strided((M + 1, *window), (row, *steps), -block_m * row)
+    view = rows.as_strided((M, *window), (row, *steps), 0)
     return replace(view, tma_clipped=True)
 
 
