@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from processes import python_path
 
-from benchmarks import plots, report, run
+from benchmarks import fp8, plots, report, run
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs pip install -e '.[transformers]'"
@@ -154,6 +154,20 @@ def test_expert_parallel(tmp_path: Path) -> None:
     assert [row.split(" |")[0] for row in rows] == ["| weak, 1", "| weak, 2", "| strong, 1", "| strong, 2"]
     assert rows[0] == "| weak, 1 | 16 | 32 | 5.0 | 6400 | 1.00 | 1% | 0 |"
     assert all(row in done.stdout for row in rows)
+
+
+def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "fp8.json"
+    assert fp8.main(["--tiny", "--rounds", "1", "--json", str(file)]) == 0
+    product, layer = run.Results.read(file).records
+    assert not product["errors"] and not layer["errors"]
+    assert all(product["us"][f"grouped_gemm, {name}"] > 0 for name in ("rowwise", "1x128 by 128x128"))
+    assert layer["us"].keys() == {"moe_mlp, bfloat16", "moe_mlp, rowwise", "moe_mlp, 128x128"}
+    text = table_of(file, tmp_path)
+    assert "| tiny (3, 40, 48, 160) |" in text and "| tiny, T = 5 (4, 10, 16, 32) |" in text
+    assert not plots.pictures(run.Results.read(file), tmp_path)
 
 
 def test_results_of_another_gpu_are_not_kept(tmp_path: Path) -> None:

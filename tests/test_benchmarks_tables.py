@@ -164,6 +164,33 @@ def test_markdown_of_the_wide_set() -> None:
     assert "Not timed: `grouped_gemm` in 1 of the cases: RuntimeError: no." in lines
 
 
+def test_markdown_of_fp8() -> None:
+    """Decoding is no part of the mean; a layer has a baseline of its own; what failed has a line."""
+    names = ("torch._grouped_mm, bfloat16", "grouped_gemm, rowwise", "quantize, rowwise")
+    sizes = {"G": 8, "M": 64, "N": 32, "K": 16, "sizes": "softmax", "suite": "fp8", "errors": {}}
+    products = [
+        sizes | {"part": "product", "case": case, "us": dict(zip(names, us, strict=False))} | {"quantize_gbps": rates}
+        for case, us, rates in (
+            ("a_up", (100.0, 50.0, 9.0), {"rowwise": 3000.4}),
+            ("b_up", (80.0, 10.0, 9.0), {"rowwise": 2000.0}),
+            ("c_up", (80.0,), {"rowwise": 2000.0}),
+            ("decode_a", (90.0, 30.0, 9.0), {"rowwise": 100.0}),
+        )
+    ]
+    products[2]["errors"] = {"grouped_gemm, rowwise": "RuntimeError: no"}
+    layer = sizes | {"part": "layer", "case": "a, T = 4", "us": {"moe_mlp, bfloat16": 30.0, "moe_mlp, rowwise": 20.0}}
+    found = results_of(*products, layer)
+    lines = tables.markdown(found).splitlines()
+    assert "| a_up (8, 64, 32, 16) | 100 | 2.00 | 3000 |" in lines
+    assert "| c_up (8, 64, 32, 16) | 80.0 | - | 2000 |" in lines
+    assert "| geometric mean without decoding |  | 4.00 |  |" in lines
+    assert "| a, T = 4 (8, 64, 32, 16) | 30.0 | 1.50 |" in lines
+    assert "Not timed in all cases: `grouped_gemm`, rowwise: RuntimeError: no." in lines
+    short = tables.markdown(found, short=True).splitlines()
+    head = "| speedup over `torch._grouped_mm`, bfloat16 | 3 cases of training, geometric mean | decode_a |"
+    assert [line for line in short if line.startswith("| ")] == [head, "| `grouped_gemm`, rowwise | 4.00 | 3.00 |"]
+
+
 def test_a_provider_without_a_time_is_not_compared() -> None:
     base, ours = tables.roles("wide")
     for us, expected in (({base: 50.0, ours: 40.0}, 1.25), ({ours: 40.0}, None), ({base: 50.0}, None), ({}, None)):
