@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from typing import Any
@@ -9,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import ScaledTensor, group_offsets_from_sizes, grouped_gemm, quantize, reference, scaled_grouped_mm
+from moe_kernels import (
+    ScaledTensor,
+    group_offsets_from_sizes,
+    grouped_gemm,
+    moe_mlp,
+    quantize,
+    reference,
+    scaled_grouped_mm,
+)
+from moe_kernels.runtime import cache, targets
 from moe_kernels.testing import assert_scaled_grouped_gemm_close, assert_within_budget
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -138,6 +148,41 @@ def test_offsets_are_validated() -> None:
     A, B, _ = operands("rowwise")
     with pytest.raises(ValueError, match=re.escape("group_offsets[1]")):
         grouped_gemm(A, B, torch.tensor([0, -5, 3, 9]), validate=True)
+
+
+@pytest.mark.parametrize("name", ["a100", "l40s"])
+def test_gpus_without_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says what to do before anything is compiled; GPUs that have e4m3 come that far, as e5m2 does everywhere."""
+    from moe_kernels.runtime import compile as compiler
+
+    class Compiled(Exception):
+        pass
+
+    def lower(*_: Any) -> None:
+        raise Compiled
+
+    A, B, group_offsets = operands("rowwise")
+    hidden, ids, weights = torch.randn(M, 32), torch.zeros(M, 1, dtype=torch.int32), torch.ones(M, 1)
+    experts = quantize(torch.randn(4, 32, 32), "128x128"), quantize(torch.randn(4, 32, 16), "128x128")
+    recipes = A.data, B.data, A.scales[:, 0], RECIPES.RowWise, B.scales[:, 0], RECIPES.RowWise
+    for module in ("quantize", "scaled", "scaled_layer"):
+        monkeypatch.setattr(importlib.import_module(f"moe_kernels.ops.{module}"), "use_kernels", lambda *_: True)
+    monkeypatch.setattr(cache, "plans", cache.PlanCache())
+    monkeypatch.setattr(cache.plans, "reads_store", False)
+    monkeypatch.setattr(targets, "of_device", lambda kind, index: targets.KNOWN[name])
+    monkeypatch.setattr(compiler, "lower", lower)
+    too_old = r"need a GPU of compute capability 8\.9 or newer, and NVIDIA A100.* has 8\.0: multiply.*dequantize"
+    expected, text = (RuntimeError, too_old) if name == "a100" else (Compiled, None)
+    for call in (
+        lambda: grouped_gemm(A, B, group_offsets),
+        lambda: scaled_grouped_mm(*recipes, offs=group_offsets[1:]),
+        lambda: moe_mlp(hidden, ids, weights, *experts),
+        lambda: quantize(hidden, "rowwise"),
+    ):
+        with pytest.raises(expected, match=text):
+            call()
+    with pytest.raises(Compiled):
+        quantize(hidden, "rowwise", dtype=E5M2)
 
 
 # scaled_grouped_mm
