@@ -357,11 +357,37 @@ def _fp8_mean(records: Sequence[Record], label: str, base: str) -> float | None:
     return statistics.geometric_mean(ratios) if ratios else None
 
 
+def _convergence_table(results: Results) -> list[str]:
+    """Of convergence.py: the final held-out losses by seed, and for each way to compute their mean and spread."""
+    final = {(r["compute"], r["seed"]): r["final"] for r in results.records}
+    computes = list(dict.fromkeys(compute for compute, _ in sorted(final)))
+    seeds = sorted({seed for _, seed in final})
+    means = {c: statistics.mean(loss for (other, _), loss in final.items() if other == c) for c in computes}
+    rows = []
+    for compute in computes:
+        losses = [final.get((compute, seed)) for seed in seeds]
+        there = [loss for loss in losses if loss is not None]
+        row = [f"`{compute}`", *(_number(loss, 4) for loss in losses), _number(means[compute], 4)]
+        row.append(_number(max(there) - min(there), 4))
+        above = means[compute] - means[computes[0]] if compute != computes[0] else None
+        rows.append([*row, "-" if above is None else f"{above:+.4f}"])
+    t = results.meta["training"]
+    head = ["compute", *(f"seed {seed}" for seed in seeds), "mean", "highest less lowest"]
+    return [
+        f"{_where(results.meta)}: held-out cross entropy, in nats per byte, after {t['steps']} steps of {t['batch']} x "
+        f"{t['length']} bytes of the standard library of Python {results.meta['python']}. A transformer with "
+        f"{t['layers']} layers of {t['experts']} experts, top_k = {t['top_k']}, H = {t['width']}, I = {t['inner']}.",
+        "",
+        *_markdown_rows([*head, f"mean less that of `{computes[0]}`"], rows),
+    ]
+
+
 SCRIPTS = {  # suites of benchmarks/*.py
     "transformers": _transformers_table,
     "expert_parallel": _expert_parallel_table,
     "wide": _wide_tables,
     "fp8": _fp8_tables,
+    "convergence": _convergence_table,
 }
 SHORT_SCRIPTS = {"fp8": _short_fp8_table}
 

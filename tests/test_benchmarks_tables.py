@@ -191,6 +191,32 @@ def test_markdown_of_fp8() -> None:
     assert [line for line in short if line.startswith("| ")] == [head, "| `grouped_gemm`, rowwise | 4.00 | 3.00 |"]
 
 
+def convergence_results() -> run.Results:
+    """Of three ways to compute; one has no run of the second seed."""
+    finals = {"bfloat16": (1.5, 1.53), "fp8_block": (1.52, 1.54), "fp8_rowwise": (1.6,)}
+    records = [
+        {"suite": "convergence", "case": f"{seed}:{compute}", "seed": seed, "compute": compute, "final": final}
+        | {"held_out": [[step, final + 40 / step] for step in (50, 100, 150)]}
+        for compute, losses in finals.items()
+        for seed, final in enumerate(losses)
+    ]
+    names = ("layers", "experts", "top_k", "width", "inner", "batch", "length", "steps")
+    training = dict(zip(names, (4, 8, 2, 256, 512, 32, 64, 150), strict=True))
+    return run.Results(META | {"python": "3.12.1", "training": training}, records[::-1])
+
+
+def test_markdown_of_convergence() -> None:
+    lines = tables.markdown(convergence_results()).splitlines()
+    assert "after 150 steps of 32 x 64 bytes of the standard library of Python 3.12.1" in lines[0]
+    head = "| compute | seed 0 | seed 1 | mean | highest less lowest | mean less that of `bfloat16` |"
+    assert [line for line in lines if line.startswith("| ")] == [
+        head,
+        "| `bfloat16` | 1.5000 | 1.5300 | 1.5150 | 0.0300 | - |",
+        "| `fp8_block` | 1.5200 | 1.5400 | 1.5300 | 0.0200 | +0.0150 |",
+        "| `fp8_rowwise` | 1.6000 | - | 1.6000 | 0.0000 | +0.0850 |",
+    ]
+
+
 def test_a_provider_without_a_time_is_not_compared() -> None:
     base, ours = tables.roles("wide")
     for us, expected in (({base: 50.0, ours: 40.0}, 1.25), ({ours: 40.0}, None), ({base: 50.0}, None), ({}, None)):
@@ -202,7 +228,7 @@ def test_plots(tmp_path: Path) -> None:
     """Of the wide set, of cases one of which has no time; and they say which results they show."""
     base, ours = tables.roles("table")
     cases = results_of(*(record(c, p, us) for c in "ab" for p, us in ((base, 10.0), (ours, 8.0), ("basic", None))))
-    for found, number in ((wide_results(), 1), (cases, 2)):
+    for found, number in ((wide_results(), 1), (cases, 2), (convergence_results(), 1)):
         plots.draw(found, tmp_path)
         pictures = plots.pictures(found, tmp_path)
         assert len(pictures) == number and all(tritonbench.is_of(picture, found) for picture in pictures)
