@@ -12,7 +12,6 @@ On a GPU this writes benchmarks/results/<gpu>/fp8.json. --tiny shows on a CPU th
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import sys
 import time
@@ -28,8 +27,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import inputs as given
-from benchmarks import run
-from benchmarks.suites import Case
+from benchmarks import run, tables
+from benchmarks.suites import SUITES, Case
 from benchmarks.suites import layer as layer_case
 from benchmarks.wide import largest_error
 from moe_kernels import dequantize, grouped_gemm, moe_mlp, quantize
@@ -38,38 +37,16 @@ from moe_kernels.scaled import ScaledTensor
 from moe_kernels.testing import make_experts, make_tokens
 from moe_kernels.timing import Call, captured, interleaved
 
-PRODUCTS = (
-    Case("dsv3_ep_up", 8, 16384, 4096, 7168),
-    Case("dsv3_ep_down", 8, 16384, 7168, 2048),
-    Case("qwen3_up", 128, 65536, 1536, 2048),
-    Case("qwen3_down", 128, 65536, 2048, 768),
-    Case("qwen3_up_zipf", 128, 65536, 1536, 2048, "zipf"),
-    Case("mixtral_up", 8, 8192, 28672, 4096),
-    Case("mixtral_down", 8, 8192, 4096, 14336),
-    Case("olmoe_up", 64, 32768, 2048, 2048),
-    Case("gptoss_up", 32, 16384, 5760, 2880),
-    Case("decode_qwen3", 128, 512, 1536, 2048),
-    Case("decode_dsv3", 32, 64, 4096, 7168),
-)
-LAYERS = tuple(
-    layer_case(name, T, *sizes)
-    for name, sizes, tokens in (
-        ("qwen3_30b", (2048, 768, 128, 8), (8192, 64, 16, 1)),
-        ("mixtral", (4096, 14336, 8, 2), (4096,)),
-        ("dsv3_ep", (7168, 2048, 32, 8), (4096,)),
-        ("olmoe", (2048, 1024, 64, 8), (4096,)),
-    )
-    for T in tokens
-)
-TINY_PRODUCTS = (Case("tiny", 3, 40, 48, 160),)
+PRODUCTS = SUITES["table"].cases(("gnk",))
+LAYERS = SUITES["ffn"].shapes
+TINY_PRODUCTS = (Case("tiny", 3, 40, 48, 160, layout="gnk"),)
 TINY_LAYERS = (layer_case("tiny", 5, 32, 16, 4, 2),)
-BASELINE = "torch._grouped_mm, bfloat16"
 LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm; tensor cores add up fp8 in fewer bits than float32 has
 
 
 def product_calls(case: Case, device: torch.device) -> tuple[dict[str, Call], dict[str, Tensor], dict[str, int]]:
     """The calls of a case, what products among them should give, and the bytes that quantisations move."""
-    W = given.weights(Case(**{**vars(case), "layout": "gnk"}), device, per_group=True).mT  # [G, N, K]
+    W = given.weights(case, device, per_group=True).mT  # [G, N, K]
     inputs = given.packed(case, W.mT, device)
     A, offsets, offs = inputs.A, inputs.group_offsets, inputs.offs
     rows, rows_W = quantize(A, "rowwise"), quantize(W, "rowwise")
@@ -77,7 +54,7 @@ def product_calls(case: Case, device: torch.device) -> tuple[dict[str, Call], di
     calls: dict[str, Call] = {}
     if device.type == "cuda":
         scales = rows.scales.flatten(), rows_W.scales.flatten(1)
-        calls[BASELINE] = lambda: torch._grouped_mm(A, W.mT, offs)
+        calls["torch._grouped_mm, bfloat16"] = lambda: torch._grouped_mm(A, W.mT, offs)
         for label, fast in (("fast accumulation", True), ("exact", False)):
             options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
             calls[f"torch._scaled_grouped_mm, {label}"] = partial(
@@ -177,23 +154,6 @@ def speedups(record: run.Record) -> str:
     return f"{record['case']}: {first[0]} {first[1]:.1f} us; " + ", ".join(cells)
 
 
-def markdown(records: Sequence[run.Record]) -> str:
-    """A table of the products: speedups over bfloat16 `torch._grouped_mm`, and the mean without decoding."""
-    products = [record for record in records if record["part"] == "product" and BASELINE in record["us"]]
-    labels = list(dict.fromkeys(label for r in products for label in r["us"] if not label.startswith("quantize")))[1:]
-    lines = [f"| case | {' | '.join(labels)} |", "|---" * (1 + len(labels)) + "|"]
-    gains: dict[str, list[float]] = {label: [] for label in labels}
-    for record in products:
-        us = record["us"]
-        found = {label: us[BASELINE] / us[label] if label in us else math.nan for label in labels}
-        lines.append(f"| {record['case']} | {' | '.join(f'{found[label]:.2f}' for label in labels)} |")
-        if not record["case"].startswith("decode"):
-            for label in labels:
-                gains[label].append(found[label])
-    means = [f"{math.exp(sum(map(math.log, g)) / len(g)):.2f}" if g else "-" for g in gains.values()]
-    return "\n".join([*lines, f"| geometric mean without decoding | {' | '.join(means)} |"])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -232,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.write(file)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    print(f"\n{markdown(results.records)}")
+    print(f"\n{tables.markdown(results)}")
     return int(any(label.startswith("grouped_gemm") for record in results.records for label in record["errors"]))
 
 

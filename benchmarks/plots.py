@@ -21,8 +21,8 @@ def pictures(results: Results, folder: Path) -> list[Path]:
     """The files that `draw` writes."""
     found = []
     for suite in results.suites:
-        if suite == "wide":
-            found.append(folder / "wide.png")
+        if suite in ("wide", "convergence"):
+            found.append(folder / f"{suite}.png")
         elif results.of(suite).records and suite not in tables.SCRIPTS:
             found.append(folder / f"{suite}.png")
             found += [folder / f"{suite}-roofline.png"] if results.meta.get("ceilings") else []
@@ -37,6 +37,8 @@ def draw(results: Results, folder: Path) -> None:
         part = results.of(suite)
         if suite == "wide":
             figure = _worst(part)
+        elif suite == "convergence":
+            figure = _losses(part)
         elif picture.stem.endswith("-roofline"):
             figure = _roofline(part)
         elif picture.stem.endswith("-cubes"):
@@ -138,6 +140,28 @@ def _lines(results: Results) -> Figure:
     axes.set_xlabel("N")
     axes.set_ylabel("ms")
     axes.set_title("group-gemm-performance\n" + _title(results, tables.timing_of(results.records)), fontsize=10)
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _losses(results: Results) -> Figure:
+    """Held-out losses over steps: the means over seeds, and from the lowest to the highest seed."""
+    figure, axes = _axes(7.0, 4.5)
+    curves: dict[str, list[list[tuple[int, float]]]] = {}
+    for record in sorted(results.records, key=lambda r: (r["compute"], r["seed"])):
+        curves.setdefault(record["compute"], []).append(record["held_out"])
+    for color, (compute, runs) in zip((_COLORS[0], *_COLORS[1:4:2]), curves.items(), strict=False):
+        steps = [step for step, _ in runs[0]]
+        losses = list(zip(*([loss for _, loss in one] for one in runs), strict=True))
+        axes.fill_between(steps, [min(at) for at in losses], [max(at) for at in losses], color=color, alpha=0.2, lw=0)
+        axes.plot(steps, [sum(at) / len(at) for at in losses], color=color, linewidth=1.2, label=compute)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("held-out loss, nats per byte")
+    seeds, meta = len({record["seed"] for record in results.records}), results.meta
+    axes.set_title(f"convergence: mean and range of {seeds} seeds\n{meta['gpu']}, {meta['date']}", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
     return figure
 

@@ -28,7 +28,11 @@ from benchmarks import plots, tables
 from benchmarks.run import Results
 from tritonbench_ops import plots as tritonbench
 
-PAGES = tuple(map(Path, ("README.md", "benchmarks/README.md", "docs/performance.md", "docs/compiling_ahead.md")))
+PAGES = (
+    Path("README.md"),
+    Path("benchmarks/README.md"),
+    *(Path("docs") / f"{name}.md" for name in ("performance", "low_precision", "compiling_ahead")),
+)
 _BLOCK = re.compile(
     r"^<!-- (table|short table|overview): (\S+) -->\n(.*?)^<!-- end of table -->$", re.DOTALL | re.MULTILINE
 )

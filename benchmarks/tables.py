@@ -146,7 +146,8 @@ def markdown(results: Results, short: bool = False) -> str:
     for suite in results.suites:
         part = results.of(suite)
         if suite in SCRIPTS:
-            lines += [*SCRIPTS[suite](part), ""]
+            table = SHORT_SCRIPTS.get(suite, SCRIPTS[suite]) if short else SCRIPTS[suite]
+            lines += [*table(part), ""]
             continue
         timing = timing_of(part.records)
         how = "as CUDA-graph replays" if timing == "graph" else "as eager calls"
@@ -287,11 +288,108 @@ def _wide_tables(results: Results) -> list[str]:
     return lines
 
 
+def _fp8_tables(results: Results) -> list[str]:
+    """Of fp8.py: speedups of products, rates of quantisation, and speedups of layers."""
+    parts = _fp8_parts(results)
+    lines = [f"{_where(results.meta)}, as CUDA-graph replays with a cold L2 cache, in short bursts."]
+    for part, about in (
+        ("product", "Products of operands that were quantised beforehand"),
+        ("layer", "The forward pass of layers, which quantise their activations"),
+    ):
+        records = parts[part]
+        if not records:
+            continue
+        (base, *labels), rates = _fp8_labels(records), list(records[0].get("quantize_gbps", {}))
+        head = [f"case ({operator_of('ffn' if part == 'layer' else 'table').dimensions})", f"{_code(base)} us"]
+        head += [f"{_code(label)} speedup" for label in labels] + [f"`quantize`, {name}, GB/s" for name in rates]
+        rows = []
+        for r in records:
+            row = [f"{r['case']} ({', '.join(str(r[d]) for d in 'GMNK')})", _number(r["us"].get(base))]
+            row += [_number(_fp8_speedup(r, label, base), 2) for label in labels]
+            rows.append(row + [_number(r["quantize_gbps"].get(name), 0) for name in rates])
+        if part == "product":
+            means = [_number(_fp8_mean(parts["training"], label, base), 2) for label in labels]
+            rows.append(["geometric mean without decoding", "", *means, *([""] * len(rates))])
+        lines += ["", f"{about}; speedup: over {_code(base)} in the same run.", "", *_markdown_rows(head, rows)]
+    failed = {(label, error) for record in results.records for label, error in record["errors"].items()}
+    for label, error in sorted(failed):
+        lines += ["", f"Not timed in all cases: {_code(label)}: {error}."]
+    return lines
+
+
+def _short_fp8_table(results: Results) -> list[str]:
+    """A line per provider of products: its mean speedup in training, and those of the cases of decoding."""
+    parts = _fp8_parts(results)
+    training, decoding = parts["training"], parts["decoding"]
+    base, *labels = _fp8_labels(parts["product"])
+    head = [
+        f"speedup over {_code(base)}",
+        f"{len(training)} cases of training, geometric mean",
+        *(record["case"] for record in decoding),
+    ]
+    rows = [
+        [_code(label), _number(_fp8_mean(training, label, base), 2)]
+        + [_number(_fp8_speedup(record, label, base), 2) for record in decoding]
+        for label in labels
+    ]
+    return [f"{_where(results.meta)}.", "", *_markdown_rows(head, rows)]
+
+
+def _fp8_parts(results: Results) -> dict[str, list[Record]]:
+    """The records of fp8.py that are products, those of them in training and in decoding, and those of layers."""
+    parts = {name: [r for r in results.records if r["part"] == name] for name in ("product", "layer")}
+    decoding = [r for r in parts["product"] if r["case"].startswith("decode")]
+    return parts | {"training": [r for r in parts["product"] if r not in decoding], "decoding": decoding}
+
+
+def _fp8_labels(records: Sequence[Record]) -> list[str]:
+    """The labels of what multiplies, the baseline first."""
+    return list(dict.fromkeys(label for r in records for label in r["us"] if not label.startswith("quantize")))
+
+
+def _fp8_speedup(record: Record, label: str, base: str) -> float | None:
+    us: dict[str, float] = record["us"]
+    return us[base] / us[label] if base in us and label in us else None
+
+
+def _fp8_mean(records: Sequence[Record], label: str, base: str) -> float | None:
+    ratios = [ratio for r in records if (ratio := _fp8_speedup(r, label, base)) is not None]
+    return statistics.geometric_mean(ratios) if ratios else None
+
+
+def _convergence_table(results: Results) -> list[str]:
+    """Of convergence.py: the final held-out losses by seed, and for each way to compute their mean and spread."""
+    final = {(r["compute"], r["seed"]): r["final"] for r in results.records}
+    computes = list(dict.fromkeys(compute for compute, _ in sorted(final)))
+    seeds = sorted({seed for _, seed in final})
+    means = {c: statistics.mean(loss for (other, _), loss in final.items() if other == c) for c in computes}
+    rows = []
+    for compute in computes:
+        losses = [final.get((compute, seed)) for seed in seeds]
+        there = [loss for loss in losses if loss is not None]
+        row = [f"`{compute}`", *(_number(loss, 4) for loss in losses), _number(means[compute], 4)]
+        row.append(_number(max(there) - min(there), 4))
+        above = means[compute] - means[computes[0]] if compute != computes[0] else None
+        rows.append([*row, "-" if above is None else f"{above:+.4f}"])
+    t = results.meta["training"]
+    head = ["compute", *(f"seed {seed}" for seed in seeds), "mean", "highest less lowest"]
+    return [
+        f"{_where(results.meta)}: held-out cross entropy, in nats per byte, after {t['steps']} steps of {t['batch']} x "
+        f"{t['length']} bytes of the standard library of Python {results.meta['python']}. A transformer with "
+        f"{t['layers']} layers of {t['experts']} experts, top_k = {t['top_k']}, H = {t['width']}, I = {t['inner']}.",
+        "",
+        *_markdown_rows([*head, f"mean less that of `{computes[0]}`"], rows),
+    ]
+
+
 SCRIPTS = {  # suites of benchmarks/*.py
     "transformers": _transformers_table,
     "expert_parallel": _expert_parallel_table,
     "wide": _wide_tables,
+    "fp8": _fp8_tables,
+    "convergence": _convergence_table,
 }
+SHORT_SCRIPTS = {"fp8": _short_fp8_table}
 
 
 def of_tritonbench(found: Measured) -> str:

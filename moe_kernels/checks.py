@@ -156,6 +156,7 @@ def _scaled_both(
     made: list[ScaledTensor] = []
     for one, operand, beside in ((name, value, other_name), (other_name, other, name)):
         if not isinstance(operand, ScaledTensor):
+            check_not_torchao(one, operand)
             raise TypeError(f"{one}: expected a ScaledTensor, as for {beside}, got {type(operand).__name__}")
         _check_scaled(f"{one}.data", f"{one}.scales", operand)
         made.append(operand)
@@ -991,6 +992,7 @@ def _check_tensor(name: str, value: object) -> None:
             "know of no other rank's rows or experts: pass this rank's part, .to_local(), with this rank's offsets or "
             "ids (see moe_kernels.expert_parallel), or all of it, .full_tensor()"
         )
+    check_not_torchao(name, value)
     if hasattr(value, "__tensor_flatten__"):
         inside = [getattr(value, field) for field in value.__tensor_flatten__()[0]]
         if not any(x.shape == value.shape and x.dtype == value.dtype for x in inside):
@@ -1000,6 +1002,30 @@ def _check_tensor(name: str, value: object) -> None:
                 f"{name}: expected a torch.Tensor, got {got}, which holds its values as {held}; "
                 f"convert it with {how}, or leave these weights out when the model is quantized"
             )
+
+
+def check_not_torchao(name: str, value: object) -> None:
+    """Check that `value` is none of torchao's tensors, whose formats and whose products only PyTorch's own know.
+
+    Raises:
+        TypeError: it is one; the text says how to convert it.
+    """
+    kind = type(value)
+    if kind.__module__.partition(".")[0] != "torchao":
+        return
+    for field in value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ():
+        inside = getattr(value, field)
+        if type(inside) in _PLAIN and (inside.shape, inside.dtype) == (value.shape, value.dtype):  # type: ignore[attr-defined]
+            raise TypeError(
+                f"{name}: expected a torch.Tensor, got torchao's {kind.__name__}, with which PyTorch's products run in "
+                f"low precision, and these would not: pass {name}.{field}, which is in {inside.dtype}, or leave these "
+                "weights out of the conversion (such as by torchtitan's Float8GroupedExpertsConverter)"
+            )
+    plain = f"{name}.{'to_original_precision' if hasattr(kind, 'to_original_precision') else 'dequantize'}()"
+    raise TypeError(
+        f"{name}: expected a torch.Tensor, got torchao's {kind.__name__}: pass {plain}, or for fp8 "
+        f"moe_kernels.quantize({plain}, ...)"
+    )
 
 
 def _check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:

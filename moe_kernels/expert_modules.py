@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import reference
+from moe_kernels import checks, reference
 from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 
 
@@ -69,7 +69,7 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
     """Copy the weights of experts that are laid out alike, by one of `LAYOUTS`.
 
     Raises:
-        TypeError: weights of several or of unsupported dtypes.
+        TypeError: weights of several or of unsupported dtypes, or tensors of torchao.
         ValueError: an unknown layout, a bias, active dropout, or weights of several shapes or on several devices.
     """
     into, back, gated = layout = _layout("experts[0]", experts[0])
@@ -113,6 +113,7 @@ def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> Tensor:  # [E, 
 
 
 def _check_alike(name: str, weight: Tensor, shape: tuple[int, ...], like: Tensor, owner: str) -> None:
+    checks.check_not_torchao(name, weight)
     if tuple(weight.shape) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(weight.shape)}")
     if weight.dtype != like.dtype:

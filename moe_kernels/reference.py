@@ -26,6 +26,7 @@ from .checks import (
     check_quantize,
     check_route,
     check_scaled_grouped_gemm,
+    check_scaled_grouped_mm,
     check_scaled_moe_mlp,
     check_swiglu_ffn,
     check_uniform,
@@ -193,6 +194,42 @@ def scaled_grouped_gemm(
     """
     _, _, result = check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype)
     return grouped_linear(dequantize(A_packed), dequantize(B), group_offsets, bias, result)
+
+
+def scaled_grouped_mm(
+    mat_a: Tensor,  # [M, K] or [G, M, K]
+    mat_b: Tensor,  # [G, K, N] or [K, N]
+    scale_a: Tensor | list[Tensor],
+    scale_recipe_a: Any,
+    scale_b: Tensor | list[Tensor],
+    scale_recipe_b: Any,
+    swizzle_a: Any = None,
+    swizzle_b: Any = None,
+    bias: Tensor | None = None,  # [G, N]
+    offs: Tensor | None = None,  # [G]
+    output_dtype: torch.dtype | None = torch.bfloat16,
+    contraction_dim: list[int] | tuple[int, ...] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`grouped_mm` of the float32 values of fp8 operands with scales, rounded once; None is bfloat16.
+
+    `use_fast_accum` changes nothing.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see `checks.check_scaled_grouped_mm`.
+    """
+    recipes = (scale_a, scale_recipe_a, scale_b, scale_recipe_b, swizzle_a, swizzle_b)
+    options = (bias, offs, output_dtype, contraction_dim, use_fast_accum)
+    a, b, result = check_scaled_grouped_mm(mat_a, mat_b, *recipes, *options)
+    if mat_a.dim() == mat_b.dim() == 2:
+        assert offs is not None
+        ends = clamp_offsets(group_offsets_from_offs(offs), len(mat_b))
+        inside, sizes = int(ends[-1]), ends.diff()
+        values_a = mat_a[:, :inside].float() * a.scales[:, :, 0].repeat_interleave(sizes, 0).T
+        values_b = mat_b[:inside].float() * b.scales[:, 0].repeat_interleave(sizes, 0)
+    else:
+        values_a, values_b = dequantize(a), dequantize(b)
+    return grouped_mm(values_a, values_b, offs=offs, bias=bias, out_dtype=result)
 
 
 def uniform_grouped_gemm(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from processes import python_path
 
-from benchmarks import plots, report, run
+from benchmarks import convergence, fp8, plots, report, run
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs pip install -e '.[transformers]'"
@@ -154,6 +154,68 @@ def test_expert_parallel(tmp_path: Path) -> None:
     assert [row.split(" |")[0] for row in rows] == ["| weak, 1", "| weak, 2", "| strong, 1", "| strong, 2"]
     assert rows[0] == "| weak, 1 | 16 | 32 | 5.0 | 6400 | 1.00 | 1% | 0 |"
     assert all(row in done.stdout for row in rows)
+
+
+def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "fp8.json"
+    assert fp8.main(["--tiny", "--rounds", "1", "--json", str(file)]) == 0
+    product, layer = run.Results.read(file).records
+    assert not product["errors"] and not layer["errors"]
+    assert all(product["us"][f"grouped_gemm, {name}"] > 0 for name in ("rowwise", "1x128 by 128x128"))
+    assert layer["us"].keys() == {"moe_mlp, bfloat16", "moe_mlp, rowwise", "moe_mlp, 128x128"}
+    text = table_of(file, tmp_path)
+    assert "| tiny (3, 40, 48, 160) |" in text and "| tiny, T = 5 (4, 10, 16, 32) |" in text
+    assert not plots.pictures(run.Results.read(file), tmp_path)
+
+
+def test_convergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each way to compute gets the same weights and batches, and runs that are there are not repeated."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked, moe_mlp = [], convergence.moe_mlp
+
+    def noted(*arguments: Any, compute: str | None = None) -> Any:
+        asked.append(compute)
+        return moe_mlp(*arguments)
+
+    monkeypatch.setattr(convergence, "moe_mlp", noted)
+    file = tmp_path / "convergence.json"
+    arguments = ["--tiny", "--steps", "3", "--json", str(file), "--only"]
+    assert convergence.main([*arguments, "1:fp8_block"]) == 0
+    assert set(asked) == {"fp8_block"}
+    assert convergence.main([*arguments, "0:bfloat16", "1:bfloat16", "1:fp8_block"]) == 0
+    assert asked.count("fp8_block") * 2 == asked.count(None)
+    assert f"seed 1, fp8_block: in {file}" in capsys.readouterr().out
+    runs = {record["case"]: record for record in run.Results.read(file).records}
+    assert runs.keys() == {"0:bfloat16", "1:bfloat16", "1:fp8_block"}
+    assert runs["1:bfloat16"]["losses"] == runs["1:fp8_block"]["losses"] != runs["0:bfloat16"]["losses"]
+    for record in runs.values():
+        assert [step for step, _ in record["held_out"]] == [2, 3]
+        assert len(record["losses"]) == 3 and record["final"] == record["held_out"][-1][1] > 0
+        assert record["final_training"] == pytest.approx(sum(record["losses"][1:]) / 2, abs=1e-4)
+    text = table_of(file, tmp_path)
+    finals = [f"{runs[case]['final']:.4f}" for case in ("0:bfloat16", "1:bfloat16")]
+    assert f"| `bfloat16` | {finals[0]} | {finals[1]} |" in text and "| `fp8_block` | - |" in text
+    assert "![convergence](convergence.png)" in text
+    assert convergence.main([*arguments[:2], "4", *arguments[3:], "0:bfloat16"]) == 0  # of other sizes: nothing is kept
+    assert len(run.Results.read(file).records) == 1
+
+
+def test_a_model_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(convergence, "LEARNING_RATE", 1e-2)
+    text = torch.arange(3000).remainder(7).to(torch.uint8)
+    record = convergence.train(0, "bfloat16", 60, convergence.TINY, text, text, torch.device("cpu"))
+    assert record["losses"][0] > 4 and record["final"] < 2
+
+
+def test_a_wrong_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("0:fp16", "bfloat16", "x:bfloat16"):
+        with pytest.raises(SystemExit):
+            convergence.main(["--tiny", "--only", text])
+        assert "expected SEED:COMPUTE with one of bfloat16, fp8_rowwise, fp8_block" in capsys.readouterr().err
 
 
 def test_results_of_another_gpu_are_not_kept(tmp_path: Path) -> None:

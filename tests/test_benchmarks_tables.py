@@ -164,6 +164,59 @@ def test_markdown_of_the_wide_set() -> None:
     assert "Not timed: `grouped_gemm` in 1 of the cases: RuntimeError: no." in lines
 
 
+def test_markdown_of_fp8() -> None:
+    """Decoding is no part of the mean; a layer has a baseline of its own; what failed has a line."""
+    names = ("torch._grouped_mm, bfloat16", "grouped_gemm, rowwise", "quantize, rowwise")
+    sizes = {"G": 8, "M": 64, "N": 32, "K": 16, "sizes": "softmax", "suite": "fp8", "errors": {}}
+    products = [
+        sizes | {"part": "product", "case": case, "us": dict(zip(names, us, strict=False))} | {"quantize_gbps": rates}
+        for case, us, rates in (
+            ("a_up", (100.0, 50.0, 9.0), {"rowwise": 3000.4}),
+            ("b_up", (80.0, 10.0, 9.0), {"rowwise": 2000.0}),
+            ("c_up", (80.0,), {"rowwise": 2000.0}),
+            ("decode_a", (90.0, 30.0, 9.0), {"rowwise": 100.0}),
+        )
+    ]
+    products[2]["errors"] = {"grouped_gemm, rowwise": "RuntimeError: no"}
+    layer = sizes | {"part": "layer", "case": "a, T = 4", "us": {"moe_mlp, bfloat16": 30.0, "moe_mlp, rowwise": 20.0}}
+    found = results_of(*products, layer)
+    lines = tables.markdown(found).splitlines()
+    assert "| a_up (8, 64, 32, 16) | 100 | 2.00 | 3000 |" in lines
+    assert "| c_up (8, 64, 32, 16) | 80.0 | - | 2000 |" in lines
+    assert "| geometric mean without decoding |  | 4.00 |  |" in lines
+    assert "| a, T = 4 (8, 64, 32, 16) | 30.0 | 1.50 |" in lines
+    assert "Not timed in all cases: `grouped_gemm`, rowwise: RuntimeError: no." in lines
+    short = tables.markdown(found, short=True).splitlines()
+    head = "| speedup over `torch._grouped_mm`, bfloat16 | 3 cases of training, geometric mean | decode_a |"
+    assert [line for line in short if line.startswith("| ")] == [head, "| `grouped_gemm`, rowwise | 4.00 | 3.00 |"]
+
+
+def convergence_results() -> run.Results:
+    """Of three ways to compute; one has no run of the second seed."""
+    finals = {"bfloat16": (1.5, 1.53), "fp8_block": (1.52, 1.54), "fp8_rowwise": (1.6,)}
+    records = [
+        {"suite": "convergence", "case": f"{seed}:{compute}", "seed": seed, "compute": compute, "final": final}
+        | {"held_out": [[step, final + 40 / step] for step in (50, 100, 150)]}
+        for compute, losses in finals.items()
+        for seed, final in enumerate(losses)
+    ]
+    names = ("layers", "experts", "top_k", "width", "inner", "batch", "length", "steps")
+    training = dict(zip(names, (4, 8, 2, 256, 512, 32, 64, 150), strict=True))
+    return run.Results(META | {"python": "3.12.1", "training": training}, records[::-1])
+
+
+def test_markdown_of_convergence() -> None:
+    lines = tables.markdown(convergence_results()).splitlines()
+    assert "after 150 steps of 32 x 64 bytes of the standard library of Python 3.12.1" in lines[0]
+    head = "| compute | seed 0 | seed 1 | mean | highest less lowest | mean less that of `bfloat16` |"
+    assert [line for line in lines if line.startswith("| ")] == [
+        head,
+        "| `bfloat16` | 1.5000 | 1.5300 | 1.5150 | 0.0300 | - |",
+        "| `fp8_block` | 1.5200 | 1.5400 | 1.5300 | 0.0200 | +0.0150 |",
+        "| `fp8_rowwise` | 1.6000 | - | 1.6000 | 0.0000 | +0.0850 |",
+    ]
+
+
 def test_a_provider_without_a_time_is_not_compared() -> None:
     base, ours = tables.roles("wide")
     for us, expected in (({base: 50.0, ours: 40.0}, 1.25), ({ours: 40.0}, None), ({base: 50.0}, None), ({}, None)):
@@ -175,7 +228,7 @@ def test_plots(tmp_path: Path) -> None:
     """Of the wide set, of cases one of which has no time; and they say which results they show."""
     base, ours = tables.roles("table")
     cases = results_of(*(record(c, p, us) for c in "ab" for p, us in ((base, 10.0), (ours, 8.0), ("basic", None))))
-    for found, number in ((wide_results(), 1), (cases, 2)):
+    for found, number in ((wide_results(), 1), (cases, 2), (convergence_results(), 1)):
         plots.draw(found, tmp_path)
         pictures = plots.pictures(found, tmp_path)
         assert len(pictures) == number and all(tritonbench.is_of(picture, found) for picture in pictures)

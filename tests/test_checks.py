@@ -30,6 +30,7 @@ from moe_kernels import (
     moe_mlp,
     offs_from_group_offsets,
     permute,
+    quantize,
     route,
     swiglu_ffn,
     topk_sigmoid,
@@ -530,6 +531,56 @@ def test_a_quantized_tensor() -> None:
     message = r"^B: .*got Wrapped, which holds its values as torch.int8, torch.float32; convert it with .dequantize\(\)"
     with pytest.raises(TypeError, match=message):
         grouped_gemm(A_PACKED, Wrapped(values.shape, values, scales), OFFSETS)
+
+
+class Float8Tensor(Wrapped):
+    """As torchao's: data in fp8, and scales."""
+
+    __module__ = "torchao.quantization.quantize_.workflows.float8.float8_tensor"
+
+    def detach(self) -> Float8Tensor:
+        return self  # a Parameter is of the class that this returns
+
+
+class Float8TrainingTensor(Wrapped):
+    """As torchao's, which has no `dequantize`."""
+
+    __module__ = "torchao.float8.float8_training_tensor"
+
+    def to_original_precision(self) -> Tensor:
+        raise NotImplementedError
+
+
+class Float8TrainingWeightWrapperTensor(Wrapped):
+    """As torchao's: the weight itself, for which PyTorch's products are others."""
+
+    __module__ = "torchao.prototype.moe_training.tensor"
+
+
+def test_tensors_of_torchao() -> None:
+    """Wherever a tensor is looked at, beside a ScaledTensor, and as a parameter of an expert."""
+    data, scales = torch.zeros(G, K, N).to(torch.float8_e4m3fn), torch.ones(G, 1, N)
+    quantized = Float8Tensor(data.shape, data, scales)
+    how = r"expected a torch\.Tensor, got torchao's Float8Tensor: pass {0}\.dequantize\(\), .*quantize\({0}\.dequantize"
+    for name, call in (
+        ("B", lambda: grouped_gemm(A_PACKED, quantized, OFFSETS)),
+        ("B", lambda: grouped_gemm(quantize(A_PACKED, "rowwise"), quantized, OFFSETS)),
+        ("x", lambda: quantize(quantized, "rowwise")),
+        ("w_down", lambda: moe_mlp(**{**CALLS[moe_mlp], "w_down": quantized})),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: {how.format(name)}"):
+            call()
+    training = Float8TrainingTensor(data.shape, data, scales)
+    with pytest.raises(TypeError, match=r"^B: .*pass B\.to_original_precision\(\)"):
+        grouped_gemm(A_PACKED, training, OFFSETS)
+    wrapper = Float8TrainingWeightWrapperTensor(data.shape, torch.ones(G, K, N))
+    with pytest.raises(TypeError, match=r"pass B\.inside_0, which is in torch\.float32, or leave .*torchtitan"):
+        grouped_gemm(A_PACKED, wrapper, OFFSETS)
+    expert = torch.nn.ModuleDict({name: torch.nn.Linear(K, K, bias=False) for name in ("up_proj", "down_proj")})
+    weight = expert["up_proj"].weight
+    expert["up_proj"].weight = torch.nn.Parameter(Float8Tensor(weight.shape, weight.detach(), torch.ones(K, 1)))
+    with pytest.raises(TypeError, match=r"^experts\[0\]\.up_proj\.weight: .*torchao"):
+        MoE.from_experts([expert], top_k=1, renormalize=True, activation="silu")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,48 +20,11 @@ if integration._default_apply_gate is None:
     pytest.skip("transformers 5 is not installed: pip install -e '.[transformers]'", allow_module_level=True)
 
 import transformers
+from tiny_models import MODELS, TOKENS, make
 from transformers.activations import ACT2FN
 from transformers.integrations import moe as registry
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 60,
-}
-MODELS: dict[str, Callable[[], Any]] = {
-    "Mixtral": lambda: transformers.MixtralConfig(
-        **SIZES, intermediate_size=24, num_local_experts=5, num_experts_per_tok=2
-    ),
-    "Qwen3Moe": lambda: transformers.Qwen3MoeConfig(
-        **SIZES, intermediate_size=48, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, head_dim=8
-    ),
-    "DeepseekV3": lambda: transformers.DeepseekV3Config(
-        **(SIZES | {"num_key_value_heads": 4}),
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    ),
-    "GptOss": lambda: transformers.GptOssConfig(
-        **SIZES, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2, head_dim=8, sliding_window=4
-    ),
-}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-TOKENS = torch.arange(14).view(2, 7) * 5 % 61
 
 
 @pytest.fixture(autouse=True)
@@ -69,16 +32,6 @@ def registered() -> Iterator[None]:
     integration.register()
     yield
     torch.compiler.reset()
-
-
-def make(name: str) -> Any:
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")._from_config(MODELS[name](), attn_implementation="eager")
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" not in parameter_name:
-                parameter.normal_(std=0.2)
-    return model.eval()
 
 
 def step(model: Any, implementation: str, dtype: torch.dtype, backend: str | None = None) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from typing import Any
@@ -9,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import ScaledTensor, group_offsets_from_sizes, grouped_gemm, quantize, reference, scaled_grouped_mm
+from moe_kernels import (
+    ScaledTensor,
+    group_offsets_from_sizes,
+    grouped_gemm,
+    moe_mlp,
+    quantize,
+    reference,
+    scaled_grouped_mm,
+)
+from moe_kernels.runtime import cache, targets
 from moe_kernels.testing import assert_scaled_grouped_gemm_close, assert_within_budget
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -140,13 +150,52 @@ def test_offsets_are_validated() -> None:
         grouped_gemm(A, B, torch.tensor([0, -5, 3, 9]), validate=True)
 
 
+@pytest.mark.parametrize("name", ["a100", "l40s"])
+def test_gpus_without_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says what to do before anything is compiled; GPUs that have e4m3 come that far, as e5m2 does everywhere."""
+    from moe_kernels.runtime import compile as compiler
+
+    class Compiled(Exception):
+        pass
+
+    def lower(*_: Any) -> None:
+        raise Compiled
+
+    A, B, group_offsets = operands("rowwise")
+    hidden, ids, weights = torch.randn(M, 32), torch.zeros(M, 1, dtype=torch.int32), torch.ones(M, 1)
+    experts = quantize(torch.randn(4, 32, 32), "128x128"), quantize(torch.randn(4, 32, 16), "128x128")
+    recipes = A.data, B.data, A.scales[:, 0], RECIPES.RowWise, B.scales[:, 0], RECIPES.RowWise
+    for module in ("quantize", "scaled", "scaled_layer"):
+        monkeypatch.setattr(importlib.import_module(f"moe_kernels.ops.{module}"), "use_kernels", lambda *_: True)
+    monkeypatch.setattr(cache, "plans", cache.PlanCache())
+    monkeypatch.setattr(cache.plans, "reads_store", False)
+    monkeypatch.setattr(targets, "of_device", lambda kind, index: targets.KNOWN[name])
+    monkeypatch.setattr(compiler, "lower", lower)
+    too_old = r"need a GPU of compute capability 8\.9 or newer, and NVIDIA A100.* has 8\.0: multiply.*dequantize"
+    expected, text = (RuntimeError, too_old) if name == "a100" else (Compiled, None)
+    for call in (
+        lambda: grouped_gemm(A, B, group_offsets),
+        lambda: scaled_grouped_mm(*recipes, offs=group_offsets[1:]),
+        lambda: moe_mlp(hidden, ids, weights, *experts),
+        lambda: quantize(hidden, "rowwise"),
+    ):
+        with pytest.raises(expected, match=text):
+            call()
+    with pytest.raises(Compiled):
+        quantize(hidden, "rowwise", dtype=E5M2)
+
+
 # scaled_grouped_mm
 
 
 def test_pytorchs_signature() -> None:
     theirs = inspect.signature(torch.nn.functional.scaled_grouped_mm).parameters  # type: ignore[attr-defined]
-    ours = inspect.signature(scaled_grouped_mm).parameters
-    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+    for function in (scaled_grouped_mm, reference.scaled_grouped_mm):
+        ours = inspect.signature(function).parameters
+        assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+
+
+functions = pytest.mark.parametrize("function", [scaled_grouped_mm, reference.scaled_grouped_mm], ids=["ours", "twin"])
 
 
 def exact(x: ScaledTensor) -> torch.Tensor:
@@ -161,46 +210,48 @@ def check(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
 
 
 @formats
-def test_grouped_rows(format: str) -> None:
+@functions
+def test_grouped_rows(function: Any, format: str) -> None:
     A, B, group_offsets = operands(format)
     rowwise = format == "rowwise"
     recipes = (RECIPES.RowWise,) * 2 if rowwise else (RECIPES.BlockWise1x128, RECIPES.BlockWise128x128)
     scales = (A.scales[:, 0], B.scales[:, 0]) if rowwise else (A.scales, B.scales)
     bias = torch.randn(G, N)
     call = [A.data, B.data, scales[0], recipes[0], [scales[1]], [recipes[1]]]
-    out = scaled_grouped_mm(*call, bias=bias, offs=group_offsets[1:].int(), swizzle_a=SWIZZLES.NO_SWIZZLE)
+    out = function(*call, bias=bias, offs=group_offsets[1:].int(), swizzle_a=SWIZZLES.NO_SWIZZLE)
     assert_scaled_grouped_gemm_close(out, A, B, group_offsets, bias)
 
 
 @formats
-def test_without_offs(format: str) -> None:
+@functions
+def test_without_offs(function: Any, format: str) -> None:
     left, right = FORMATS[format]
     A, W = quantize(torch.randn(G, M, K), left), quantize(torch.randn(G, N, K) * K**-0.5, right)
     rowwise = format == "rowwise"
     recipes = (RECIPES.RowWise,) * 2 if rowwise else (RECIPES.BlockWise1x128, RECIPES.BlockWise128x128)
     scales = (A.scales[..., 0], W.scales[..., 0]) if rowwise else (A.scales, W.mT.scales)
-    out = scaled_grouped_mm(A.data, W.data.mT, scales[0], recipes[0], scales[1], recipes[1], output_dtype=torch.float32)
+    out = function(A.data, W.data.mT, scales[0], recipes[0], scales[1], recipes[1], output_dtype=torch.float32)
     assert out.shape == (G, M, N)
     for g in range(G):
         check(out[g], exact(A)[g], exact(W)[g].mT)
 
 
-def test_grouped_columns() -> None:
+@functions
+def test_grouped_columns(function: Any) -> None:
     A, W = (
         quantize(torch.randn(G, M, K), "rowwise"),
         quantize(torch.randn(N, K) * K**-0.5, "rowwise"),
     )
     offs = torch.tensor([50, 50, 130], dtype=torch.int32)
-    out = scaled_grouped_mm(
-        A.data, W.data.T, A.scales[..., 0], RECIPES.RowWise, W.scales[:, 0], RECIPES.RowWise, offs=offs
-    )
+    out = function(A.data, W.data.T, A.scales[..., 0], RECIPES.RowWise, W.scales[:, 0], RECIPES.RowWise, offs=offs)
     assert (out.shape, out.dtype) == ((M, N), torch.bfloat16)
     check(out[:, :50], exact(A)[0], exact(W)[:50].T)
     check(out[:, 50:130], exact(A)[2], exact(W)[50:130].T)
     assert not out[:, 130:].any()
 
 
-def test_grouped_contraction() -> None:
+@functions
+def test_grouped_contraction(function: Any) -> None:
     """With an empty group, which is zero even where its scales are NaN."""
     sizes = [64, 0, 130]
     generator = torch.Generator().manual_seed(0)
@@ -211,9 +262,7 @@ def test_grouped_contraction() -> None:
     scale_a, scale_b = (torch.cat([x.scales[:, 0] for x in xs]) for xs in (lefts, rights))
     scale_a[M : 2 * M] = torch.nan
     offs = torch.tensor(sizes).cumsum(0).int()
-    out = scaled_grouped_mm(
-        a, b.T, scale_a, RECIPES.RowWise, scale_b, RECIPES.RowWise, offs=offs, output_dtype=torch.float32
-    )
+    out = function(a, b.T, scale_a, RECIPES.RowWise, scale_b, RECIPES.RowWise, offs=offs, output_dtype=torch.float32)
     assert out.shape == (G, M, N)
     for g in (0, 2):
         check(out[g], exact(lefts[g]), exact(rights[g]).T)

@@ -22,6 +22,10 @@ from moe_kernels.runtime.symbolic import (
 )
 from moe_kernels.runtime.targets import Gpu
 
+_NO_E4M3 = (
+    "kernels for float8_e4m3fn need a GPU of compute capability 8.9 or newer, and {} has {}.{}: multiply in bfloat16, "
+    "with moe_kernels.dequantize(x, torch.bfloat16) of what is in fp8"
+)
 # What a `Call` may ask of PyTorch: the emitter has a function for each.
 FUNCTIONS = ("zero", "mm", "bmm", "cast", "contiguous")
 DTYPES = {
@@ -166,7 +170,12 @@ class Builder:
 
         `int64_index` computes offsets with 64 bits; without it no tensor that is accessed by pointers may need them.
         `tf32` allows products of float32 to round their operands.
+
+        Raises:
+            RuntimeError: the GPU has no float8_e4m3fn, which the kernel reads or writes.
         """
+        if not self.gpu.has_e4m3 and torch.float8_e4m3fn in {getattr(x, "dtype", None) for x in arguments}:
+            raise RuntimeError(_NO_E4M3.format(self.gpu.name, *self.gpu.capability))
         self.steps.append(Request(kernel, tuple(arguments), config, int64_index, tf32))
 
     def _variable(self, shape: Sequence[Any], dtype: torch.dtype) -> SymbolicTensor:

@@ -33,6 +33,11 @@ class Gpu:
         return self.backend == "cuda" and self.capability >= (9, 0)
 
     @property
+    def has_e4m3(self) -> bool:
+        """Whether Triton compiles float8_e4m3fn for it."""
+        return self.backend != "cuda" or self.capability >= (8, 9)
+
+    @property
     def warp_size(self) -> int:
         return 64 if self.backend == "hip" else 32
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import group_offsets_from_sizes, grouped_gemm, quantize
+from moe_kernels import group_offsets_from_sizes, grouped_gemm, quantize, reference, scaled_grouped_mm
 from moe_kernels.kernels import fast_persistent, promoted_persistent, scaled_jagged
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import signature
 from moe_kernels.scaled import ScaledTensor
-from moe_kernels.testing import assert_scaled_grouped_gemm_close
+from moe_kernels.testing import assert_scaled_grouped_gemm_close, assert_within_budget
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"rowwise": ("rowwise", "rowwise"), "block": ("1x128", "128x128")}
@@ -189,6 +189,38 @@ def test_kernels_called_directly(device: str) -> None:
         out.fill_(torch.nan)
         kernel(A.data, A.scales, right.data, right.scales, tiles, tiles[0, 0], None, out, False, *constants)
         assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+
+
+RECIPES: Any = torch.nn.functional.ScalingType  # type: ignore[attr-defined]
+FORMS = {  # of scaled_grouped_mm: the shapes of mat_a and mat_b, and whether there are offs
+    "grouped rows": ((75, 160), (3, 160, 48), True),
+    "grouped columns": ((3, 40, 160), (160, 75), True),
+    "grouped contraction": ((40, 75), (75, 48), True),
+    "without offs": ((3, 40, 160), (3, 160, 48), False),
+}
+
+
+@pytest.mark.parametrize("ends", [[20, 20, 70], [60, -5, 90]], ids=str)
+@pytest.mark.parametrize(
+    ("format", "form"),
+    [*(("rowwise", form) for form in FORMS), ("block", "grouped rows"), ("block", "without offs")],
+)
+def test_scaled_grouped_mm(format: str, form: str, ends: list[int], device: str) -> None:
+    """All forms that it has; the groups have other scales where the contraction is grouped."""
+    shape_a, shape_b, has_offs = FORMS[form]
+    rowwise = format == "rowwise"
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).to(device) for shape in (shape_a, shape_b))
+    offs = torch.tensor(ends, dtype=torch.int32, device=device) if has_offs else None
+    A, B = quantize(a, FORMATS[format][0]), quantize(b.mT, FORMATS[format][1]).mT
+    scales = [A.scales[..., 0], B.scales[..., 0, :]] if rowwise else [A.scales, B.scales]
+    if form == "grouped contraction":
+        scales = [torch.cat([x, x / 2, x * 3]) for x in scales]
+    recipes = (RECIPES.RowWise,) * 2 if rowwise else (RECIPES.BlockWise1x128, RECIPES.BlockWise128x128)
+    call: Any = (A.data, B.data, scales[0], recipes[0], scales[1], recipes[1])
+    plain = reference.scaled_grouped_mm(*call, offs=offs)
+    exact = reference.scaled_grouped_mm(*call, offs=offs, output_dtype=torch.float32).double()
+    assert_within_budget(scaled_grouped_mm(*call, offs=offs), plain, exact)
 
 
 @pytest.mark.gpu
