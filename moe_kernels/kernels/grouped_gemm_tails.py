@@ -171,8 +171,8 @@ def multiply(
     if tma:
         A_packed = replace(A_packed, tma_clipped=True)
         outs = _windows(out, 64, 256 // pieces), _windows(out, 128, 256 // pieces)
-    cost = rules.tail_cost(problem)
-    constants = (G, columns, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors, cost, 16)
+    workers, cost, group_m = builder.gpu.multiprocessors, rules.tail_cost(problem), rules.row_group(problem)
+    constants = (G, columns, shared, problem.transposed, tma, pieces, workers, cost, group_m)
     arguments = (A_packed, B, tiles, bias, *outs, *constants)
     builder.launch(jagged_tails, arguments, choice.config, int64_index=choice.addressing.int64_index, tf32=problem.tf32)
 

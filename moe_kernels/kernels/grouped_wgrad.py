@@ -168,8 +168,8 @@ def order_offsets(
 def _windows(rows: SymbolicTensor, block_m: int) -> SymbolicTensor:
     """`[M, N]` as `[M, block_m, N]`, where `[m]` is the window of `block_m` rows that begins with row m.
 
-    TMA clips each coordinate by itself: a group's last rows, read from in front of the window that begins with the first
-    of them, come after zeros. The windows of the last rows end behind `rows`. `[M, n, N / n]` becomes
+    TMA clips each coordinate by itself: a group's last rows, read from in front of the window that begins with the
+    first of them, come after zeros. The windows of the last rows end behind `rows`. `[M, n, N / n]` becomes
     `[M, n, block_m, N / n]`. A window may not begin in front of `rows`: the hardware reads there, if a box lies wholly
     outside of it in whichever dimension.
     """

@@ -73,15 +73,16 @@ class Choice:
     entry: entries.Entry | None = field(default=None, compare=False, repr=False)
 
 
-_Presets = dict[int, tuple[int, int, int, int, int]]
-# block_m: (block_n, block_k, num_warps, num_stages, l2_grouping); the first two with TMA and for 16-bit types
-_BASIC: _Presets = {16: (128, 128, 4, 4, 4), 32: (128, 64, 4, 4, 4), 64: (128, 64, 4, 4, 4), 128: (256, 64, 8, 4, 4)}
-_PERSISTENT: _Presets = {64: (256, 64, 4, 5, 16), 128: (256, 64, 8, 4, 16)}
-_POINTERS: _Presets = {16: (64, 64, 4, 3, 4), 32: (64, 64, 4, 3, 4), 64: (128, 32, 4, 3, 4), 128: (128, 32, 8, 3, 4)}
-_TF32: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 32, 4, 3, 4), 128: (128, 32, 8, 3, 4)}
-_IEEE: _Presets = {16: (64, 32, 4, 3, 4), 32: (64, 32, 4, 3, 4), 64: (64, 16, 4, 3, 4), 128: (64, 16, 8, 3, 4)}
+_Presets = dict[int, tuple[int, int, int, int]]
+# block_m: (block_n, block_k, num_warps, num_stages); the first two with TMA and for 16-bit types
+_BASIC: _Presets = {16: (128, 128, 4, 4), 32: (128, 64, 4, 4), 64: (128, 64, 4, 4), 128: (256, 64, 8, 4)}
+_PERSISTENT: _Presets = {64: (256, 64, 4, 5), 128: (256, 64, 8, 4)}
+_POINTERS: _Presets = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (128, 32, 4, 3), 128: (128, 32, 8, 3)}
+_TF32: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 32, 4, 3), 128: (128, 32, 8, 3)}
+_IEEE: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 16, 4, 3), 128: (64, 16, 8, 3)}
 
 PERSISTENT_FROM_ROWS = 128
+LARGE_WEIGHTS = 2 << 30  # bytes: reading them takes most of the time, up to 255 rows per group
 # The kernels that are what is asked for.
 _KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
 TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of the whole tiles of `jagged_tails`, whose text has them as numbers
@@ -118,7 +119,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
         presets = _TF32 if problem.tf32 else _IEEE
     elif not addressing.tma_B:
         presets = _POINTERS
-    block_n, block_k, num_warps, num_stages, l2_grouping = presets[block_m]
+    block_n, block_k, num_warps, num_stages = presets[block_m]
     if variant == "basic" and block_m == 64 and presets is _BASIC and _thin(problem):
         # As much of K as fits is under way at once; with more tiles than SMs, two programs share one.
         tiles = problem.M // 64 * -(-problem.N // 64)
@@ -128,8 +129,9 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
         block_n = min(block_n, 128)  # the tile of the result shares the memory with the next one's loads
     block_n, block_k = block_for(problem.N, block_n), block_for(problem.K, block_k)
 
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [l2_grouping]}
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [4]}
     if variant == "persistent":
+        options["l2_groupings"] = [row_group(problem)]
         options["pid_type"] = "persistent_interleaved"
         if addressing.tma_A and addressing.tma_B:
             options["range_flattens"] = [True, None]  # overlaps one tile's stores with the next one's loads
@@ -144,7 +146,19 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
 
 def persistent_from_rows(problem: Problem) -> int:
     """The mean rows per group from which on the persistent kernels are faster; see benchmarks/notes.md."""
-    return 64 if _tensor_cores_by_tma(problem) and not _few_tiles(problem) else PERSISTENT_FROM_ROWS
+    if not _tensor_cores_by_tma(problem) or _few_tiles(problem):
+        return PERSISTENT_FROM_ROWS
+    return 32 if _large_weights(problem) else 64
+
+
+def row_group(problem: Problem) -> int:
+    """In persistent kernels, so many row tiles below each other come before those in the next column."""
+    # Few rows: tiles of different groups, which share no weights. The fewer groups are read at once, the better.
+    return 4 if problem.rows < 512 else 16
+
+
+def _large_weights(problem: Problem) -> bool:
+    return problem.G * problem.K * problem.N * problem.dtype.itemsize > LARGE_WEIGHTS
 
 
 def _tensor_cores_by_tma(problem: Problem) -> bool:
@@ -166,6 +180,8 @@ def _few_tiles(problem: Problem) -> bool:
 def _apart(problem: Problem) -> bool:
     """Whether to compute tails apart."""
     if _persistent_height(problem) != TAILS_HEIGHT:
+        return False
+    if problem.rows < 256 and (_large_weights(problem) or problem.K < 1024):
         return False
     # Where memory is slow, a weight that is read twice costs more than half-empty tiles.
     enough = problem.gpu is None or not problem.gpu.slow_memory or problem.rows >= 1024
