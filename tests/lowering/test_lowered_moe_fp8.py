@@ -101,3 +101,28 @@ def test_products_of_a_layer_are_those_of_fp8() -> None:
                 assert report["tma_load"] >= 2
                 assert "wgmma.mma_async.sync.aligned" in report["ptx"]
                 assert ".f32.e4m3.e4m3" in report["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "format", "spec"),
+    [
+        ((1, 2048, 768, 128, 8), "128x128", SILU),
+        ((1, 4096, 14336, 8, 2), "rowwise", SILU),
+        ((1, 7168, 2048, 256, 8), "128x128", SILU),  # more than 2^31 elements
+        ((1, 97, 50, 4, 1), "rowwise", GPT_OSS),
+    ],
+)
+def test_one_token(layer: tuple[int, int, int, int, int], format: str, spec: GLUSpec) -> None:
+    """Two kernels, which read weights and activations by 16 bytes, and exchange nothing but sums between warps."""
+    found = launches(*layer, format, spec, bias=spec is GPT_OSS)
+    assert [request.kernel.name for request in found] == ["first_half", "second_half"]
+    for request in found:
+        report = lowered(request)
+        assert report["stack"] == 0
+        assert report["regs"] <= 64
+        assert report["shared"] <= 64
+        assert "cvt.rn.f16x2.e4m3x2" in report["ptx"]
+        if layer[1] % 16 == 0:
+            loads = re.findall(r"ld\.global[\w.:]*", report["ptx"])
+            assert loads.count("ld.global.v4.b32") >= 3
+            assert not [load for load in loads if load.endswith(("b8", "b16"))]
