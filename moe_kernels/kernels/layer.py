@@ -18,6 +18,7 @@ from moe_kernels.kernels.grouped_gemm import multiply
 from moe_kernels.kernels.one_token import multiply_one_token
 from moe_kernels.kernels.permute import combine, scatter, scatter_scaled
 from moe_kernels.kernels.route import sort_slots
+from moe_kernels.kernels.scaled_swiglu import multiply_activated_quantized
 from moe_kernels.kernels.swiglu_ffn import fuses, multiply_activated
 from moe_kernels.rules.layer import one_token_is_faster
 from moe_kernels.runtime.plan import Builder
@@ -86,9 +87,13 @@ def plan_scaled_moe_mlp(
     R, top_k, dtype = slot_to_row.size(0), topk_ids.size(1), hidden.dtype
     format, (b_in, b_out) = "rowwise" if rowwise else "1x128", biases
     x = scatter_scaled(builder, hidden, slot_to_row, group_offsets, top_k, format)
-    preact = builder.alloc((R, w_in.size(1)), dtype)
-    scaled_gemm.multiply(builder, *x, w_in, scales_in, group_offsets, b_in, preact)
-    act = write_scaled_activation(builder, preact, format, spec)
+    act = None
+    if not rowwise:
+        act = multiply_activated_quantized(builder, *x, w_in, scales_in, group_offsets, b_in, spec)
+    if act is None:
+        preact = builder.alloc((R, w_in.size(1)), dtype)
+        scaled_gemm.multiply(builder, *x, w_in, scales_in, group_offsets, b_in, preact)
+        act = write_scaled_activation(builder, preact, format, spec)
     rows = builder.alloc((R, w_out.size(1)), dtype)
     scaled_gemm.multiply(builder, *act, w_out, scales_out, group_offsets, b_out, rows)
     return combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
