@@ -98,7 +98,8 @@ def moe_mlp(
     result of the first product.
 
     With weights in fp8, as `quantize` makes them, both "rowwise" or both "128x128", hidden states and act are quantised
-    on the way, "rowwise" or "1x128". Such a layer has neither `w_up` nor `transposed`, and no gradients.
+    on the way, "rowwise" or "1x128", but not by the kernels for one token. Such a layer has neither `w_up` nor
+    `transposed`, and no gradients.
 
     Args:
         hidden: `[T, H]`; dtypes as for `grouped_gemm`.

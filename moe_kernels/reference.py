@@ -596,7 +596,7 @@ def scaled_moe_mlp(
     """A layer of experts with fp8 weights; see `moe_kernels.moe_mlp`.
 
     The left operand of each product is quantised, the second one from float32. Both products are rounded to the dtype
-    of `hidden`.
+    of `hidden`. The kernels for one token are more exact: they quantise neither.
 
     Raises:
         TypeError, ValueError, RuntimeError: see `checks.check_scaled_moe_mlp`.

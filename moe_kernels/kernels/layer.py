@@ -18,6 +18,7 @@ from moe_kernels.kernels.grouped_gemm import multiply
 from moe_kernels.kernels.one_token import multiply_one_token
 from moe_kernels.kernels.permute import combine, scatter, scatter_scaled
 from moe_kernels.kernels.route import sort_slots
+from moe_kernels.kernels.scaled_swiglu import multiply_activated_quantized
 from moe_kernels.kernels.swiglu_ffn import fuses, multiply_activated
 from moe_kernels.rules.layer import one_token_is_faster
 from moe_kernels.runtime.plan import Builder
@@ -78,14 +79,21 @@ def plan_scaled_moe_mlp(
     rowwise, spec = options
     assert hidden is not None and topk_ids is not None and topk_weights is not None
     assert w_in is not None and scales_in is not None and w_out is not None and scales_out is not None
+    if one_token_is_faster(most(hidden.size(0)), topk_ids.size(1), w_in.mT, w_out.mT):
+        parameters = (w_in.mT, None, w_out.mT, biases[0], None, biases[1])
+        return _one_token(builder, hidden, topk_ids, topk_weights, parameters, spec, (scales_in, scales_out))
     if group_offsets is None or slot_to_row is None:
         group_offsets, _, slot_to_row = sort_slots(builder, topk_ids, w_in.size(0))
     R, top_k, dtype = slot_to_row.size(0), topk_ids.size(1), hidden.dtype
     format, (b_in, b_out) = "rowwise" if rowwise else "1x128", biases
     x = scatter_scaled(builder, hidden, slot_to_row, group_offsets, top_k, format)
-    preact = builder.alloc((R, w_in.size(1)), dtype)
-    scaled_gemm.multiply(builder, *x, w_in, scales_in, group_offsets, b_in, preact)
-    act = write_scaled_activation(builder, preact, format, spec)
+    act = None
+    if not rowwise:
+        act = multiply_activated_quantized(builder, *x, w_in, scales_in, group_offsets, b_in, spec)
+    if act is None:
+        preact = builder.alloc((R, w_in.size(1)), dtype)
+        scaled_gemm.multiply(builder, *x, w_in, scales_in, group_offsets, b_in, preact)
+        act = write_scaled_activation(builder, preact, format, spec)
     rows = builder.alloc((R, w_out.size(1)), dtype)
     scaled_gemm.multiply(builder, *act, w_out, scales_out, group_offsets, b_out, rows)
     return combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
@@ -98,13 +106,17 @@ def _one_token(
     topk_weights: Any,  # [1, top_k]
     parameters: Any,  # w_in [E, H, 2I] or [E, H, I], w_up, w_out [E, I, H], b_in, b_up, b_out
     spec: GLUSpec,
+    scales: tuple[_Optional, _Optional] = (None, None),  # of weights in fp8
 ) -> SymbolicTensor:
     w_in, w_up, w_out, b_in, b_up, b_out = parameters
-    dtype = torch.promote_types(hidden.dtype, w_in.dtype)
-    out = builder.alloc((1, w_out.size(2)), torch.promote_types(dtype, w_out.dtype))
+    dtype = out_dtype = hidden.dtype
+    if scales[0] is None:
+        dtype = torch.promote_types(dtype, w_in.dtype)
+        out_dtype = torch.promote_types(dtype, w_out.dtype)
+    out = builder.alloc((1, w_out.size(2)), out_dtype)
     gate, up = spec.halves(w_in, w_up)
     biases = (*spec.parts(b_in, b_up, apart=w_up is not None), b_out)
-    multiply_one_token(builder, hidden, topk_ids, topk_weights, (gate, up, w_out), biases, out, dtype, spec)
+    multiply_one_token(builder, hidden, topk_ids, topk_weights, (gate, up, w_out), biases, out, dtype, spec, scales)
     return out
 
 

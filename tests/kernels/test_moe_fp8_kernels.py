@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import ScaledTensor, dequantize, moe_mlp, quantize, reference
+from moe_kernels import ScaledTensor, dequantize, group_offsets_from_sizes, moe_mlp, reference
 from moe_kernels.glu import GLUSpec
-from moe_kernels.kernels import activation, permute
+from moe_kernels.kernels import activation, one_token, permute, scaled_swiglu
 from moe_kernels.rules import quantize as rules
+from moe_kernels.rules import scaled as scaled_rules
+from moe_kernels.rules.config import Config
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import SymbolicTensor
+from moe_kernels.testing import assert_within_budget
 
 FORMATS = ("rowwise", "128x128")
 NAN = float("nan")
@@ -24,6 +27,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "SwiGLU": {},
     "gpt-oss": {"activation": "clamped_swiglu", "interleaved": True, "alpha": 1.3, "limit": 0.7},
     "without a gate": {"gated": False, "activation": "relu_squared"},
+    "DeepSeek-V4": {"activation": "clamped_silu", "limit": 0.7},
 }
 
 
@@ -54,8 +58,8 @@ def make(
     if bias:
         made |= {"gate_up_bias": torch.randn(E, W).bfloat16(), "down_bias": torch.randn(E, H).bfloat16()}
     made = {name: x.to(device) for name, x in made.items()}
-    made["w_gate_up"] = quantize((torch.randn(E, W, H) / H**0.5).to(device), format)
-    made["w_down"] = quantize((torch.randn(E, H, I) / I**0.5).to(device), format)
+    made["w_gate_up"] = reference.quantize((torch.randn(E, W, H) / H**0.5).to(device), format)
+    made["w_down"] = reference.quantize((torch.randn(E, H, I) / I**0.5).to(device), format)
     return made
 
 
@@ -82,7 +86,7 @@ def assert_as_twin(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor
 @pytest.mark.parametrize(
     ("T", "H", "I", "E", "top_k", "name", "bias"),
     [
-        (1, 256, 128, 4, 2, "SwiGLU", False),
+        (2, 256, 128, 4, 2, "SwiGLU", False),
         (5, 200, 72, 6, 2, "gpt-oss", True),
         (40, 200, 136, 3, 2, "without a gate", True),
     ],
@@ -103,6 +107,91 @@ def test_as_the_twin(
     out = assert_as_twin(arguments, options)
     if T == 5:
         assert torch.equal(moe_mlp(**arguments, **options), out)
+
+
+def assert_exact_but_for_weights(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """Within twice the error of plain PyTorch with dequantised weights: nothing but the weights is quantised."""
+
+    def layer(dtype: torch.dtype, device: str) -> Tensor:
+        given = {name: x.to(device) for name, x in arguments.items() if not isinstance(x, ScaledTensor)}
+        given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
+        weights = {name: dequantize(x).to(device, dtype) for name, x in arguments.items() if name not in given}
+        return reference.moe_mlp(**given, **weights, **options)
+
+    hidden = arguments["hidden"]
+    exact = layer(torch.float64, "cpu").to(hidden.device)
+    out = moe_mlp(**arguments, **options)
+    plain = layer(hidden.dtype, hidden.device.type)
+    assert_within_budget(out, plain, exact, scale=16 * exact.abs().max().item())
+    return out
+
+
+@pytest.fixture
+def launched(fresh_plans: None, device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of the plans that are made; those for one token with few programs in the interpreter."""
+    if device == "cpu":
+        monkeypatch.setattr(one_token, "_config", lambda *_: Config(block_sizes=[1, 32], num_warps=4))
+    names: list[str] = []
+    launch = Builder.launch
+
+    def note(builder: Builder, kernel: Any, *rest: Any, **options: Any) -> None:
+        names.append(kernel.name)
+        launch(builder, kernel, *rest, **options)
+
+    monkeypatch.setattr(Builder, "launch", note)
+    return names
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "H", "I", "bias", "dtype"),
+    [
+        ("SwiGLU", 200, 72, False, torch.float32),
+        ("SwiGLU", 256, 128, True, torch.bfloat16),
+        ("gpt-oss", 136, 72, True, torch.float16),
+        ("without a gate", 16, 8, True, torch.float32),
+    ],
+)
+def test_one_token(
+    name: str,
+    H: int,
+    I: int,  # noqa: E741
+    bias: bool,
+    dtype: torch.dtype,
+    format: str,
+    launched: list[str],
+    device: str,
+) -> None:
+    """Blocks of up that begin within a square, a dropped slot, an expert chosen twice; the others may not be read."""
+    options = LAYERS[name]
+    arguments = make(1, H, I, 5, 4, format, device, options, bias)
+    arguments["hidden"] = arguments["hidden"].to(dtype)
+    arguments["topk_ids"].copy_(torch.tensor([[3, -1, 1, 3]]))
+    right = assert_exact_but_for_weights(arguments, options)
+    assert launched[-2:] == ["first_half", "second_half"]
+    arguments["topk_weights"][0, 1] = NAN
+    for weight in (arguments["w_gate_up"], arguments["w_down"]):
+        weight.data.view(torch.uint8)[[0, 2, 4]] = 0x7F  # NaN
+        weight.scales[[0, 2, 4]] = NAN
+    assert torch.equal(moe_mlp(**arguments, **options), right)
+    arguments["w_down"].scales[1, 0] = NAN
+    out = moe_mlp(**arguments, **options)
+    reached = 1 if format == "rowwise" else 128
+    assert out[:, :reached].isnan().all()
+    assert torch.equal(out[:, reached:], right[:, reached:])
+    arguments["topk_ids"].fill_(5)
+    assert not moe_mlp(**arguments, **options).any()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_one_token_of_small_extents_and_odd_strides(format: str, launched: list[str], device: str) -> None:
+    for H, I, E in ((1, 1, 1), (5, 1, 2), (130, 260, 2)):  # noqa: E741
+        arguments = make(1, H, I, E, 2, format, device, {}, bias=True)
+        arguments["hidden"] = torch.randn(H, 3, device=device)[:, 1:2].T
+        arguments["topk_ids"].fill_(E - 1)
+        arguments["topk_weights"] = torch.ones(1, 1, device=device).expand(1, 2)
+        assert_exact_but_for_weights(arguments, {})
+        assert launched[-2:] == ["first_half", "second_half"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -178,14 +267,80 @@ def test_activation_is_quantised(name: str, format: str, device: str, fresh_plan
         assert scales.isnan().any(1).tolist() == [False, False, True, False, False, False]
 
 
+@pytest.fixture
+def fused(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The first half of experts is one kernel for any number of rows, if the others of its conditions hold."""
+    monkeypatch.setattr(scaled_rules, "fuses_swiglu", lambda problem: True)
+    return launched
+
+
+@pytest.mark.parametrize(("name", "bias"), [("SwiGLU", False), ("DeepSeek-V4", True)])
+def test_first_half_by_one_kernel(name: str, bias: bool, fused: list[str], device: str) -> None:
+    """No further from float64's than twice the twin. NaN of a row, or of a square of a weight, stays there."""
+    spec = SILU._replace(**LAYERS[name])
+    sizes, (M, H, I, E) = (3, 130, 0, 12), (150, 200, 256, 4)  # noqa: E741
+    A = reference.quantize(torch.randn(M, H), "1x128")
+    W = reference.quantize(torch.randn(E, 2 * I, H) / H**0.5, "128x128")
+    b = torch.randn(E, 2 * I).bfloat16() if bias else None
+    offsets = group_offsets_from_sizes(torch.tensor(sizes))
+
+    def draw(builder: Builder, *tensors: SymbolicTensor) -> Any:
+        *operands, group_offsets = tensors[:5]
+        return scaled_swiglu.multiply_activated_quantized(builder, *operands, group_offsets, (*tensors, None)[5], spec)
+
+    def made() -> tuple[Tensor, Tensor]:
+        tensors = {"A": A.data, "scales_A": A.scales, "W": W.data, "scales_W": W.scales, "offsets": offsets}
+        tensors |= {} if b is None else {"b": b}
+        data, scales = run("half", {key: x.to(device) for key, x in tensors.items()}, draw)
+        return data.cpu(), scales.cpu()
+
+    def act(dtype: torch.dtype) -> Tensor:
+        wide = dequantize(A).to(dtype), dequantize(W).to(dtype).mT, offsets
+        preact = reference.grouped_linear(*wide, None if b is None else b.to(dtype), None)
+        return reference.activate(preact, None, spec)[: sum(sizes)]
+
+    data, scales = made()
+    assert fused[-2:] == ["tile_table", "scaled_swiglu"]
+    right, exact = reference.quantize(act(torch.float32), "1x128"), act(torch.float64)
+    mine = ScaledTensor(data[: sum(sizes)], scales[: sum(sizes)], "1x128")
+    error, budget = ((dequantize(x).double() - exact).norm(dim=1) for x in (mine, right))
+    assert (error <= 2 * budget).all()
+    assert (2 * budget <= exact.norm(dim=1) / 10).all()
+    A.scales[1, 1], W.scales[3, 2, 0] = NAN, NAN
+    data, scales = made()
+    reached = torch.zeros(M, I // 128, dtype=torch.bool)
+    reached[1], reached[133:145, 0] = True, True
+    assert torch.equal(scales[: sum(sizes)].isnan(), reached[: sum(sizes)])
+    kept = (~reached.repeat_interleave(128, 1))[: sum(sizes)]
+    assert torch.equal(data[: sum(sizes)].float()[kept], mine.data.float()[kept])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_with_its_first_half_by_one_kernel(bias: bool, fused: list[str], device: str) -> None:
+    assert_as_twin(make(40, 200, 128, 3, 2, "128x128", device, {}, bias), {})
+    assert "scaled_swiglu" in fused
+    for I, options in ((72, {}), (128, {"interleaved": True})):  # noqa: E741
+        assert_as_twin(make(5, 136, I, 3, 2, "128x128", device, options), options)
+        assert fused[-2:] == ["scaled_jagged", "combine_rows"]
+        assert fused.count("scaled_swiglu") == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    ("T", "H", "I", "E", "top_k"), [(1, 2048, 768, 128, 8), (300, 2048, 768, 128, 8), (4096, 2880, 2880, 32, 4)]
+    ("T", "H", "I", "E", "top_k"),
+    [
+        (1, 2048, 768, 128, 8),
+        (1, 4096, 14336, 8, 2),
+        (1, 2880, 2880, 32, 4),
+        (300, 2048, 768, 128, 8),
+        (4096, 2880, 2880, 32, 4),
+        (4096, 2048, 768, 128, 8),
+    ],
 )
 def test_sizes_of_models(T: int, H: int, I: int, E: int, top_k: int, format: str, device: str) -> None:  # noqa: E741
     arguments = make(T, H, I, E, top_k, format, device, {})
-    out = assert_as_twin(arguments, {})
+    out = assert_as_twin(arguments, {}) if T > 1 else assert_exact_but_for_weights(arguments, {})
     for _ in range(5):
         assert torch.equal(moe_mlp(**arguments), out)
 
@@ -197,9 +352,10 @@ def test_more_experts_than_are_sorted_at_once(format: str, device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 40])
 @pytest.mark.parametrize("format", FORMATS)
-def test_graph_replay(format: str, device: str) -> None:
-    arguments = make(40, 256, 128, 8, 2, format, device, {})
+def test_graph_replay(format: str, T: int, device: str) -> None:
+    arguments = make(T, 256, 128, 8, 2, format, device, {})
     moe_mlp(**arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
