@@ -287,13 +287,13 @@ def _projection_gradients(
             dtype = d.dtype if rows is None else rows.dtype
             result[0] = _sum(grouped_gemm(d, weight.mT, group_offsets, None, dtype, "auto"), result[0])
         if needed[1 + i]:
-            result[1 + i] = _weight_gradient(rows, d, group_offsets, weight)
+            result[1 + i] = weight_gradient(rows, d, group_offsets, weight)
         if bias is not None and needed[3 + i]:
             result[3 + i] = bias_gradient(d, group_offsets, bias.dtype)
     return result
 
 
-def _weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
+def weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
     """Lies in memory as `weight` does."""
     d_weight: Tensor = grouped_gemm_wgrad(rows, d, group_offsets, False, lies_transposed(weight), weight.dtype)
     return d_weight
@@ -419,7 +419,7 @@ def _moe_mlp_gradient(
     del d_preact, d_preact_up, rows
     if d_out is not None and d_rows is not None:
         if need[7]:
-            d_w_out = _weight_gradient(weighted, d_rows, group_offsets, w_out)
+            d_w_out = weight_gradient(weighted, d_rows, group_offsets, w_out)
         if b_out is not None and need[10]:
             dtype = torch.promote_types(topk_weights.dtype, torch.float32)
             weights = scatter_rows(d_out.new_ones(d_out.size(0), 1, dtype=dtype), topk_weights, *routing, dtype)
