@@ -102,7 +102,7 @@ def scaled_wgrad(
         acc_upper = hl.zeros([half, tile_q], dtype=torch.float32)
         acc_lower = hl.zeros([half, tile_q], dtype=torch.float32)
         for step in hl.tile(divide(end - start + 127, 128), block_size=1):
-            slot = first + int32(step.id, zero)
+            slot = (first + int32(step.id, zero)).to(torch.int64)
             y = unmasked(hl.load(Y, [slot, tile_q, tile_k])).T
             x_upper = unmasked(hl.load(X, [slot, p0 + hl.arange(half), tile_k]))
             x_lower = unmasked(hl.load(X, [slot, p0 + half + hl.arange(half), tile_k]))
