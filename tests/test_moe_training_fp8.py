@@ -176,7 +176,21 @@ def test_traced_and_without_memory(compute: str) -> None:
         assert meta[name].grad.stride() == right[name].stride(), name
 
 
-def test_operators() -> None:
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_operator_of_the_layer(compute: str) -> None:
+    arguments = make(torch.bfloat16, bias=True)
+    given = {name: x.requires_grad_(name in DIFFERENTIABLE) for name, x in arguments.items()}
+    routing = reference.route(given["topk_ids"], given["topk_weights"], E)
+    tensors = (given["hidden"], given["topk_weights"], *routing[:3], given["w_gate_up"].mT, given["w_down"].mT)
+    biases, spec = (given["gate_up_bias"], given["down_bias"]), ("silu", True, False, 1.702, 7.0)
+    opcheck(
+        torch.ops.moe_kernels.quantized_moe_mlp.default,
+        (*tensors, *biases, compute == "fp8_rowwise", True, True, *spec),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+def test_operators_of_the_gradient() -> None:
     """Their fakes, and how they are registered."""
     x, y = torch.randn(T, H), torch.randn(T, I)
     offsets, rows = torch.tensor([0, 7, 7, T], dtype=torch.int32), torch.arange(T, dtype=torch.int32)

@@ -104,7 +104,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-def no_second_order(*_: Any) -> NoReturn:
+def _no_second_order(*_: Any) -> NoReturn:
     """The gradient of what makes gradients."""
     raise RuntimeError("moe_mlp: gradients of gradients do not exist with compute; pass compute=None for them")
 
@@ -115,7 +115,7 @@ quantized_grouped_gemm = define(
     _quantized_grouped_gemm,
     _quantized_grouped_gemm_fake,
     _setup,
-    no_second_order,
+    _no_second_order,
 )
 quantized_wgrad = define(
     "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_rows, Tensor? y_rows, bool transposed,"
@@ -123,5 +123,5 @@ quantized_wgrad = define(
     _quantized_wgrad,
     _quantized_wgrad_fake,
     _setup,
-    no_second_order,
+    _no_second_order,
 )

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
-from moe_kernels.ops.layer import activate_backward, weight_gradient
+from moe_kernels.ops.layer import activate_backward, dots_with_down_bias, down_bias_gradient, weight_gradient
 from moe_kernels.ops.library import check_rows, define, use_kernels
-from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
-from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad
-from moe_kernels.ops.quantized import no_second_order, quantized_grouped_gemm, quantized_wgrad
+from moe_kernels.ops.moves import combine_rows, scatter_rows
+from moe_kernels.ops.products import bias_gradient
+from moe_kernels.ops.quantized import quantized_grouped_gemm, quantized_wgrad
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
@@ -87,59 +87,53 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[
     ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
     need, rowwise, top_k = ctx.needs_input_grad, ctx.rowwise, topk_weights.size(1)
     result: list[Tensor | None] = [None] * len(need)
-    if d_preact is not None and ctx.save_preact:
-        no_second_order()
-    if d_out is None:
-        return tuple(result)
     if not ctx.save_preact:
         preact = quantized_grouped_gemm(hidden, w_in, group_offsets, slot_to_row, b_in, rowwise, hidden.dtype)
-    d_act = quantized_grouped_gemm(d_out, w_out.mT, group_offsets, slot_to_row, None, rowwise, preact.dtype)
-    d_preact, _, weighted, d_topk_weights = activate_backward(
-        preact, None, d_act, topk_weights, row_to_slot, group_offsets, need[6], *ctx.spec
-    )
-    del preact, d_act
+        d_preact = None  # of an empty tensor
+    weighted: Any = None
+    d_topk_weights: Any = None
+    if d_out is not None:
+        d_act = quantized_grouped_gemm(d_out, w_out.mT, group_offsets, slot_to_row, None, rowwise, preact.dtype)
+        d_preact_by_act, _, weighted, d_topk_weights = activate_backward(
+            preact, None, d_act, topk_weights, row_to_slot, group_offsets, need[6], *ctx.spec
+        )
+        d_preact = d_preact_by_act if d_preact is None else d_preact + d_preact_by_act
+        del d_act, d_preact_by_act
+    del preact
+    if d_preact is None:
+        return tuple(result)
     routing = slot_to_row, group_offsets, top_k
     if need[0]:
         d_sorted = quantized_grouped_gemm(d_preact, w_in.mT, group_offsets, None, None, rowwise, hidden.dtype)
         result[0] = combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
     row_to_token = torch.div(row_to_slot, top_k, rounding_mode="floor") if ctx.fp8_wgrad else None
-
-    def scattered(tokens: Tensor) -> Tensor:
-        rows: Tensor = scatter_rows(tokens, None, *routing, tokens.dtype)
-        return rows
-
-    if need[5]:
-        if row_to_token is None:
-            result[5] = weight_gradient(scattered(hidden), d_preact, group_offsets, w_in)
-        else:
-            result[5] = quantized_wgrad(
-                hidden, d_preact, group_offsets, row_to_token, None, lies_transposed(w_in), w_in.dtype
-            )
+    if need[5] and row_to_token is None:
+        rows = scatter_rows(hidden, None, *routing, hidden.dtype)
+        result[5] = weight_gradient(rows, d_preact, group_offsets, w_in)
+        del rows
+    elif need[5]:
+        order = lies_transposed(w_in)
+        result[5] = quantized_wgrad(hidden, d_preact, group_offsets, row_to_token, None, order, w_in.dtype)
     if need[7] and b_in is not None:
         result[7] = bias_gradient(d_preact, group_offsets, b_in.dtype)
     del d_preact
-    biased = b_out is not None and (need[1] or need[8])
-    d_rows = scattered(d_out) if biased or (need[6] and row_to_token is None) else None
-    if need[6]:
-        if row_to_token is None:
-            assert d_rows is not None
-            result[6] = weight_gradient(weighted, d_rows, group_offsets, w_out)
-        else:
-            result[6] = quantized_wgrad(
-                weighted, d_out, group_offsets, None, row_to_token, lies_transposed(w_out), w_out.dtype
-            )
-    if b_out is not None and need[8]:
-        assert d_rows is not None
-        dtype = torch.promote_types(topk_weights.dtype, torch.float32)
-        weights = scatter_rows(d_out.new_ones(d_out.size(0), 1, dtype=dtype), topk_weights, *routing, dtype)
-        result[8] = grouped_gemm_wgrad(weights, d_rows, group_offsets, False, False, b_out.dtype)[:, 0]
-    if b_out is not None and need[1]:
-        assert d_rows is not None
-        ones = d_rows.new_ones(1, 1).expand(d_rows.size(0), 1)
-        biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_rows.dtype, "auto")
-        d_topk_weights = d_topk_weights + dot_rows(d_out, biases, *routing, topk_weights.dtype)
-    result[1] = d_topk_weights if need[1] else None
+    if d_out is None:
+        return tuple(result)
+    d_rows: Any = None
+    if (need[6] and row_to_token is None) or (need[8] and b_out is not None):
+        d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
+    if need[6] and row_to_token is None:
+        result[6] = weight_gradient(weighted, d_rows, group_offsets, w_out)
+    elif need[6]:
+        order = lies_transposed(w_out)
+        result[6] = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_token, order, w_out.dtype)
+    if need[8] and b_out is not None:
+        result[8] = down_bias_gradient(d_out, d_rows, topk_weights, b_out, *routing)
+    if need[1]:
+        result[1] = d_topk_weights
+        if b_out is not None:
+            result[1] = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     return tuple(result)
 
 

@@ -115,6 +115,15 @@ def test_nan_of_a_token_stays_there(device: str) -> None:
         assert made[name][1].isnan().any(), name
 
 
+def test_no_tokens(device: str) -> None:
+    arguments = make(T=1, top_k=2, **SIZES, device=device, bias=True)
+    arguments |= {name: arguments[name][:0] for name in ("hidden", "topk_ids", "topk_weights")}
+    made = run(arguments, torch.empty(0, 200, device=device), compute="fp8_rowwise")
+    assert made["out"].shape == made["hidden"].shape == (0, 200)
+    for name in DIFFERENTIABLE[2:]:
+        assert made[name].shape == arguments[name].shape and not made[name].any(), name
+
+
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
 def test_products_of_any_offsets(rowwise: bool, device: str) -> None:
     """Of rows, with offsets that are not those of a routing: zeros outside all groups."""
