@@ -78,7 +78,7 @@ def assert_as_twins(
 
 
 # Of one dtype and one size, so that they share kernels: most of the time goes into generating these.
-SIZES: dict[str, Any] = {"H": 200, "I": 72, "E": 4, "dtype": torch.float16}
+SIZES: dict[str, Any] = {"H": 136, "I": 40, "E": 3, "dtype": torch.float16}
 
 
 @pytest.mark.parametrize(
@@ -91,17 +91,17 @@ SIZES: dict[str, Any] = {"H": 200, "I": 72, "E": 4, "dtype": torch.float16}
 )
 def test_as_the_twins(compute: str, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second with biases."""
-    arguments = make(T=20, top_k=2, **SIZES, device=device, bias=bool(options))
-    d_out = torch.randn(20, 200, device=device)
+    arguments = make(T=10, top_k=2, **SIZES, device=device, bias=bool(options))
+    d_out = torch.randn(10, 136, device=device)
     made = assert_as_twins(arguments, d_out, monkeypatch, compute=compute, **options)
-    assert not made["w_down"][3].any()
+    assert not made["w_down"][2].any()
 
 
 def test_nan_of_a_token_stays_there(device: str) -> None:
     """In results and gradients of tokens; in weights' gradients with its experts. All else has the same bits."""
     arguments = make(T=6, top_k=2, **SIZES, device=device)
-    arguments["topk_ids"][:] = torch.tensor([[0, 2], [1, 2], [0, 2], [1, 1], [-1, 4], [0, 2]])
-    d_out = torch.randn(6, 200, device=device)
+    arguments["topk_ids"][:] = torch.tensor([[0, 2], [0, 2], [0, 2], [1, 1], [-1, 3], [0, 2]])
+    d_out = torch.randn(6, 136, device=device)
     right = run(arguments, d_out, compute="fp8_rowwise")
     arguments["hidden"][3:5, 7] = NAN
     made = run(arguments, d_out, compute="fp8_rowwise")
@@ -111,15 +111,15 @@ def test_nan_of_a_token_stays_there(device: str) -> None:
         assert torch.equal(made[name][others], right[name][others]), name
         assert not made[name][4].any()
     for name in ("w_gate_up", "w_down"):
-        assert torch.equal(made[name][[0, 2, 3]], right[name][[0, 2, 3]]), name
+        assert torch.equal(made[name][::2], right[name][::2]), name
         assert made[name][1].isnan().any(), name
 
 
 def test_no_tokens(device: str) -> None:
     arguments = make(T=1, top_k=2, **SIZES, device=device, bias=True)
     arguments |= {name: arguments[name][:0] for name in ("hidden", "topk_ids", "topk_weights")}
-    made = run(arguments, torch.empty(0, 200, device=device), compute="fp8_rowwise")
-    assert made["out"].shape == made["hidden"].shape == (0, 200)
+    made = run(arguments, torch.empty(0, 136, device=device), compute="fp8_rowwise")
+    assert made["out"].shape == made["hidden"].shape == (0, 136)
     for name in DIFFERENTIABLE[2:]:
         assert made[name].shape == arguments[name].shape and not made[name].any(), name
 
@@ -127,7 +127,7 @@ def test_no_tokens(device: str) -> None:
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
 def test_products_of_any_offsets(rowwise: bool, device: str) -> None:
     """Of rows, with offsets that are not those of a routing: zeros outside all groups."""
-    A, B = torch.randn(50, 200, device=device).half(), torch.randn(3, 40, 200, device=device).half().mT
+    A, B = torch.randn(50, 136, device=device).half(), torch.randn(3, 40, 136, device=device).half().mT
     group_offsets = torch.tensor([-3, 20, 7, 44], dtype=torch.int32, device=device)
     out = quantized_grouped_gemm(A, B, group_offsets, None, None, rowwise, torch.float16)
     right = reference.quantized_grouped_gemm(A, B, group_offsets, None, None, rowwise, torch.float16)
