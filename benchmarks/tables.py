@@ -289,26 +289,30 @@ def _wide_tables(results: Results) -> list[str]:
 
 
 def _fp8_tables(results: Results) -> list[str]:
-    """Of fp8.py: speedups of products, rates of quantisation, and speedups of layers."""
+    """Of fp8.py: speedups of products, rates of quantisation, and speedups of layers and of training steps."""
     parts = _fp8_parts(results)
     lines = [f"{_where(results.meta)}, as CUDA-graph replays with a cold L2 cache, in short bursts."]
     for part, about in (
         ("product", "Products of operands that were quantised beforehand"),
         ("layer", "The forward pass of layers, which quantise their activations"),
+        ("training", "The forward and backward pass of layers, which quantise all operands"),
     ):
         records = parts[part]
         if not records:
             continue
-        (base, *labels), rates = _fp8_labels(records), list(records[0].get("quantize_gbps", {}))
-        head = [f"case ({operator_of('ffn' if part == 'layer' else 'table').dimensions})", f"{_code(base)} us"]
-        head += [f"{_code(label)} speedup" for label in labels] + [f"`quantize`, {name}, GB/s" for name in rates]
+        base, *labels = _fp8_labels(records)
+        rates = {name: f"`quantize`, {name}, GB/s" for name in records[0].get("quantize_gbps", {})}
+        rates |= {name: f"{name}, TFLOP/s" for name in records[0].get("wgrad_tflops", {})}
+        head = [f"case ({operator_of('table' if part == 'product' else 'ffn').dimensions})", f"{_code(base)} us"]
+        head += [*(f"{_code(label)} speedup" for label in labels), *rates.values()]
         rows = []
         for r in records:
             row = [f"{r['case']} ({', '.join(str(r[d]) for d in 'GMNK')})", _number(r["us"].get(base))]
             row += [_number(_fp8_speedup(r, label, base), 2) for label in labels]
-            rows.append(row + [_number(r["quantize_gbps"].get(name), 0) for name in rates])
+            found = r.get("quantize_gbps", {}) | r.get("wgrad_tflops", {})
+            rows.append(row + [_number(found.get(name), 0) for name in rates])
         if part == "product":
-            means = [_number(_fp8_mean(parts["training"], label, base), 2) for label in labels]
+            means = [_number(_fp8_mean(parts["many rows"], label, base), 2) for label in labels]
             rows.append(["geometric mean without decoding", "", *means, *([""] * len(rates))])
         lines += ["", f"{about}; speedup: over {_code(base)} in the same run.", "", *_markdown_rows(head, rows)]
     failed = {(label, error) for record in results.records for label, error in record["errors"].items()}
@@ -320,15 +324,15 @@ def _fp8_tables(results: Results) -> list[str]:
 def _short_fp8_table(results: Results) -> list[str]:
     """A line per provider of products: its mean speedup in training, and those of the cases of decoding."""
     parts = _fp8_parts(results)
-    training, decoding = parts["training"], parts["decoding"]
+    many_rows, decoding = parts["many rows"], parts["decoding"]
     base, *labels = _fp8_labels(parts["product"])
     head = [
         f"speedup over {_code(base)}",
-        f"{len(training)} cases of training, geometric mean",
+        f"{len(many_rows)} cases of training, geometric mean",
         *(record["case"] for record in decoding),
     ]
     rows = [
-        [_code(label), _number(_fp8_mean(training, label, base), 2)]
+        [_code(label), _number(_fp8_mean(many_rows, label, base), 2)]
         + [_number(_fp8_speedup(record, label, base), 2) for record in decoding]
         for label in labels
     ]
@@ -336,15 +340,16 @@ def _short_fp8_table(results: Results) -> list[str]:
 
 
 def _fp8_parts(results: Results) -> dict[str, list[Record]]:
-    """The records of fp8.py that are products, those of them in training and in decoding, and those of layers."""
-    parts = {name: [r for r in results.records if r["part"] == name] for name in ("product", "layer")}
+    """The records of fp8.py by part; those of products also apart, with many rows and in decoding."""
+    parts = {name: [r for r in results.records if r["part"] == name] for name in ("product", "layer", "training")}
     decoding = [r for r in parts["product"] if r["case"].startswith("decode")]
-    return parts | {"training": [r for r in parts["product"] if r not in decoding], "decoding": decoding}
+    return parts | {"many rows": [r for r in parts["product"] if r not in decoding], "decoding": decoding}
 
 
 def _fp8_labels(records: Sequence[Record]) -> list[str]:
     """The labels of what multiplies, the baseline first."""
-    return list(dict.fromkeys(label for r in records for label in r["us"] if not label.startswith("quantize")))
+    labels = dict.fromkeys(label for r in records for label in r["us"])
+    return [label for label in labels if not label.startswith(("quantize", "wgrad"))]
 
 
 def _fp8_speedup(record: Record, label: str, base: str) -> float | None:

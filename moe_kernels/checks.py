@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
-from moe_kernels.scaled import BLOCK, FORMATS, FP8_DTYPES, ScaledTensor, scales_shape
+from moe_kernels.scaled import BLOCK, FORMATS, FP8_COMPUTE, FP8_DTYPES, ScaledTensor, scales_shape
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
@@ -367,6 +367,61 @@ def check_moe_mlp(
     _check_first_weights("hidden", "T", hidden, w_gate_up, w_up, gate_up_bias, up_bias, spec, transposed, reference)
     _check_floats((("hidden", hidden), ("w_down", w_down)), reference, (("down_bias", down_bias),))
     _check_routed(hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up is not None, down_bias, spec, transposed)
+
+
+def check_quantized_moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
+    w_gate_up: Tensor | ScaledTensor,  # [E, W, H]; a ScaledTensor is refused
+    w_down: Tensor | ScaledTensor,  # [E, H, I]
+    w_up: Tensor | None,  # refused, as up_bias
+    gate_up_bias: Tensor | None,  # [E, W]
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,  # [E, H]
+    spec: GLUSpec,
+    transposed: bool,  # refused
+    compute: str,
+) -> None:
+    """Check the arguments of `moe_mlp` with `compute`.
+
+    Raises:
+        TypeError: as for `check_moe_mlp`; float64.
+        ValueError: as for `check_moe_mlp`; there is no such `compute`; weights in fp8, `w_up`, or `transposed`.
+    """
+    check_compute(compute)
+    for name, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if isinstance(weight, ScaledTensor):
+            raise ValueError(
+                f"compute: expected None for weights in fp8, got {compute!r}; {name} is a ScaledTensor, and compute "
+                "quantises bfloat16, float16 or float32 weights"
+            )
+    if transposed:
+        raise ValueError(
+            f"transposed: expected False with compute={compute!r}, for weights [E, 2I, H] and [E, H, I]; pass w.mT"
+        )
+    if w_up is not None:
+        raise ValueError(
+            f"w_up: expected None with compute={compute!r}, got a value; pass gate and up as one w_gate_up [E, 2I, H], "
+            "such as torch.cat((gate, up), 1)"
+        )
+    biases = (gate_up_bias, up_bias, down_bias)
+    assert isinstance(w_gate_up, Tensor) and isinstance(w_down, Tensor)
+    check_moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down, None, *biases, spec, False)
+    floats = {"hidden": hidden, "w_gate_up": w_gate_up, "w_down": w_down}
+    for name, tensor in (floats | {"gate_up_bias": gate_up_bias, "down_bias": down_bias}).items():
+        if tensor is not None:
+            _check_beside_fp8(name, tensor.dtype)
+
+
+def check_compute(compute: str | None) -> None:
+    """Check the name of what a layer's products are computed in.
+
+    Raises:
+        ValueError: there is no such `compute`.
+    """
+    if compute is not None and compute not in FP8_COMPUTE:
+        raise ValueError(f"compute: expected None or one of {', '.join(map(repr, FP8_COMPUTE))}, got {compute!r}")
 
 
 def check_scaled_moe_mlp(

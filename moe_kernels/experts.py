@@ -89,6 +89,8 @@ def moe_mlp(
     interleaved: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    compute: str | None = None,
+    fp8_wgrad: bool = True,
     validate: bool | None = None,
 ) -> Tensor:
     """Compute a layer of experts: `out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])`.
@@ -101,6 +103,12 @@ def moe_mlp(
     on the way, "rowwise" or "1x128", but not by the kernels for one token. Such a layer has neither `w_up` nor
     `transposed`, and no gradients.
 
+    With `compute`, weights in other dtypes are quantised in every call, too, and so are the operands of the products
+    in the backward pass, all of them to e4m3 with scales of their own: "fp8_rowwise" has "rowwise" operands,
+    "fp8_block" has "128x128" weights and "1x128" rows. The operands of the weights' gradients have a scale for each
+    column of a group. What the products return has the dtype of the hidden states, and each gradient that of its
+    argument. Such a layer has neither `w_up` nor `transposed`, and no gradients of gradients.
+
     Args:
         hidden: `[T, H]`; dtypes as for `grouped_gemm`.
         topk_ids: `[T, top_k]` int32 or int64; an id outside `0..E - 1` drops its slot.
@@ -110,10 +118,13 @@ def moe_mlp(
         down_bias: `[E, H]`, added in float32.
         activation, gated, interleaved, alpha, limit: as for `swiglu_ffn`.
         transposed: all weights are stored transposed, `[E, H, 2I]` and `[E, I, H]`.
+        compute: None, "fp8_rowwise" or "fp8_block".
+        fp8_wgrad: with `compute`, False leaves the operands of the weights' gradients in their dtypes.
         validate: as for `route`.
 
     Returns:
-        `[T, H]`, of the promoted dtype of hidden states and weights, or with fp8 weights that of hidden states.
+        `[T, H]`, of the promoted dtype of hidden states and weights; with fp8 weights or `compute`, that of hidden
+        states.
         Differentiable in all arguments except the ids, unless weights are fp8.
 
     Raises:
@@ -122,6 +133,21 @@ def moe_mlp(
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     biases = (gate_up_bias, up_bias, down_bias)
+    if compute is not None:
+        return _quantized_moe_mlp(
+            hidden,
+            topk_ids,
+            topk_weights,
+            w_gate_up,
+            w_down,
+            w_up,
+            biases,
+            spec,
+            transposed,
+            compute,
+            fp8_wgrad,
+            validate,
+        )
     if isinstance(w_gate_up, ScaledTensor) or isinstance(w_down, ScaledTensor):
         return _scaled_moe_mlp(
             hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, biases, spec, transposed, validate
@@ -182,6 +208,34 @@ def _scaled_moe_mlp(
         checks.validate_ids(topk_ids, w_gate_up.shape[0])
     weights = (w_gate_up.data, w_gate_up.scales, w_down.data, w_down.scales, biases[0], biases[2])
     out: Tensor = ops.scaled_moe_mlp(*routed, *weights, w_gate_up.format == "rowwise", *spec)
+    return out
+
+
+def _quantized_moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
+    w_gate_up: Any,
+    w_down: Any,
+    w_up: Tensor | None,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],  # of gate_up, up and down
+    spec: GLUSpec,
+    transposed: bool,
+    compute: str,
+    fp8_wgrad: bool,
+    validate: bool | None,
+) -> Tensor:
+    """`moe_mlp` with `compute`."""
+    (hidden,) = autocast(hidden)
+    routed = (hidden, topk_ids, topk_weights)
+    checks.check_quantized_moe_mlp(*routed, w_gate_up, w_down, w_up, *biases, spec, transposed, compute)
+    if checks.validation_enabled(validate):
+        checks.validate_ids(topk_ids, w_gate_up.size(0))
+    parameters = (w_gate_up.mT, w_down.mT, biases[0], biases[2])
+    save_preact = differentiated(hidden, topk_weights, *parameters)
+    routing = ops.route(topk_ids, w_gate_up.size(0))
+    options = (compute == "fp8_rowwise", fp8_wgrad, save_preact, *spec)
+    out: Tensor = ops.quantized_moe_mlp(hidden, topk_weights, *routing, *parameters, *options)[0]
     return out
 
 

@@ -14,9 +14,8 @@ from moe_kernels.experts import moe_mlp
 from moe_kernels.quantize import quantize
 from moe_kernels.routing import topk_softmax
 from moe_kernels.runtime.torch_internals import reshaped
-from moe_kernels.scaled import ScaledTensor
+from moe_kernels.scaled import FP8_COMPUTE, ScaledTensor
 
-_FORMATS = {"fp8_block": "128x128", "fp8_rowwise": "rowwise"}
 _QUANTIZED = ("w_gate_up", "w_gate_up_scales", "w_down", "w_down_scales")
 
 
@@ -27,6 +26,7 @@ class MoE(nn.Module):
         router: `[E, H]`; the logits are `hidden @ router^T`.
         w_gate_up: `[E, 2I, H]`, gate first; `[E, I, H]` unless `gated`.
         w_down: `[E, H, I]`.
+        compute, fp8_wgrad: as for `moe_mlp`; may be changed between calls.
 
     After `quantize` the experts' weights are buffers in fp8, `w_gate_up` and `w_down`, with the buffers
     `w_gate_up_scales` and `w_down_scales`, and there are no gradients.
@@ -45,17 +45,22 @@ class MoE(nn.Module):
         renormalize: bool,
         activation: str = "silu",
         gated: bool = True,
+        compute: str | None = None,
+        fp8_wgrad: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """`renormalize` is that of `topk_softmax`, `activation` and `gated` are those of `swiglu_ffn`.
+        """`renormalize` is that of `topk_softmax`, `activation` and `gated` are those of `swiglu_ffn`, `compute` and
+        `fp8_wgrad` those of `moe_mlp`.
 
         Raises:
-            TypeError, ValueError: a size or `top_k` is no int, or out of range; an unknown activation.
+            TypeError, ValueError: a size or `top_k` is no int, or out of range; an unknown activation or `compute`.
         """
         super().__init__()
         checks.check_moe(hidden_size, intermediate_size, num_experts, top_k, activation, gated)
+        checks.check_compute(compute)
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
+        self.compute, self.fp8_wgrad = compute, fp8_wgrad
         self.format: str | None = None  # of `quantize`
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -132,12 +137,12 @@ class MoE(nn.Module):
             ValueError: there is no such format.
             RuntimeError: the layer was quantised before.
         """
-        if format not in _FORMATS:
-            raise ValueError(f"format: expected one of {', '.join(map(repr, _FORMATS))}, got {format!r}")
+        if format not in FP8_COMPUTE:
+            raise ValueError(f"format: expected one of {', '.join(map(repr, FP8_COMPUTE))}, got {format!r}")
         if self.format is not None:
             raise RuntimeError(f"this layer was quantised before, as {self.format!r}; quantise the original weights")
         for name in ("w_gate_up", "w_down"):
-            data, scales, _ = quantize(getattr(self, name), _FORMATS[format])
+            data, scales, _ = quantize(getattr(self, name), FP8_COMPUTE[format])
             delattr(self, name)
             self.register_buffer(name, data)
             self.register_buffer(f"{name}_scales", scales)
@@ -162,7 +167,7 @@ class MoE(nn.Module):
     def _weights(self) -> tuple[Tensor | ScaledTensor, Tensor | ScaledTensor]:
         if self.format is None:
             return self.w_gate_up, self.w_down
-        format = _FORMATS[self.format]
+        format = FP8_COMPUTE[self.format]
         w_gate_up = ScaledTensor(self.w_gate_up, self.get_buffer("w_gate_up_scales"), format)
         return w_gate_up, ScaledTensor(self.w_down, self.get_buffer("w_down_scales"), format)
 
@@ -176,8 +181,16 @@ class MoE(nn.Module):
         checks.check_layer(hidden, self.router)
         tokens = hidden.reshape(-1, hidden.size(-1))
         topk_ids, topk_weights = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
-        weights = self._weights()
-        out = moe_mlp(tokens, topk_ids, topk_weights, *weights, activation=self.activation, gated=self.gated)
+        out = moe_mlp(
+            tokens,
+            topk_ids,
+            topk_weights,
+            *self._weights(),
+            activation=self.activation,
+            gated=self.gated,
+            compute=self.compute if self.format is None else None,
+            fp8_wgrad=self.fp8_wgrad,
+        )
         return out if hidden.dim() == 2 else reshaped(out, hidden.shape)
 
     def extra_repr(self) -> str:
@@ -186,6 +199,7 @@ class MoE(nn.Module):
         return (
             f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, num_experts={num_experts}, "
             f"top_k={self.top_k}, activation={self.activation}, gated={self.gated}"
+            f"{'' if self.compute is None else f', compute={self.compute}, fp8_wgrad={self.fp8_wgrad}'}"
             f"{'' if self.format is None else f', format={self.format}'}"
         )
 

@@ -614,5 +614,74 @@ def scaled_moe_mlp(
     return unpermute(scaled_grouped_gemm(act, w_down.mT, offsets, down_bias, out_dtype=dtype), routing)
 
 
+def quantized_grouped_gemm(
+    A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
+    B: Tensor,  # [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    slot_to_row: Tensor | None,  # [M]
+    bias: Tensor | None,  # [G, N]
+    rowwise: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:  # [M, N]
+    """`scaled_grouped_gemm` of operands that are quantised along K, in "rowwise" or in "1x128" and "128x128"."""
+    formats = ("rowwise", "rowwise") if rowwise else ("1x128", "128x128")
+    if slot_to_row is not None:
+        A = scatter_rows(A, None, slot_to_row, group_offsets, len(slot_to_row) // max(len(A), 1), A.dtype)
+    a, b = quantize(A, formats[0]), quantize(B.mT, formats[1]).mT
+    return grouped_linear(dequantize(a), dequantize(b), group_offsets, bias, out_dtype)
+
+
+def quantize_columns(x: Tensor, group_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise `x [M, C]` to e4m3 along its rows: data `[M, C]`, zeros outside all groups, and scales `[G, C]`.
+
+    Each group's columns are rows of `quantize(..., "rowwise")`; those of an empty group are zeros.
+    """
+    offsets = clamp_offsets(group_offsets, len(x)).tolist()
+    data, scales = torch.zeros_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(offsets) - 1, x.shape[1]).float()
+    for g, (start, end) in enumerate(pairwise(offsets)):
+        columns = quantize(x[start:end].T, "rowwise")
+        data[start:end], scales[g] = columns.data.T, columns.scales[:, 0]
+    return data, scales
+
+
+def quantized_wgrad(
+    X: Tensor,  # [M, P], or tokens [T, P] with x_rows
+    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_rows
+    group_offsets: Tensor,  # [G + 1]
+    x_rows: Tensor | None,  # [M], the rows' tokens
+    y_rows: Tensor | None,  # [M]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [G, P, Q]
+    """`grouped_gemm_wgrad` of the float32 values that `quantize_columns` makes of both operands, rounded once."""
+    values = []
+    for x, rows in ((X, x_rows), (Y, y_rows)):
+        data, scales = quantize_columns(x if rows is None else x[rows.long()], group_offsets)
+        offsets = clamp_offsets(group_offsets, len(data))
+        first, last = offsets[[0, -1]].tolist()
+        of_rows = scales.repeat_interleave(group_sizes(offsets), dim=0)
+        values.append(data.float() * F.pad(of_rows, (0, 0, first, len(data) - last)))
+    return grouped_gemm_wgrad(values[0], values[1], group_offsets, out_dtype=out_dtype)
+
+
+def quantized_moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_weights: Tensor,  # [T, top_k]
+    group_offsets: Tensor,  # [E + 1]
+    slot_to_row: Tensor,  # [R]
+    w_in: Tensor,  # [E, H, 2I], or [E, H, I] unless gated
+    w_out: Tensor,  # [E, I, H]
+    b_in: Tensor | None,  # [E, 2I] or [E, I]
+    b_out: Tensor | None,  # [E, H]
+    rowwise: bool,
+    spec: GLUSpec,
+) -> tuple[Tensor, Tensor]:  # [T, H], and the preactivation [R, 2I] or [R, I]
+    """`scaled_moe_mlp` of weights that are quantised first; see `moe_kernels.moe_mlp` with `compute`."""
+    dtype, top_k = hidden.dtype, topk_weights.shape[1]
+    preact = quantized_grouped_gemm(hidden, w_in, group_offsets, slot_to_row, b_in, rowwise, dtype)
+    act = activate(preact.float(), None, spec)
+    rows = quantized_grouped_gemm(act, w_out, group_offsets, None, b_out, rowwise, dtype)
+    return combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, dtype), preact
+
+
 def _accumulation_dtype(*operands: Tensor) -> torch.dtype:
     return torch.float64 if any(operand.dtype == torch.float64 for operand in operands) else torch.float32

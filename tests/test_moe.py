@@ -184,7 +184,7 @@ def test_the_backward_keeps_one_product_of_the_rows() -> None:
 
 def test_what_the_backward_kept_ends_before_weights_gradients_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, ended = [], []
-    activate_backward, weight_gradient = layer.activate_backward, layer._weight_gradient
+    activate_backward, weight_gradient = layer.activate_backward, layer.weight_gradient
 
     def note(h: Tensor, *rest: Any) -> Any:
         kept.append(StorageWeakRef(h.untyped_storage()))
@@ -195,7 +195,7 @@ def test_what_the_backward_kept_ends_before_weights_gradients_are_made(monkeypat
         return weight_gradient(*args)
 
     monkeypatch.setattr(layer, "activate_backward", note)
-    monkeypatch.setattr(layer, "_weight_gradient", look)
+    monkeypatch.setattr(layer, "weight_gradient", look)
     arguments = make({})
     out, tensors = call(moe_mlp, arguments), list(arguments["tensors"].values())
     upstream = torch.randn_like(out)

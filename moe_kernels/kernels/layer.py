@@ -17,13 +17,16 @@ from moe_kernels.kernels.activation import write_activation, write_scaled_activa
 from moe_kernels.kernels.grouped_gemm import multiply
 from moe_kernels.kernels.one_token import multiply_one_token
 from moe_kernels.kernels.permute import combine, scatter, scatter_scaled
+from moe_kernels.kernels.quantize import plan_quantize
 from moe_kernels.kernels.route import sort_slots
 from moe_kernels.kernels.scaled_swiglu import multiply_activated_quantized
 from moe_kernels.kernels.swiglu_ffn import fuses, multiply_activated
 from moe_kernels.rules.layer import one_token_is_faster
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, most
+from moe_kernels.scaled import BLOCK
 
+_E4M3 = torch.float8_e4m3fn
 _Optional = SymbolicTensor | None
 
 
@@ -84,8 +87,69 @@ def plan_scaled_moe_mlp(
         return _one_token(builder, hidden, topk_ids, topk_weights, parameters, spec, (scales_in, scales_out))
     if group_offsets is None or slot_to_row is None:
         group_offsets, _, slot_to_row = sort_slots(builder, topk_ids, w_in.size(0))
-    R, top_k, dtype = slot_to_row.size(0), topk_ids.size(1), hidden.dtype
-    format, (b_in, b_out) = "rowwise" if rowwise else "1x128", biases
+    weights = (w_in, scales_in), (w_out, scales_out)
+    return _scaled_layer(builder, hidden, topk_weights, group_offsets, slot_to_row, weights, biases, rowwise, spec)[0]
+
+
+def plan_quantized_moe_mlp(
+    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
+) -> tuple[SymbolicTensor, ...]:
+    """Plan the result `[T, H]` and the preactivation, from weights `[E, H, 2I]` and `[E, I, H]` that are quantised."""
+    hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, *biases = tensors
+    rowwise, save_preact, spec = options
+    assert w_in is not None and w_out is not None
+    weights = _scaled_weight(builder, w_in, rowwise), _scaled_weight(builder, w_out, rowwise)
+    out, preact = _scaled_layer(
+        builder, hidden, topk_weights, group_offsets, slot_to_row, weights, biases, rowwise, spec
+    )
+    return out, preact if save_preact else builder.alloc((0,), preact.dtype)
+
+
+def plan_quantized_grouped_gemm(
+    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, torch.dtype, int]
+) -> SymbolicTensor:
+    """Plan the product of A `[M, K]`, or tokens `[T, K]` with slot_to_row, and B `[G, K, N]`, quantised here."""
+    A, B, group_offsets, slot_to_row, bias = tensors
+    rowwise, dtype, top_k = options
+    assert A is not None and B is not None and group_offsets is not None
+    format = _format(rowwise)
+    if slot_to_row is not None:
+        M = slot_to_row.size(0)
+        data, scales = scatter_scaled(builder, A, slot_to_row, group_offsets, top_k, format)
+    else:
+        M = A.size(0)
+        data, scales = plan_quantize(builder, (A,), (format, _E4M3, False))
+        scales = scales if rowwise else scales.as_strided((M, -(-A.size(1) // BLOCK)), (1, M), 0)
+    out = builder.alloc((M, B.size(2)), dtype)
+    scaled_gemm.multiply(builder, data, scales, *_scaled_weight(builder, B, rowwise), group_offsets, bias, out)
+    return out
+
+
+def _format(rowwise: bool) -> str:
+    """Of the rows that are multiplied with "rowwise" weights, or "128x128" ones."""
+    return "rowwise" if rowwise else "1x128"
+
+
+def _scaled_weight(builder: Builder, B: SymbolicTensor, rowwise: bool) -> tuple[SymbolicTensor, SymbolicTensor]:
+    """The data `[G, N, K]` and scales of B `[G, K, N]`."""
+    return plan_quantize(builder, (B.mT,), ("rowwise" if rowwise else "128x128", _E4M3, False))
+
+
+def _scaled_layer(
+    builder: Builder,
+    hidden: Any,  # [T, H]
+    topk_weights: Any,  # [T, top_k]
+    group_offsets: Any,  # [E + 1]
+    slot_to_row: Any,  # [R]
+    weights: Any,  # data and scales, [E, 2I, H] or [E, I, H]; and [E, H, I]
+    biases: Any,  # [E, 2I] or [E, I], and [E, H], or None
+    rowwise: bool,
+    spec: GLUSpec,
+) -> tuple[SymbolicTensor, SymbolicTensor]:
+    """The result `[T, H]` and the preactivation `[R, 2I]` or `[R, I]`."""
+    (w_in, scales_in), (w_out, scales_out) = weights
+    R, top_k, dtype = slot_to_row.size(0), topk_weights.size(1), hidden.dtype
+    format, (b_in, b_out) = _format(rowwise), biases
     x = scatter_scaled(builder, hidden, slot_to_row, group_offsets, top_k, format)
     act = None
     if not rowwise:
@@ -96,7 +160,7 @@ def plan_scaled_moe_mlp(
         act = write_scaled_activation(builder, preact, format, spec)
     rows = builder.alloc((R, w_out.size(1)), dtype)
     scaled_gemm.multiply(builder, *act, w_out, scales_out, group_offsets, b_out, rows)
-    return combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
+    return combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype), preact
 
 
 def _one_token(

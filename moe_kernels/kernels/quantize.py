@@ -36,6 +36,11 @@ def largest_of_rows(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("tl.max({0}, 1)", args=(magnitude(tile),), output_like=like)
 
 
+def largest_of_columns(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same of columns; `like` [columns] int32."""
+    return hl.inline_triton("tl.max({0}, 0)", args=(magnitude(tile),), output_like=like)
+
+
 def _largest(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("tl.max({0})", args=(magnitude(tile),), output_like=like)
 

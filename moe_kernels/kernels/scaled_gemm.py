@@ -90,6 +90,11 @@ def _sum(product: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
     )
 
 
+def add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
+    """acc + a @ b, where the sum leaves the tensor cores."""
+    return _sum(block_product(a, b, acc), acc, inline_ptx)
+
+
 def scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
     """acc + product * scale, in instructions that stay where they are: the product's registers are free after them."""
     if not inline_ptx:
@@ -289,8 +294,8 @@ def promoted_persistent(
                 acc_upper = scaled_sum(block_product(a_upper, b, acc_upper), scale_upper, acc_upper, inline_ptx)
                 acc_lower = scaled_sum(block_product(a_lower, b, acc_lower), scale_lower, acc_lower, inline_ptx)
             else:
-                acc_upper = _sum(block_product(a_upper, b, acc_upper), acc_upper, inline_ptx)
-                acc_lower = _sum(block_product(a_lower, b, acc_lower), acc_lower, inline_ptx)
+                acc_upper = add_product(a_upper, b, acc_upper, inline_ptx)
+                acc_lower = add_product(a_lower, b, acc_lower, inline_ptx)
         if not block_scaled:
             scale_b = scales_B[weight, tile_n, 0][None, :]
             acc_upper = acc_upper * hl.load(scales_A, [upper_scaled, 0])[:, None] * scale_b

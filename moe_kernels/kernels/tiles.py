@@ -15,10 +15,12 @@ from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 
 
-@kernel(lambda group_offsets, out, *_: rules.tile_table(group_offsets.size(0) - 1, out.size(1)))
+@kernel(
+    lambda group_offsets, out, *_: rules.tile_table(group_offsets.size(0) - 1, None if out is None else out.size(1))
+)
 def tile_table(
     group_offsets: torch.Tensor,  # [G + 1]
-    out: torch.Tensor,  # [M, N]
+    out: torch.Tensor | None,  # [M, N]
     tiles: torch.Tensor,  # [1 + max_tiles, 3] int32; [1 + G + max_tiles, 3] if `tails_apart`
     max_tiles: int,
     odd_M: int,
@@ -26,13 +28,12 @@ def tile_table(
     tails_apart: hl.constexpr,
     unsplit: hl.constexpr,  # a group of at most so many rows has tiles of one height
 ) -> torch.Tensor:
-    """List the row tiles of all groups, and set the rows outside all groups to zero.
+    """List the row tiles of all groups, and set the rows of `out` outside all groups to zero.
 
     tiles[0, 0] is their number, tiles[1 + i] = (group, first row, end row) of tile i. With `tails_apart`, tails are a
     list of their own: last tiles of at most half of `block_m` rows, of groups of more rows than `unsplit` or of no
     other tile. tiles[0, 1] is their number, tiles[1 + i] the i-th of them, and tiles[1 + G + i] the i-th of the others.
     """
-    N = out.size(1)
     G = group_offsets.size(0) - 1
     hl.pdl_wait()
     for tile_i in hl.tile(max_tiles, block_size=1):
@@ -75,9 +76,9 @@ def tile_table(
                 tiles[index, 0] = region - 1
                 tiles[index, 1] = row0
                 tiles[index, 2] = torch.minimum(row0 + block_m, end)
-            else:
+            elif out is not None:
                 rows = row0.to(torch.int64) + hl.arange(block_m)
-                for tile_n in hl.tile(N):
+                for tile_n in hl.tile(out.size(1)):
                     zeros = hl.zeros([block_m, tile_n], dtype=out.dtype)
                     hl.store(out, [rows, tile_n], zeros, extra_mask=(rows < end)[:, None])
         if tile == 0:
@@ -176,16 +177,19 @@ def plan_table(
     out: SymbolicTensor,  # [M, N]
     block_m: int,
     unsplit: int | None = None,
+    *,
+    zeros: bool = True,
 ) -> SymbolicTensor:  # [1 + max_tiles, 3], or [1 + G + max_tiles, 3] with `unsplit`
     """List the tiles of `block_m` rows, and set the rows of `out` outside all groups to zero: see `tile_table`.
 
-    With `unsplit`, tails are a list of their own.
+    With `unsplit`, tails are a list of their own. Without `zeros`, `out` only says how many rows there are.
     """
     M, G = out.size(0), group_offsets.size(0) - 1
     max_tiles = max_num_tiles(M, G, block_m)
     tails_apart = unsplit is not None
     tiles = builder.alloc((max_tiles + (1 + G * tails_apart), 3), torch.int32)
-    arguments = (group_offsets, out, tiles, max_tiles, M * 2 + 1, block_m, tails_apart, unsplit or 0)
-    config = rules.tile_table(G, out.size(1))
-    builder.launch(tile_table, arguments, config, int64_index=needs_int64(group_offsets, out))
+    written = out if zeros else None
+    arguments = (group_offsets, written, tiles, max_tiles, M * 2 + 1, block_m, tails_apart, unsplit or 0)
+    config = rules.tile_table(G, out.size(1) if zeros else None)
+    builder.launch(tile_table, arguments, config, int64_index=needs_int64(group_offsets, written))
     return tiles

@@ -287,13 +287,13 @@ def _projection_gradients(
             dtype = d.dtype if rows is None else rows.dtype
             result[0] = _sum(grouped_gemm(d, weight.mT, group_offsets, None, dtype, "auto"), result[0])
         if needed[1 + i]:
-            result[1 + i] = _weight_gradient(rows, d, group_offsets, weight)
+            result[1 + i] = weight_gradient(rows, d, group_offsets, weight)
         if bias is not None and needed[3 + i]:
             result[3 + i] = bias_gradient(d, group_offsets, bias.dtype)
     return result
 
 
-def _weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
+def weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
     """Lies in memory as `weight` does."""
     d_weight: Tensor = grouped_gemm_wgrad(rows, d, group_offsets, False, lies_transposed(weight), weight.dtype)
     return d_weight
@@ -388,7 +388,8 @@ def _moe_mlp_gradient(
     need = ctx.needs_input_grad
     top_k = topk_weights.size(1)
     routing = slot_to_row, group_offsets, top_k
-    d_topk_weights = d_w_out = d_b_out = None
+    d_topk_weights: Any = None
+    d_w_out = d_b_out = None
     if not ctx.save_preact:
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         _, preact, preact_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *spec)
@@ -419,18 +420,45 @@ def _moe_mlp_gradient(
     del d_preact, d_preact_up, rows
     if d_out is not None and d_rows is not None:
         if need[7]:
-            d_w_out = _weight_gradient(weighted, d_rows, group_offsets, w_out)
+            d_w_out = weight_gradient(weighted, d_rows, group_offsets, w_out)
         if b_out is not None and need[10]:
-            dtype = torch.promote_types(topk_weights.dtype, torch.float32)
-            weights = scatter_rows(d_out.new_ones(d_out.size(0), 1, dtype=dtype), topk_weights, *routing, dtype)
-            d_b_out = grouped_gemm_wgrad(weights, d_rows, group_offsets, False, False, b_out.dtype)[:, 0]
+            d_b_out = down_bias_gradient(d_out, d_rows, topk_weights, b_out, *routing)
         if b_out is not None and need[1]:
-            ones = d_rows.new_ones(1, 1).expand(d_rows.size(0), 1)
-            biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_rows.dtype, "auto")
-            d_topk_weights = d_topk_weights + dot_rows(d_out, biases, *routing, topk_weights.dtype)
+            d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     d_w_in, d_w_up, d_b_in, d_b_up = d_first
     d_parameters = (d_w_in, d_w_up, d_w_out, d_b_in, d_b_up, d_b_out)
     return d_hidden, d_topk_weights if need[1] else None, None, None, None, *d_parameters, None, *[None] * len(spec)
+
+
+def down_bias_gradient(
+    d_out: Tensor,  # [T, H]
+    d_rows: Tensor,  # [R, H], the same in the order of rows
+    topk_weights: Tensor,  # [T, top_k]
+    b_out: Tensor,  # [E, H]
+    slot_to_row: Tensor,  # [R]
+    group_offsets: Tensor,  # [E + 1]
+    top_k: int,
+) -> Tensor:  # [E, H]
+    """Each group's sum of weighted rows."""
+    dtype, ones = torch.promote_types(topk_weights.dtype, torch.float32), (d_out.size(0), 1)
+    weights = scatter_rows(d_out.new_ones(ones, dtype=dtype), topk_weights, slot_to_row, group_offsets, top_k, dtype)
+    sums: Tensor = grouped_gemm_wgrad(weights, d_rows, group_offsets, False, False, b_out.dtype)[:, 0]
+    return sums
+
+
+def dots_with_down_bias(
+    d_out: Tensor,  # [T, H]
+    topk_weights: Tensor,  # [T, top_k]
+    b_out: Tensor,  # [E, H]
+    slot_to_row: Tensor,  # [R]
+    group_offsets: Tensor,  # [E + 1]
+    top_k: int,
+) -> Tensor:  # [T, top_k]
+    """What the bias adds to the gradient of topk_weights."""
+    ones = d_out.new_ones(1, 1).expand(slot_to_row.size(0), 1)
+    biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_out.dtype, "auto")
+    dots: Tensor = dot_rows(d_out, biases, slot_to_row, group_offsets, top_k, topk_weights.dtype)
+    return dots
 
 
 moe_mlp = define(

@@ -296,9 +296,10 @@ def offsets_of(G: int) -> Config:
     return Config(block_sizes=[offsets_block(G)], num_warps=1)
 
 
-def tile_table(G: int, N: int) -> Config:
-    """The config of the kernel that lists the persistent kernel's tiles."""
-    return Config(block_sizes=[offsets_block(G), block_for(N, 64)], num_warps=1)
+def tile_table(G: int, N: int | None) -> Config:
+    """The config of the kernel that lists the persistent kernel's tiles, and sets rows of N columns to zero."""
+    zeros = [] if N is None else [block_for(N, 64)]
+    return Config(block_sizes=[offsets_block(G), *zeros], num_warps=1)
 
 
 def by_rows(width: int, most: int = 1024) -> Config:

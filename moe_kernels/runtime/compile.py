@@ -56,7 +56,7 @@ _TRITON = requirements.minor(triton.__version__) or (0, 0)
 # Registers of a thread, by kernel. From Triton 3.9 on, ptxas sets a limit itself for these unless it is given one, and
 # spills a few bytes; for other kernels it finds a better one than any that is given.
 _MOST_REGISTERS = (
-    {"jagged": 232, "swiglu_persistent": 232, "promoted_persistent": 255, "quantize_squares": 255}
+    {"jagged": 232, "swiglu_persistent": 232, "promoted_persistent": 255, "scaled_wgrad": 255, "quantize_squares": 255}
     if _TRITON >= (3, 9)
     else {}
 )

@@ -1,0 +1,127 @@
+"""quantized_grouped_gemm and quantized_wgrad: products in fp8 of operands in other dtypes."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_kernels import reference
+from moe_kernels.ops.library import check_rows, define, use_kernels
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.signature import Counts, Operator, Tensors
+
+
+def _counts(tensors: Tensors, options: Any) -> Counts:
+    """The first operand has the rows, or tokens if it has a map; group_offsets is the third input."""
+    first, _, group_offsets, rows, *_ = tensors
+    assert first is not None and group_offsets is not None
+    others = () if rows is None else (rows.size(0),)
+    return Counts(first.size(0), others, groups=group_offsets.size(0) - 1)
+
+
+QUANTIZED_GROUPED_GEMM = Operator(
+    "quantized_grouped_gemm",
+    planner="moe_kernels.kernels.layer",
+    inputs=("A", "B", "group_offsets", "slot_to_row", "bias"),
+    rows=("A", "slot_to_row"),
+    counts=_counts,
+)
+QUANTIZED_WGRAD = Operator(
+    "quantized_wgrad",
+    planner="moe_kernels.kernels.scaled_wgrad",
+    inputs=("X", "Y", "group_offsets", "x_rows", "y_rows"),
+    rows=("X", "Y", "x_rows", "y_rows"),
+    counts=lambda tensors, options: _counts((tensors[0], None, *tensors[2:]), options),
+)
+
+
+def _quantized_grouped_gemm(
+    A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
+    B: Tensor,  # [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    slot_to_row: Tensor | None,  # [M]
+    bias: Tensor | None,  # [G, N]
+    rowwise: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:  # [M, N]
+    M = (A if slot_to_row is None else slot_to_row).size(0)
+    if not use_kernels(A) or 0 in (M, *A.shape, *B.shape):
+        return reference.quantized_grouped_gemm(A, B, group_offsets, slot_to_row, bias, rowwise, out_dtype)
+    check_rows("A", M)
+    tensors, top_k = (A, B, group_offsets, slot_to_row, bias), M // A.size(0)
+    out: Tensor = cache.call(QUANTIZED_GROUPED_GEMM, tensors, (rowwise, out_dtype, top_k))
+    return out
+
+
+def _quantized_grouped_gemm_fake(
+    A: Tensor,
+    B: Tensor,
+    group_offsets: Tensor,
+    slot_to_row: Tensor | None,
+    bias: Tensor | None,
+    rowwise: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return A.new_empty(((A if slot_to_row is None else slot_to_row).size(0), B.size(2)), dtype=out_dtype)
+
+
+def _quantized_wgrad(
+    X: Tensor,  # [M, P], or tokens [T, P] with x_rows
+    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_rows
+    group_offsets: Tensor,  # [G + 1]
+    x_rows: Tensor | None,  # [M] int32, the rows' tokens
+    y_rows: Tensor | None,  # [M] int32
+    transposed: bool,  # the result lies in memory as [G, Q, P]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [G, P, Q]
+    if transposed:
+        return _quantized_wgrad(Y, X, group_offsets, y_rows, x_rows, False, out_dtype).mT
+    if not use_kernels(X, Y):
+        return reference.quantized_wgrad(X, Y, group_offsets, x_rows, y_rows, out_dtype)
+    check_rows("X", (X if x_rows is None else x_rows).size(0))
+    out: Tensor = cache.call(QUANTIZED_WGRAD, (X, Y, group_offsets, x_rows, y_rows), (out_dtype,))
+    return out
+
+
+def _quantized_wgrad_fake(
+    X: Tensor,
+    Y: Tensor,
+    group_offsets: Tensor,
+    x_rows: Tensor | None,
+    y_rows: Tensor | None,
+    transposed: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    G, P, Q = group_offsets.size(0) - 1, X.size(1), Y.size(1)
+    if transposed:
+        return X.new_empty((G, Q, P), dtype=out_dtype).mT
+    return X.new_empty((G, P, Q), dtype=out_dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _no_second_order(*_: Any) -> NoReturn:
+    """The gradient of what makes gradients."""
+    raise RuntimeError("moe_mlp: gradients of gradients do not exist with compute; pass compute=None for them")
+
+
+quantized_grouped_gemm = define(
+    "quantized_grouped_gemm(Tensor A, Tensor B, Tensor group_offsets, Tensor? slot_to_row, Tensor? bias, bool rowwise,"
+    " ScalarType out_dtype) -> Tensor",
+    _quantized_grouped_gemm,
+    _quantized_grouped_gemm_fake,
+    _setup,
+    _no_second_order,
+)
+quantized_wgrad = define(
+    "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_rows, Tensor? y_rows, bool transposed,"
+    " ScalarType out_dtype) -> Tensor",
+    _quantized_wgrad,
+    _quantized_wgrad_fake,
+    _setup,
+    _no_second_order,
+)

@@ -1,0 +1,148 @@
+"""quantized_moe_mlp: a layer of experts that computes its products in fp8, and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import reference
+from moe_kernels.glu import GLUSpec
+from moe_kernels.ops.layer import activate_backward, dots_with_down_bias, down_bias_gradient, weight_gradient
+from moe_kernels.ops.library import check_rows, define, use_kernels
+from moe_kernels.ops.moves import combine_rows, scatter_rows
+from moe_kernels.ops.products import bias_gradient
+from moe_kernels.ops.quantized import quantized_grouped_gemm, quantized_wgrad
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.runtime.symbolic import lies_transposed
+
+QUANTIZED_MOE_MLP = Operator(
+    "quantized_moe_mlp",
+    planner="moe_kernels.kernels.layer",
+    inputs=("hidden", "topk_weights", "group_offsets", "slot_to_row", "w_in", "w_out", "b_in", "b_out"),
+    rows=("hidden", "topk_weights", "slot_to_row"),
+    counts=lambda tensors, _: Counts(tensors[0].size(0), (tensors[3].size(0),), groups=tensors[4].size(0)),
+)
+
+
+def _quantized_moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_weights: Tensor,  # [T, top_k]
+    group_offsets: Tensor,  # [E + 1]
+    row_to_slot: Tensor,  # [R]
+    slot_to_row: Tensor,  # [R]
+    w_in: Tensor,  # [E, H, 2I] or [E, H, I]
+    w_out: Tensor,  # [E, I, H]
+    b_in: Tensor | None,  # [E, 2I] or [E, I]
+    b_out: Tensor | None,  # [E, H]
+    rowwise: bool,
+    fp8_wgrad: bool,
+    save_preact: bool,
+    *spec: Any,
+) -> tuple[Tensor, Tensor]:
+    """The layer's result `[T, H]`, and if `save_preact` the rows' preact; else an empty tensor."""
+    tensors = (hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, b_in, b_out)
+    if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_in.shape, *w_out.shape):
+        out, preact = reference.quantized_moe_mlp(*tensors, rowwise, GLUSpec(*spec))
+        return out, preact if save_preact else preact.new_empty(0)
+    check_rows("topk_ids", slot_to_row.size(0))
+    made: tuple[Tensor, Tensor] = cache.call(QUANTIZED_MOE_MLP, tensors, (rowwise, save_preact, GLUSpec(*spec)))
+    return made
+
+
+def _quantized_moe_mlp_fake(
+    hidden: Tensor,
+    topk_weights: Tensor,
+    group_offsets: Tensor,
+    row_to_slot: Tensor,
+    slot_to_row: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    rowwise: bool,
+    fp8_wgrad: bool,
+    save_preact: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    preact = hidden.new_empty((slot_to_row.size(0), w_in.size(2)) if save_preact else (0,))
+    return hidden.new_empty(hidden.shape), preact
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.rowwise, ctx.fp8_wgrad, ctx.save_preact = inputs[:12]
+    ctx.spec = inputs[12:]
+    ctx.save_for_backward(*tensors, output[1] if ctx.save_preact else None)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Saves nothing in fp8: hidden states and weights are quantised again, along the dimensions contracted here.
+
+    As in the gradient of `moe_mlp`, act is made again from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
+    """
+    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_out, b_in, b_out, preact = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
+    need, rowwise, top_k = ctx.needs_input_grad, ctx.rowwise, topk_weights.size(1)
+    result: list[Tensor | None] = [None] * len(need)
+    if not ctx.save_preact:
+        preact = quantized_grouped_gemm(hidden, w_in, group_offsets, slot_to_row, b_in, rowwise, hidden.dtype)
+        d_preact = None  # of an empty tensor
+    weighted: Any = None
+    d_topk_weights: Any = None
+    if d_out is not None:
+        d_act = quantized_grouped_gemm(d_out, w_out.mT, group_offsets, slot_to_row, None, rowwise, preact.dtype)
+        d_preact_by_act, _, weighted, d_topk_weights = activate_backward(
+            preact, None, d_act, topk_weights, row_to_slot, group_offsets, need[6], *ctx.spec
+        )
+        d_preact = d_preact_by_act if d_preact is None else d_preact + d_preact_by_act
+        del d_act, d_preact_by_act
+    del preact
+    if d_preact is None:
+        return tuple(result)
+    routing = slot_to_row, group_offsets, top_k
+    if need[0]:
+        d_sorted = quantized_grouped_gemm(d_preact, w_in.mT, group_offsets, None, None, rowwise, hidden.dtype)
+        result[0] = combine_rows(d_sorted, None, *routing, hidden.dtype)
+        del d_sorted
+    row_to_token = torch.div(row_to_slot, top_k, rounding_mode="floor") if ctx.fp8_wgrad else None
+    if need[5] and row_to_token is None:
+        rows = scatter_rows(hidden, None, *routing, hidden.dtype)
+        result[5] = weight_gradient(rows, d_preact, group_offsets, w_in)
+        del rows
+    elif need[5]:
+        order = lies_transposed(w_in)
+        result[5] = quantized_wgrad(hidden, d_preact, group_offsets, row_to_token, None, order, w_in.dtype)
+    if need[7] and b_in is not None:
+        result[7] = bias_gradient(d_preact, group_offsets, b_in.dtype)
+    del d_preact
+    if d_out is None:
+        return tuple(result)
+    d_rows: Any = None
+    if (need[6] and row_to_token is None) or (need[8] and b_out is not None):
+        d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
+    if need[6] and row_to_token is None:
+        result[6] = weight_gradient(weighted, d_rows, group_offsets, w_out)
+    elif need[6]:
+        order = lies_transposed(w_out)
+        result[6] = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_token, order, w_out.dtype)
+    if need[8] and b_out is not None:
+        result[8] = down_bias_gradient(d_out, d_rows, topk_weights, b_out, *routing)
+    if need[1]:
+        result[1] = d_topk_weights
+        if b_out is not None:
+            result[1] = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
+    return tuple(result)
+
+
+quantized_moe_mlp = define(
+    "quantized_moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot,"
+    " Tensor slot_to_row, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, bool rowwise, bool fp8_wgrad,"
+    " bool save_preact, str activation, bool gated, bool interleaved, float alpha, float limit) -> (Tensor, Tensor)",
+    _quantized_moe_mlp,
+    _quantized_moe_mlp_fake,
+    _setup,
+    _gradient,
+)

@@ -1,0 +1,30 @@
+"""Configs of fp8 products that are ragged along the contraction, and of what quantises their operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_kernels.rules import block_for, indexing
+from moe_kernels.rules.config import Config
+
+HALF = 64  # rows of half a tile of the result
+
+
+def columns() -> Config:
+    """For blocks of 128 rows, 32 elements to a thread."""
+    return Config(block_sizes=[64], num_warps=8)
+
+
+def product(Q: int, G: int, tma: bool) -> Config:
+    """For results of Q columns; as the promoted products of `rules.scaled`."""
+    options: dict[str, Any] = indexing(False, tma, tma, tma, *[False] * 5)
+    block_q, num_warps, num_stages = (128, 4, 3) if tma else (32, 8, 2)
+    return Config(
+        block_sizes=[block_for(Q, block_q)],
+        num_warps=num_warps,
+        num_stages=num_stages,
+        pid_type="persistent_interleaved",
+        num_sm_multiplier=2,
+        l2_groupings=[8],
+        **options,
+    )
