@@ -45,9 +45,12 @@ def quantize_columns(
     The maximum is one of integers, so the order of the atomics does not matter.
     """
     C = x.size(1)
-    for tile_t, tile_c in hl.tile([max_tiles, C], block_size=[1, None]):
-        t = tile_t.id + 1 + hl.zeros([], dtype=torch.int32)
-        if t <= tiles[0, 0]:
+    for tile_c, tile_t in hl.tile([C, max_tiles], block_size=[None, 1]):
+        num_tiles = tiles[0, 0]
+        t = int32(tile_t.id + 1, num_tiles)
+        if t <= num_tiles:
+            if data is not None:
+                t = num_tiles + 1 - t  # backwards, for what was read last the first time is in the L2 cache
             group = tiles[t, 0]
             row0 = tiles[t, 1]
             rows = row0 + hl.arange(128)
