@@ -205,7 +205,7 @@ def plan_grouped_gemm_wgrad(
     block_m, tma = choice.block_m, choice.tma
     width = max(2, 1 << G.bit_length()) if G < wgrad_rules.MOST_OFFSETS else 0
     if not width:
-        group_offsets = _ordered(builder, group_offsets, M)
+        group_offsets = ordered_offsets(builder, group_offsets, M)
     if tma:
         X, Y = _windows(X, block_m), _windows(Y, block_m)
     # Groups of the result are told apart in 64 bits.
@@ -225,7 +225,7 @@ def multiply_persistent(
     """Write the product by `wgrad_persistent`."""
     G, P, Q = out.shape
     block_m = wgrad_rules.PERSISTENT_BLOCK_M
-    offsets = _ordered(builder, group_offsets, X.size(0))
+    offsets = ordered_offsets(builder, group_offsets, X.size(0))
     X, Y = X.unflatten(1, (P // 128, 128)), Y.unflatten(1, (Q // 256, 256))
     if tma:
         X, Y = (_windows(rows, block_m) for rows in (X, Y))
@@ -235,7 +235,7 @@ def multiply_persistent(
     builder.launch(wgrad_persistent, arguments, wgrad_rules.persistent(G, tma))
 
 
-def _ordered(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> SymbolicTensor:
+def ordered_offsets(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> SymbolicTensor:
     """clamp(cummax(group_offsets), 0, M), `[G + 1]` int32."""
     ordered = builder.alloc(group_offsets.shape, torch.int32)
     config = rules.offsets_of(group_offsets.size(0) - 1)

@@ -17,6 +17,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.grouped_wgrad import ordered_offsets
 from moe_kernels.kernels.inline import decode_odd, divide, int32, unmasked
 from moe_kernels.kernels.quantize import inverse, largest_of_columns, scale_of, scaled
 from moe_kernels.kernels.scaled_gemm import add_product
@@ -149,12 +150,12 @@ def plan_quantized_wgrad(
     y, amax_y = _quantize(builder, Y, y_rows, tiles, max_tiles, M, G)
     width = max(2, 1 << G.bit_length()) if G < MOST_OFFSETS else 0
     if not width:
-        group_offsets = builder.call("clamp_offsets", (group_offsets, rows), (group_offsets.shape, group_offsets.dtype))
+        group_offsets = ordered_offsets(builder, group_offsets, M)
     constants = (M * 2 + 1, width, rules.HALF, _LARGEST, builder.gpu.backend == "cuda")
     # Slots and groups are told apart in 64 bits.
     arguments = (x, y, amax_x, amax_y, group_offsets, replace(out, few_groups=True), *constants)
     int64_index = needs_int64(out.select(0, 0), group_offsets, amax_x, amax_y)
-    config = rules.product(Q, G, tma=builder.gpu.has_tma and not int64_index)
+    config = rules.product(Q, 1 if width else 2, tma=builder.gpu.has_tma and not int64_index)
     builder.launch(scaled_wgrad, arguments, config, int64_index=int64_index)
     return out
 

@@ -15,9 +15,9 @@ def columns() -> Config:
     return Config(block_sizes=[64], num_warps=8)
 
 
-def product(Q: int, G: int, tma: bool) -> Config:
+def product(Q: int, loads_of_offsets: int, tma: bool) -> Config:
     """For results of Q columns; as the promoted products of `rules.scaled`."""
-    options: dict[str, Any] = indexing(False, tma, tma, tma, *[False] * 5)
+    options: dict[str, Any] = indexing(*[False] * loads_of_offsets, tma, tma, tma, *[False] * 5)
     block_q, num_warps, num_stages = (128, 4, 3) if tma else (32, 8, 2)
     return Config(
         block_sizes=[block_for(Q, block_q)],
