@@ -88,7 +88,8 @@ def plan_scaled_moe_mlp(
     if group_offsets is None or slot_to_row is None:
         group_offsets, _, slot_to_row = sort_slots(builder, topk_ids, w_in.size(0))
     weights = (w_in, scales_in), (w_out, scales_out)
-    return _scaled_layer(builder, hidden, topk_weights, group_offsets, slot_to_row, weights, biases, rowwise, spec)[0]
+    routed = hidden, topk_weights, group_offsets, slot_to_row
+    return _scaled_layer(builder, *routed, weights, biases, rowwise, False, spec)[0]
 
 
 def plan_quantized_moe_mlp(
@@ -99,10 +100,9 @@ def plan_quantized_moe_mlp(
     rowwise, save_preact, spec = options
     assert w_in is not None and w_out is not None
     weights = _scaled_weight(builder, w_in, rowwise), _scaled_weight(builder, w_out, rowwise)
-    out, preact = _scaled_layer(
-        builder, hidden, topk_weights, group_offsets, slot_to_row, weights, biases, rowwise, spec
-    )
-    return out, preact if save_preact else builder.alloc((0,), preact.dtype)
+    routed = hidden, topk_weights, group_offsets, slot_to_row
+    out, preact = _scaled_layer(builder, *routed, weights, biases, rowwise, save_preact, spec)
+    return out, builder.alloc((0,), out.dtype) if preact is None else preact
 
 
 def plan_quantized_grouped_gemm(
@@ -144,15 +144,16 @@ def _scaled_layer(
     weights: Any,  # data and scales, [E, 2I, H] or [E, I, H]; and [E, H, I]
     biases: Any,  # [E, 2I] or [E, I], and [E, H], or None
     rowwise: bool,
+    save_preact: bool,
     spec: GLUSpec,
-) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """The result `[T, H]` and the preactivation `[R, 2I]` or `[R, I]`."""
+) -> tuple[SymbolicTensor, _Optional]:
+    """The result `[T, H]`, and if it is saved the preactivation `[R, 2I]` or `[R, I]`."""
     (w_in, scales_in), (w_out, scales_out) = weights
     R, top_k, dtype = slot_to_row.size(0), topk_weights.size(1), hidden.dtype
     format, (b_in, b_out) = _format(rowwise), biases
     x = scatter_scaled(builder, hidden, slot_to_row, group_offsets, top_k, format)
-    act = None
-    if not rowwise:
+    act = preact = None
+    if not rowwise and not save_preact:
         act = multiply_activated_quantized(builder, *x, w_in, scales_in, group_offsets, b_in, spec)
     if act is None:
         preact = builder.alloc((R, w_in.size(1)), dtype)
@@ -160,7 +161,8 @@ def _scaled_layer(
         act = write_scaled_activation(builder, preact, format, spec)
     rows = builder.alloc((R, w_out.size(1)), dtype)
     scaled_gemm.multiply(builder, *act, w_out, scales_out, group_offsets, b_out, rows)
-    return combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype), preact
+    out = combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
+    return out, preact if save_preact else None
 
 
 def _one_token(
