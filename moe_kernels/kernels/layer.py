@@ -19,7 +19,6 @@ from moe_kernels.kernels.one_token import multiply_one_token
 from moe_kernels.kernels.permute import combine, scatter, scatter_scaled
 from moe_kernels.kernels.quantize import plan_quantize
 from moe_kernels.kernels.route import sort_slots
-from moe_kernels.kernels.scaled_swiglu import multiply_activated_quantized
 from moe_kernels.kernels.swiglu_ffn import fuses, multiply_activated
 from moe_kernels.rules.layer import one_token_is_faster
 from moe_kernels.runtime.plan import Builder
@@ -89,7 +88,7 @@ def plan_scaled_moe_mlp(
         group_offsets, _, slot_to_row = sort_slots(builder, topk_ids, w_in.size(0))
     weights = (w_in, scales_in), (w_out, scales_out)
     routed = hidden, topk_weights, group_offsets, slot_to_row
-    return _scaled_layer(builder, *routed, weights, biases, rowwise, False, spec)[0]
+    return _scaled_layer(builder, *routed, weights, biases, rowwise, spec)[0]
 
 
 def plan_quantized_moe_mlp(
@@ -101,8 +100,8 @@ def plan_quantized_moe_mlp(
     assert w_in is not None and w_out is not None
     weights = _scaled_weight(builder, w_in, rowwise), _scaled_weight(builder, w_out, rowwise)
     routed = hidden, topk_weights, group_offsets, slot_to_row
-    out, preact = _scaled_layer(builder, *routed, weights, biases, rowwise, save_preact, spec)
-    return out, builder.alloc((0,), out.dtype) if preact is None else preact
+    out, preact = _scaled_layer(builder, *routed, weights, biases, rowwise, spec)
+    return out, preact if save_preact else builder.alloc((0,), preact.dtype)
 
 
 def plan_quantized_grouped_gemm(
@@ -144,25 +143,19 @@ def _scaled_layer(
     weights: Any,  # data and scales, [E, 2I, H] or [E, I, H]; and [E, H, I]
     biases: Any,  # [E, 2I] or [E, I], and [E, H], or None
     rowwise: bool,
-    save_preact: bool,
     spec: GLUSpec,
-) -> tuple[SymbolicTensor, _Optional]:
-    """The result `[T, H]`, and if it is saved the preactivation `[R, 2I]` or `[R, I]`."""
+) -> tuple[SymbolicTensor, SymbolicTensor]:
+    """The result `[T, H]` and the preactivation `[R, 2I]` or `[R, I]`."""
     (w_in, scales_in), (w_out, scales_out) = weights
     R, top_k, dtype = slot_to_row.size(0), topk_weights.size(1), hidden.dtype
     format, (b_in, b_out) = _format(rowwise), biases
     x = scatter_scaled(builder, hidden, slot_to_row, group_offsets, top_k, format)
-    act = preact = None
-    if not rowwise and not save_preact:
-        act = multiply_activated_quantized(builder, *x, w_in, scales_in, group_offsets, b_in, spec)
-    if act is None:
-        preact = builder.alloc((R, w_in.size(1)), dtype)
-        scaled_gemm.multiply(builder, *x, w_in, scales_in, group_offsets, b_in, preact)
-        act = write_scaled_activation(builder, preact, format, spec)
+    preact = builder.alloc((R, w_in.size(1)), dtype)
+    scaled_gemm.multiply(builder, *x, w_in, scales_in, group_offsets, b_in, preact)
+    act = write_scaled_activation(builder, preact, format, spec)
     rows = builder.alloc((R, w_out.size(1)), dtype)
     scaled_gemm.multiply(builder, *act, w_out, scales_out, group_offsets, b_out, rows)
-    out = combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
-    return out, preact if save_preact else None
+    return combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype), preact
 
 
 def _one_token(

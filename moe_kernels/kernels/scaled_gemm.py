@@ -73,13 +73,14 @@ def _dot(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
     return hl.inline_triton("tl.dot({0}, {1}, acc={2})", args=(a, b, acc), output_like=acc)
 
 
-def block_product(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
     """a @ b in float32, shaped as `like`."""
     return hl.inline_triton("tl.dot({0}, {1})", args=(a, b), output_like=like)
 
 
-def _sum(product: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
-    """acc + product, in instructions that Triton does not merge into the product."""
+def add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
+    """acc + a @ b, where the sum leaves the tensor cores, in instructions that Triton does not merge into the product."""
+    product = _product(a, b, acc)
     if not inline_ptx:
         return acc + product
     return hl.inline_triton(
@@ -90,12 +91,7 @@ def _sum(product: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
     )
 
 
-def add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
-    """acc + a @ b, where the sum leaves the tensor cores."""
-    return _sum(block_product(a, b, acc), acc, inline_ptx)
-
-
-def scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
+def _scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
     """acc + product * scale, in instructions that stay where they are: the product's registers are free after them."""
     if not inline_ptx:
         return acc + product * scale
@@ -174,11 +170,11 @@ def scaled_jagged(
                     if block_scaled:
                         scale_a = hl.load(scales_A, [rows, tile_k.id], extra_mask=inside)
                         scale_b = scales_B[weight, n_block, tile_k.id]
-                        acc = acc + block_product(b, a.T, acc) * (scale_a * scale_b)[None, :]
+                        acc = acc + _product(b, a.T, acc) * (scale_a * scale_b)[None, :]
                     elif fast:
                         acc = _dot(b, a.T, acc)
                     else:
-                        acc = _sum(block_product(b, a.T, acc), acc, inline_ptx)
+                        acc = add_product(b, a.T, acc, inline_ptx)
                 if not block_scaled:
                     scale_a = hl.load(scales_A, [rows, 0], extra_mask=inside)
                     acc = acc * scale_a[None, :] * scales_B[weight, tile_n, 0][:, None]
@@ -291,8 +287,8 @@ def promoted_persistent(
                 next_upper = hl.load(scales_A, [upper_scaled, step])
                 next_lower = hl.load(scales_A, [lower_scaled, step])
                 next_b = scales_B[weight, n_block, step]
-                acc_upper = scaled_sum(block_product(a_upper, b, acc_upper), scale_upper, acc_upper, inline_ptx)
-                acc_lower = scaled_sum(block_product(a_lower, b, acc_lower), scale_lower, acc_lower, inline_ptx)
+                acc_upper = _scaled_sum(_product(a_upper, b, acc_upper), scale_upper, acc_upper, inline_ptx)
+                acc_lower = _scaled_sum(_product(a_lower, b, acc_lower), scale_lower, acc_lower, inline_ptx)
             else:
                 acc_upper = add_product(a_upper, b, acc_upper, inline_ptx)
                 acc_lower = add_product(a_lower, b, acc_lower, inline_ptx)
@@ -352,7 +348,7 @@ def multiply(
         return
     shared = B.size(0) == 1
     B, scales_B = replace(B, few_groups=True), replace(scales_B, few_groups=True)
-    problem = problem_of(builder, A, scales_A, B, scales_B, group_offsets, bias, out, fast)
+    problem = _problem(builder, A, scales_A, B, scales_B, group_offsets, bias, out, fast)
     choice = scaled_rules.rule(problem, variant)
     block_m = choice.block_m
     tma_A, _, tma_out, int64_index = choice.addressing
@@ -376,7 +372,7 @@ def multiply(
         builder.launch(promoted_persistent, arguments, choice.config, int64_index=int64_index)
 
 
-def problem_of(
+def _problem(
     builder: Builder,
     A: SymbolicTensor,
     scales_A: SymbolicTensor,
@@ -387,7 +383,6 @@ def problem_of(
     out: SymbolicTensor,
     fast: bool,
 ) -> scaled_rules.Problem:
-    """What a rule looks at, for operands as those of `multiply`."""
     (M, K), N, G, gpu = A.shape, out.size(1), group_offsets.size(0) - 1, builder.gpu
     int64_vectors = needs_int64(group_offsets, bias, scales_A, scales_B)
     return scaled_rules.Problem(

@@ -56,22 +56,6 @@ def rule(problem: Problem, variant: str = "auto") -> Choice:
     return _persistent(problem) if variant == "persistent" else _basic(problem)
 
 
-def fuses_swiglu(problem: Problem) -> bool:
-    """Whether one kernel makes act, in fp8, of block-scaled operands of the first product; N is the width of act."""
-    return problem.rows >= PERSISTENT_FROM_ROWS and all(swiglu(problem).addressing[:2])
-
-
-def swiglu(problem: Problem) -> Choice:
-    """The choice for `scaled_swiglu`."""
-    block_m = 128
-    addressing = _addressing(problem, block_m, BLOCK_K, tma_out=False)
-    a, b, *_ = addressing
-    tables, scales, biases = [False] * 3, [False] * 3, [False] * (2 * problem.has_bias)
-    options = rules.indexing(*tables, *scales, a, *scales, b, b, *biases, False, False)
-    options |= {"pid_type": "persistent_interleaved", "l2_groupings": [8]}
-    return Choice("persistent", block_m, addressing, Config(block_sizes=[], num_warps=8, num_stages=4, **options))
-
-
 def _basic(problem: Problem) -> Choice:
     block_m = 16 if problem.rows < 16 else 32 if problem.rows < 32 else 64
     addressing = _addressing(problem, block_m, _block_k(problem), tma_out=False)

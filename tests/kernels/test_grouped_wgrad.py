@@ -325,6 +325,4 @@ def test_more_than_2_to_the_31_elements(M: int, K: int, N: int, G: int, device: 
     out = grouped_gemm_wgrad(A, D, offsets)
     exact = A[-300:].double().T @ D[-300:].double()
     torch.testing.assert_close(out[-1].double(), exact, rtol=1e-2, atol=5e-2)
-    small = grouped_gemm_wgrad(A[-300:].clone(), D[-300:].clone(), torch.tensor([0, 300], device=device))
-    assert torch.equal(out[-1], small[0])
     assert not out[0].any()
