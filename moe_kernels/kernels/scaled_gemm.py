@@ -79,7 +79,7 @@ def _product(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
 
 
 def add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
-    """acc + a @ b, where the sum leaves the tensor cores, in instructions that Triton does not merge into the product."""
+    """acc + a @ b: the sum leaves the tensor cores, by instructions that Triton does not merge into the product."""
     product = _product(a, b, acc)
     if not inline_ptx:
         return acc + product
