@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -406,9 +406,9 @@ def check_quantized_moe_mlp(
             "such as torch.cat((gate, up), 1)"
         )
     biases = (gate_up_bias, up_bias, down_bias)
-    assert isinstance(w_gate_up, Tensor) and isinstance(w_down, Tensor)
-    check_moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down, None, *biases, spec, False)
-    floats = {"hidden": hidden, "w_gate_up": w_gate_up, "w_down": w_down}
+    weights = cast("tuple[Tensor, Tensor]", (w_gate_up, w_down))
+    check_moe_mlp(hidden, topk_ids, topk_weights, *weights, None, *biases, spec, False)
+    floats = {"hidden": hidden, "w_gate_up": weights[0], "w_down": weights[1]}
     for name, tensor in (floats | {"gate_up_bias": gate_up_bias, "down_bias": down_bias}).items():
         if tensor is not None:
             _check_beside_fp8(name, tensor.dtype)
@@ -420,7 +420,7 @@ def check_compute(compute: str | None) -> None:
     Raises:
         ValueError: there is no such `compute`.
     """
-    if compute is not None and compute not in FP8_COMPUTE:
+    if compute is not None and (not isinstance(compute, str) or compute not in FP8_COMPUTE):
         raise ValueError(f"compute: expected None or one of {', '.join(map(repr, FP8_COMPUTE))}, got {compute!r}")
 
 

@@ -107,7 +107,8 @@ def moe_mlp(
     in the backward pass, all of them to e4m3 with scales of their own: "fp8_rowwise" has "rowwise" operands,
     "fp8_block" has "128x128" weights and "1x128" rows. The operands of the weights' gradients have a scale for each
     column of a group. What the products return has the dtype of the hidden states, and each gradient that of its
-    argument. Such a layer has neither `w_up` nor `transposed`, and no gradients of gradients.
+    argument. Such a layer has neither `w_up` nor `transposed`, and its gradients are not meant to be differentiated.
+    Scales are for bfloat16 and float32: in float16 what is multiplied by a token's weight may overflow beforehand.
 
     Args:
         hidden: `[T, H]`; dtypes as for `grouped_gemm`.
@@ -129,7 +130,8 @@ def moe_mlp(
 
     Raises:
         TypeError, ValueError: as for `route` and `swiglu_ffn`.
-        RuntimeError: weights are fp8, and autograd would record the layer.
+        RuntimeError: weights are fp8, and autograd would record the layer; derivatives of second order or in forward
+            mode, with `compute`; fp8 on a GPU of compute capability below 8.9.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     biases = (gate_up_bias, up_bias, down_bias)

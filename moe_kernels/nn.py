@@ -26,7 +26,7 @@ class MoE(nn.Module):
         router: `[E, H]`; the logits are `hidden @ router^T`.
         w_gate_up: `[E, 2I, H]`, gate first; `[E, I, H]` unless `gated`.
         w_down: `[E, H, I]`.
-        compute, fp8_wgrad: as for `moe_mlp`; may be changed between calls.
+        compute, fp8_wgrad: as for `moe_mlp`; may be changed between calls, and mean nothing after `quantize`.
 
     After `quantize` the experts' weights are buffers in fp8, `w_gate_up` and `w_down`, with the buffers
     `w_gate_up_scales` and `w_down_scales`, and there are no gradients.
@@ -199,7 +199,7 @@ class MoE(nn.Module):
         return (
             f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, num_experts={num_experts}, "
             f"top_k={self.top_k}, activation={self.activation}, gated={self.gated}"
-            f"{'' if self.compute is None else f', compute={self.compute}, fp8_wgrad={self.fp8_wgrad}'}"
+            f"{'' if self.compute is None or self.format else f', compute={self.compute}, fp8_wgrad={self.fp8_wgrad}'}"
             f"{'' if self.format is None else f', format={self.format}'}"
         )
 

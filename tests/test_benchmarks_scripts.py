@@ -161,12 +161,16 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = tmp_path / "fp8.json"
     assert fp8.main(["--tiny", "--rounds", "1", "--json", str(file)]) == 0
-    product, layer = run.Results.read(file).records
-    assert not product["errors"] and not layer["errors"]
+    product, layer, training = run.Results.read(file).records
+    assert not product["errors"] and not layer["errors"] and not training["errors"]
     assert all(product["us"][f"grouped_gemm, {name}"] > 0 for name in ("rowwise", "1x128 by 128x128"))
     assert layer["us"].keys() == {"moe_mlp, bfloat16", "moe_mlp, rowwise", "moe_mlp, 128x128"}
+    steps = ("bfloat16", "fp8_rowwise", "fp8_block", "fp8_block, bfloat16 wgrad")
+    assert [label for label in training["us"] if label.startswith("step")] == [f"step, {name}" for name in steps]
+    assert len(training["wgrad_tflops"]) == 4
     text = table_of(file, tmp_path)
     assert "| tiny (3, 40, 48, 160) |" in text and "| tiny, T = 5 (4, 10, 16, 32) |" in text
+    assert "| tiny, T = 64 (4, 128, 48, 64) |" in text
     assert not plots.pictures(run.Results.read(file), tmp_path)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
-from moe_kernels.kernels.inline import clamped, decode_odd, divide, int32, running_max, unmasked
+from moe_kernels.kernels.inline import bounds_of, clamped, decode_odd, divide, int32, running_max, unmasked
 from moe_kernels.rules import wgrad as wgrad_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -51,15 +51,7 @@ def wgrad(
     for tile_q, tile_p, tile_g in hl.tile([Q, P, G], block_size=[None, None, 1]):
         zero = hl.zeros([], dtype=torch.int32)
         g = tile_g.id + zero
-        if width:
-            index = hl.arange(width)
-            offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index <= G), min=0)
-            offsets = torch.minimum(offsets.to(torch.int64), decode_odd(odd_M, zero).to(torch.int64)).to(torch.int32)
-            start = torch.amax(torch.where(index <= g, offsets, 0))
-            end = torch.amax(torch.where(index <= g + 1, offsets, 0))
-        else:
-            start = group_offsets[g].to(torch.int32)
-            end = group_offsets[g + 1].to(torch.int32)
+        start, end = bounds_of(group_offsets, g, decode_odd(odd_M, zero), width)
         acc = hl.zeros([tile_p, tile_q], dtype=torch.float32)
         for step in hl.tile(divide(end - start + (block_m - 1), block_m), block_size=1):
             row0 = start + step.id * block_m
@@ -194,7 +186,7 @@ def plan_grouped_gemm_wgrad(
         builder.zero(out)
         return out
     X = left_operand(builder, X, Y.dtype)
-    M, G = X.size(0), out.size(0)
+    M = X.size(0)
     problem = _problem(builder, X, Y, out)
     if needs_int64(group_offsets):
         problem = replace(problem, tma=False, int64_rows=True)
@@ -203,9 +195,7 @@ def plan_grouped_gemm_wgrad(
         multiply_persistent(builder, X, Y, group_offsets, out, choice.tma)
         return out
     block_m, tma = choice.block_m, choice.tma
-    width = max(2, 1 << G.bit_length()) if G < wgrad_rules.MOST_OFFSETS else 0
-    if not width:
-        group_offsets = ordered_offsets(builder, group_offsets, M)
+    group_offsets, width = searchable(builder, group_offsets, M)
     if tma:
         X, Y = _windows(X, block_m), _windows(Y, block_m)
     # Groups of the result are told apart in 64 bits.
@@ -225,7 +215,7 @@ def multiply_persistent(
     """Write the product by `wgrad_persistent`."""
     G, P, Q = out.shape
     block_m = wgrad_rules.PERSISTENT_BLOCK_M
-    offsets = ordered_offsets(builder, group_offsets, X.size(0))
+    offsets = _ordered(builder, group_offsets, X.size(0))
     X, Y = X.unflatten(1, (P // 128, 128)), Y.unflatten(1, (Q // 256, 256))
     if tma:
         X, Y = (_windows(rows, block_m) for rows in (X, Y))
@@ -235,7 +225,15 @@ def multiply_persistent(
     builder.launch(wgrad_persistent, arguments, wgrad_rules.persistent(G, tma))
 
 
-def ordered_offsets(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> SymbolicTensor:
+def searchable(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> tuple[SymbolicTensor, int]:
+    """The offsets and the `width` that `bounds_of` takes; of more groups than a program looks at, offsets in order."""
+    G = group_offsets.size(0) - 1
+    if G < wgrad_rules.MOST_OFFSETS:
+        return group_offsets, max(2, 1 << G.bit_length())
+    return _ordered(builder, group_offsets, M), 0
+
+
+def _ordered(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> SymbolicTensor:
     """clamp(cummax(group_offsets), 0, M), `[G + 1]` int32."""
     ordered = builder.alloc(group_offsets.shape, torch.int32)
     config = rules.offsets_of(group_offsets.size(0) - 1)

@@ -47,6 +47,21 @@ def clamped(group_offsets: torch.Tensor, index: torch.Tensor, M: torch.Tensor) -
     return torch.minimum(offsets.to(torch.int64), M.to(torch.int64)).to(torch.int32)
 
 
+def bounds_of(
+    group_offsets: torch.Tensor,  # [G + 1]
+    g: torch.Tensor,
+    M: torch.Tensor,
+    width: int,  # a power of two, at least G + 1; 0 for offsets that are clamped and in order already
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first row of group g, and the one behind its last."""
+    if width:
+        index = hl.arange(width)
+        offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index < group_offsets.size(0)), min=0)
+        offsets = torch.minimum(offsets.to(torch.int64), M.to(torch.int64)).to(torch.int32)
+        return torch.amax(torch.where(index <= g, offsets, 0)), torch.amax(torch.where(index <= g + 1, offsets, 0))
+    return hl.load(group_offsets, [g]).to(torch.int32), hl.load(group_offsets, [g + 1]).to(torch.int32)
+
+
 def running_max(offsets: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     """The cumulative maximum of offsets that `previous` comes before."""
     return torch.maximum(hl.associative_scan(torch.maximum, offsets, dim=0), previous)

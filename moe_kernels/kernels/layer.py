@@ -2,7 +2,8 @@
 
 hidden --route--> order of the experts --first half--> act --grouped_gemm--> rows --combine--> out
 
-With weights in fp8, each operand of a product is quantised by the kernel that writes it.
+With weights in fp8, rows are quantised by the kernel that writes them, but not for one token. Products in fp8 of other
+weights quantise these first.
 """
 
 from __future__ import annotations
@@ -169,7 +170,9 @@ def _one_token(
 ) -> SymbolicTensor:
     w_in, w_up, w_out, b_in, b_up, b_out = parameters
     dtype = out_dtype = hidden.dtype
-    if scales[0] is None:
+    if scales[0] is not None:
+        dtype = torch.float32 if dtype == torch.float16 else dtype  # in which act may overflow, as it would not in fp8
+    else:
         dtype = torch.promote_types(dtype, w_in.dtype)
         out_dtype = torch.promote_types(dtype, w_out.dtype)
     out = builder.alloc((1, w_out.size(2)), out_dtype)

@@ -17,13 +17,12 @@ import helion.language as hl
 import torch
 
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.grouped_wgrad import ordered_offsets
-from moe_kernels.kernels.inline import decode_odd, divide, int32, unmasked
+from moe_kernels.kernels.grouped_wgrad import searchable
+from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
 from moe_kernels.kernels.quantize import inverse, largest_of_columns, scale_of, scaled
 from moe_kernels.kernels.scaled_gemm import add_product
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules
-from moe_kernels.rules.wgrad import MOST_OFFSETS
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
 from moe_kernels.scaled import BLOCK
@@ -92,15 +91,7 @@ def scaled_wgrad(
     for tile_q, tile_p, tile_g, tile_k in hl.tile([Q, P, G, X.size(2)], block_size=[None, 2 * half, 1, 128]):
         zero = hl.zeros([], dtype=torch.int32)
         g = int32(tile_g.id, zero)
-        if width:
-            index = hl.arange(width)
-            offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index <= G), min=0)
-            offsets = torch.minimum(offsets.to(torch.int64), decode_odd(odd_M, zero).to(torch.int64)).to(torch.int32)
-            start = torch.amax(torch.where(index <= g, offsets, 0))
-            end = torch.amax(torch.where(index <= g + 1, offsets, 0))
-        else:
-            start = group_offsets[g].to(torch.int32)
-            end = group_offsets[g + 1].to(torch.int32)
+        start, end = bounds_of(group_offsets, g, decode_odd(odd_M, zero), width)
         first = divide(start, 128) + g
         p0 = int32(tile_p.begin, zero)
         acc_upper = hl.zeros([half, tile_q], dtype=torch.float32)
@@ -148,9 +139,7 @@ def plan_quantized_wgrad(
     max_tiles = max_num_tiles(M, G, BLOCK)
     x, amax_x = _quantize(builder, X, x_rows, tiles, max_tiles, M, G)
     y, amax_y = _quantize(builder, Y, y_rows, tiles, max_tiles, M, G)
-    width = max(2, 1 << G.bit_length()) if G < MOST_OFFSETS else 0
-    if not width:
-        group_offsets = ordered_offsets(builder, group_offsets, M)
+    group_offsets, width = searchable(builder, group_offsets, M)
     constants = (M * 2 + 1, width, rules.HALF, _LARGEST, builder.gpu.backend == "cuda")
     # Slots and groups are told apart in 64 bits.
     arguments = (x, y, amax_x, amax_y, group_offsets, replace(out, few_groups=True), *constants)

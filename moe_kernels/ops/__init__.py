@@ -1,6 +1,7 @@
 """The package's operators in torch.library, `torch.ops.moe_kernels.*`: schema, fake and autograd.
 
-Every operator is functional, and every gradient is made of the same operators, so gradients of any order exist:
+Every operator is functional, and every gradient is made of the same operators, so gradients of any order exist, but for
+those in fp8:
 
     grouped_gemm(A, B)   out[g] = A[g] @ B[g]                 dA = grouped_gemm(dOut, B^T), dB = wgrad(A, dOut)
     wgrad(A, D)          out[g] = A[g]^T @ D[g]               dA = grouped_gemm(D, dB^T),   dD = grouped_gemm(A, dB)

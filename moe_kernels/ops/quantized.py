@@ -21,6 +21,14 @@ def _counts(tensors: Tensors, options: Any) -> Counts:
     return Counts(first.size(0), others, groups=group_offsets.size(0) - 1)
 
 
+def _counts_of_wgrad(tensors: Tensors, _: Any) -> Counts:
+    """Of each operand, and of each map."""
+    X, Y, group_offsets, *maps = tensors
+    assert X is not None and Y is not None and group_offsets is not None
+    others = (Y.size(0), *(rows.size(0) for rows in maps if rows is not None))
+    return Counts(X.size(0), others, groups=group_offsets.size(0) - 1)
+
+
 QUANTIZED_GROUPED_GEMM = Operator(
     "quantized_grouped_gemm",
     planner="moe_kernels.kernels.layer",
@@ -33,7 +41,7 @@ QUANTIZED_WGRAD = Operator(
     planner="moe_kernels.kernels.scaled_wgrad",
     inputs=("X", "Y", "group_offsets", "x_rows", "y_rows"),
     rows=("X", "Y", "x_rows", "y_rows"),
-    counts=lambda tensors, options: _counts((tensors[0], None, *tensors[2:]), options),
+    counts=_counts_of_wgrad,
 )
 
 
@@ -105,8 +113,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _no_second_order(*_: Any) -> NoReturn:
-    """The gradient of what makes gradients."""
-    raise RuntimeError("moe_mlp: gradients of gradients do not exist with compute; pass compute=None for them")
+    """The gradient of what makes gradients, and the tangent of both."""
+    raise RuntimeError(
+        "moe_mlp: with compute there are neither gradients of gradients nor forward-mode derivatives; "
+        "pass compute=None for them"
+    )
 
 
 quantized_grouped_gemm = define(

@@ -107,8 +107,10 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[
         d_sorted = quantized_grouped_gemm(d_preact, w_in.mT, group_offsets, None, None, rowwise, hidden.dtype)
         result[0] = combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
-    row_to_token = torch.div(row_to_slot, top_k, rounding_mode="floor") if ctx.fp8_wgrad else None
-    if need[5] and row_to_token is None:
+    row_to_token: Any = None
+    if ctx.fp8_wgrad and (need[5] or need[6]):
+        row_to_token = torch.div(row_to_slot, top_k, rounding_mode="floor")
+    if need[5] and not ctx.fp8_wgrad:
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         result[5] = weight_gradient(rows, d_preact, group_offsets, w_in)
         del rows
@@ -121,9 +123,9 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[
     if d_out is None:
         return tuple(result)
     d_rows: Any = None
-    if (need[6] and row_to_token is None) or (need[8] and b_out is not None):
+    if (need[6] and not ctx.fp8_wgrad) or (need[8] and b_out is not None):
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
-    if need[6] and row_to_token is None:
+    if need[6] and not ctx.fp8_wgrad:
         result[6] = weight_gradient(weighted, d_rows, group_offsets, w_out)
     elif need[6]:
         order = lies_transposed(w_out)

@@ -24,7 +24,7 @@ from moe_kernels.runtime.targets import Gpu
 
 _NO_E4M3 = (
     "kernels for float8_e4m3fn need a GPU of compute capability 8.9 or newer, and {} has {}.{}: multiply in bfloat16, "
-    "with moe_kernels.dequantize(x, torch.bfloat16) of what is in fp8"
+    "with moe_kernels.dequantize(x, torch.bfloat16) of what is in fp8, and without compute"
 )
 # What a `Call` may ask of PyTorch: the emitter has a function for each.
 FUNCTIONS = ("zero", "mm", "bmm", "cast", "contiguous")

@@ -80,13 +80,13 @@ def assert_as_twin(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor
     return out
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    ("T", "H", "I", "E", "top_k", "name", "bias"),
+    ("T", "H", "I", "E", "top_k", "name", "bias", "format"),
     [
-        (2, 256, 128, 4, 2, "SwiGLU", False),
-        (5, 200, 72, 6, 2, "gpt-oss", True),
-        (40, 200, 136, 3, 2, "without a gate", True),
+        (2, 256, 128, 4, 2, "SwiGLU", False, "rowwise"),
+        (5, 200, 72, 6, 2, "gpt-oss", True, "rowwise"),
+        (5, 200, 72, 6, 2, "gpt-oss", True, "128x128"),
+        (40, 200, 136, 3, 2, "without a gate", True, "128x128"),
     ],
 )
 def test_as_the_twin(
@@ -140,14 +140,14 @@ def launched(fresh_plans: None, device: str, monkeypatch: pytest.MonkeyPatch) ->
     return names
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    ("name", "H", "I", "bias", "dtype"),
+    ("name", "H", "I", "bias", "dtype", "format"),
     [
-        ("SwiGLU", 200, 72, False, torch.float32),
-        ("SwiGLU", 256, 128, True, torch.bfloat16),
-        ("gpt-oss", 136, 72, True, torch.float16),
-        ("without a gate", 16, 8, True, torch.float32),
+        ("SwiGLU", 200, 72, False, torch.float32, "rowwise"),
+        ("SwiGLU", 256, 128, True, torch.bfloat16, "128x128"),
+        ("gpt-oss", 136, 72, True, torch.float16, "rowwise"),
+        ("gpt-oss", 136, 72, True, torch.float16, "128x128"),
+        ("without a gate", 16, 8, True, torch.float32, "128x128"),
     ],
 )
 def test_one_token(

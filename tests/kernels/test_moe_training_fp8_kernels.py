@@ -68,11 +68,15 @@ def assert_as_twins(
     exact = {name: x.float() if x.is_floating_point() else x for name, x in arguments.items()}
     right = by_twins(exact, d_out, monkeypatch, **options)
     for name, x in made.items():
-        norm = right[name].double().norm()
-        budget = 2 * (twins[name].double() - right[name].double()).norm() + 2**-8 * norm
-        error = (x.cpu().double() - right[name].double()).norm()
-        assert error <= budget, f"{name}: error {error}, budget {budget}"
-        assert 0 < budget < norm / 10, name
+        exactly = right[name].double().flatten(1)
+        size, error, twins_error = (
+            y.norm(dim=1) for y in (exactly, *(z.cpu().double().flatten(1) - exactly for z in (x, twins[name])))
+        )
+        budget = 2 * twins_error.norm() + 2**-8 * size.norm()
+        assert error.norm() <= budget, f"{name}: error {error.norm()}, budget {budget}"
+        assert 0 < budget < size.norm() / 10, name
+        # Of each token, or each expert's weight.
+        assert (error <= 0.15 * size + budget / 4).all(), f"{name}: errors {error}, of {size}"
         assert x.stride() == twins[name].stride(), name
     return made
 
@@ -154,7 +158,10 @@ def test_sizes_of_models(
     d_out = torch.randn(T, H, device=device)
     made, right = run(arguments, d_out, compute=compute), run(arguments, d_out)
     for name, x in made.items():
-        assert (x - right[name]).double().norm() < 0.08 * right[name].double().norm(), name
+        error, size = (y.double().flatten(1).norm(dim=1) for y in (x - right[name], right[name]))
+        assert error.norm() < 0.08 * size.norm(), name
+        # Of each token, or each expert's weight; gradients of few terms, which may cancel, beside the largest.
+        assert (error < 0.25 * size + 0.02 * size.max()).all(), name
     for _ in range(3):
         again = run(arguments, d_out, compute=compute)
         assert all(torch.equal(x, again[name]) for name, x in made.items())

@@ -53,7 +53,7 @@ def test_quantising(top_k: int) -> None:
     assert [report["name"] for report in columns] == ["quantize_columns"] * 4
     for report, written in zip(columns, (False, True) * 2, strict=True):
         assert report["stack"] == 0
-        assert report["regs"] <= 64
+        assert report["regs"] <= 80
         assert ("cvt.rn.satfinite.e4m3x2.f32" in report["ptx"]) == written
         assert ("atom.global" in report["ptx"] or "red.global" in report["ptx"]) != written
         accesses = re.findall(r"(?:ld|st)\.global[\w.:]*", report["ptx"])
