@@ -139,7 +139,7 @@ def test_entries_of_uniform_products(tmp_path: Path) -> None:
     assert choose_quietly(DECODE).source == "rule"  # entries of one operator are no other's
 
 
-def test_a_unientry_of_for_torch_bmm(tmp_path: Path) -> None:
+def test_an_entry_for_torch_bmm(tmp_path: Path) -> None:
     file = put(named(tmp_path), entry_of("bmm", uniform.bucket_of(uniform_problem()), []))
     assert uniform.choose(uniform_problem()) == replace(uniform.BMM, source=str(file))
     assert uniform.choose(uniform_problem(bmm=False)).source == "rule"
@@ -637,6 +637,12 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
         ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 64, "M": 8192, "N": 1400}, ("persistent", 128, [256, 64], 8, 4)),
+        # Weights of more than 2 GiB, and a small K: tiles of one height.
+        ({"rows": 32, "M": 4096, "N": 5120, "K": 8192}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 128, "M": 16384, "N": 5120, "K": 8192}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 256, "M": 32768, "N": 5120, "K": 8192}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 128, "M": 16384, "K": 768}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 128, "M": 16384, "N": 4096, "K": 2048}, ("tails", 128, [64], 8, 4)),
         ({"rows": 16, "M": 2048, "gpu": GPU}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 32, "M": 4096, "gpu": SLOW}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
@@ -662,6 +668,10 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     values = choice.config.config
     got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
     assert got == expected
+    if choice.variant != "tails":  # which has an argument for it
+        grouped = choice.variant == "basic" or problem.rows < 512
+        assert values["l2_groupings"] == [4 if grouped else 16]
+    assert rules.row_group(problem) == (4 if problem.rows < 512 else 16)
     assert rules.why_illegal(choice, problem) is None
 
 
