@@ -108,7 +108,7 @@ def moe_mlp(
     "fp8_block" has "128x128" weights and "1x128" rows. The operands of the weights' gradients have a scale for each
     column of a group. What the products return has the dtype of the hidden states, and each gradient that of its
     argument. Such a layer has neither `w_up` nor `transposed`, and its gradients are not meant to be differentiated.
-    Scales are for bfloat16 and float32: in float16 what is multiplied by a token's weight may overflow beforehand.
+    In float16 act times a token's weight may overflow before it is quantised; bfloat16 and float32 do not.
 
     Args:
         hidden: `[T, H]`; dtypes as for `grouped_gemm`.

@@ -11,10 +11,8 @@ from torch import Tensor
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 128
 FORMATS = ("rowwise", "1x128", "128x128")
-FP8_COMPUTE = {
-    "fp8_block": "128x128",
-    "fp8_rowwise": "rowwise",
-}  # the weights' formats, by the names of layers' options
+# The weights' formats, by the names of layers' options.
+FP8_COMPUTE = {"fp8_block": "128x128", "fp8_rowwise": "rowwise"}
 
 
 class ScaledTensor(NamedTuple):

@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.library import opcheck
+from training import COMPUTE, DIFFERENTIABLE, run
 
 from moe_kernels import MoE, dequantize, moe_mlp, quantize, reference
 from moe_kernels.ahead import collect, layers_of
 from moe_kernels.glu import GLUSpec
 
 T, H, I, E, TOP_K = 40, 160, 136, 4, 2  # noqa: E741
-COMPUTE = ("fp8_rowwise", "fp8_block")
 LAYERS: dict[str, dict[str, Any]] = {
     "SwiGLU": {},
     "gpt-oss": {"activation": "clamped_swiglu", "interleaved": True, "alpha": 1.3, "limit": 0.7},
     "without a gate": {"gated": False, "activation": "relu_squared"},
 }
-DIFFERENTIABLE = ("hidden", "topk_weights", "w_gate_up", "w_down", "gate_up_bias", "down_bias")
 
 
 def make(dtype: torch.dtype, *, bias: bool = False, gated: bool = True) -> dict[str, Any]:
@@ -38,15 +37,6 @@ def make(dtype: torch.dtype, *, bias: bool = False, gated: bool = True) -> dict[
     if bias:
         made |= {"gate_up_bias": torch.randn(E, W, dtype=dtype), "down_bias": torch.randn(E, H, dtype=dtype)}
     return made
-
-
-def run(arguments: dict[str, Any], d_out: Tensor, **options: Any) -> dict[str, Tensor]:
-    """The result, "out", and the gradients by name."""
-    given = {name: x.detach().requires_grad_(name in DIFFERENTIABLE) for name, x in arguments.items()}
-    out = moe_mlp(**given, **options)
-    names = [name for name in DIFFERENTIABLE if name in given]
-    gradients = torch.autograd.grad(out, [given[name] for name in names], d_out.to(out.dtype))
-    return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -69,7 +69,7 @@ def quantize_columns(
     return amax
 
 
-@kernel(lambda X, Y, amax_X, amax_Y, *_: rules.product(amax_Y.size(1), 1, tma=False))
+@kernel(lambda X, Y, amax_X, amax_Y, *_: rules.product(amax_Y.size(1), amax_Y.size(0), tma=False))
 def scaled_wgrad(
     X: torch.Tensor,  # [slots, P up to a multiple of 128, 128] fp8
     Y: torch.Tensor,  # [slots, Q up to a multiple of 128, 128] fp8
@@ -144,7 +144,7 @@ def plan_quantized_wgrad(
     # Slots and groups are told apart in 64 bits.
     arguments = (x, y, amax_x, amax_y, group_offsets, replace(out, few_groups=True), *constants)
     int64_index = needs_int64(out.select(0, 0), group_offsets, amax_x, amax_y)
-    config = rules.product(Q, 1 if width else 2, tma=builder.gpu.has_tma and not int64_index)
+    config = rules.product(Q, G, tma=builder.gpu.has_tma and not int64_index)
     builder.launch(scaled_wgrad, arguments, config, int64_index=int64_index)
     return out
 

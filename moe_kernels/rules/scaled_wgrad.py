@@ -6,6 +6,7 @@ from typing import Any
 
 from moe_kernels.rules import block_for, indexing
 from moe_kernels.rules.config import Config
+from moe_kernels.rules.wgrad import MOST_OFFSETS
 
 HALF = 64  # rows of half a tile of the result
 
@@ -15,9 +16,10 @@ def columns() -> Config:
     return Config(block_sizes=[64], num_warps=8)
 
 
-def product(Q: int, loads_of_offsets: int, tma: bool) -> Config:
+def product(Q: int, G: int, tma: bool) -> Config:
     """For results of Q columns; as the promoted products of `rules.scaled`."""
-    options: dict[str, Any] = indexing(*[False] * loads_of_offsets, tma, tma, tma, *[False] * 5)
+    offsets = [False] * (1 if G < MOST_OFFSETS else 2)
+    options: dict[str, Any] = indexing(*offsets, tma, tma, tma, *[False] * 5)
     block_q, num_warps, num_stages = (128, 4, 3) if tma else (32, 8, 2)
     return Config(
         block_sizes=[block_for(Q, block_q)],

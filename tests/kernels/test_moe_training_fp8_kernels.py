@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from training import COMPUTE, DIFFERENTIABLE, run
 
 from moe_kernels import moe_mlp, reference
 from moe_kernels.ops import quantized_grouped_gemm
 from moe_kernels.testing import make_experts, make_tokens
 
-COMPUTE = ("fp8_rowwise", "fp8_block")
-DIFFERENTIABLE = ("hidden", "topk_weights", "w_gate_up", "w_down", "gate_up_bias", "down_bias")
 NAN = float("nan")
 
 
@@ -39,15 +38,6 @@ def make(
             "down_bias": torch.randn(E, H, device=device).to(dtype),
         }
     return made
-
-
-def run(arguments: dict[str, Any], d_out: Tensor, **options: Any) -> dict[str, Tensor]:
-    """The result, "out", and the gradients by name."""
-    given = {name: x.detach().requires_grad_(name in DIFFERENTIABLE) for name, x in arguments.items()}
-    out = moe_mlp(**given, **options)
-    names = [name for name in DIFFERENTIABLE if name in given]
-    gradients = torch.autograd.grad(out, [given[name] for name in names], d_out.to(out.dtype))
-    return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
 
 
 def by_twins(
