@@ -632,15 +632,27 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 32, "M": 4096, "gpu": GPU}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 64, "M": 8192, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
         ({"rows": 64, "M": 512, "G": 8, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
-        ({"rows": 16, "M": 128, "G": 8, "gpu": GPU}, ("basic", 32, [32, 128, 16, 64], 4, 4)),
+        ({"rows": 16, "M": 128, "G": 8, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
+        ({"rows": 8, "M": 64, "G": 8, "gpu": GPU}, ("basic", 16, [16, 128, 16, 128], 4, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 64, "M": 512, "G": 8, "K": 7168, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
+        ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
         ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
         ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 64, "M": 8192, "N": 1400}, ("persistent", 128, [256, 64], 8, 4)),
-        # Weights of more than 2 GiB, and a small K: tiles of one height.
-        ({"rows": 32, "M": 4096, "N": 5120, "K": 8192}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"rows": 128, "M": 16384, "N": 5120, "K": 8192}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 1024, "M": 8192, "G": 8, "K": 7168, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
+        # Weights of more than 2 GiB.
+        ({"rows": 16, "M": 2048, "N": 5120, "K": 8192}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
+        ({"rows": 32, "M": 4096, "N": 5120, "K": 8192}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
+        ({"rows": 128, "M": 16384, "N": 5120, "K": 8192}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
         ({"rows": 256, "M": 32768, "N": 5120, "K": 8192}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 64, "M": 8192, "N": 7168, "K": 2048}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
+        ({"rows": 128, "M": 16384, "N": 7168, "K": 2048}, ("tails", 128, [64], 8, 4)),
+        # A small K.
+        ({"rows": 4, "M": 512, "K": 512}, ("persistent", 64, [256, 64], 4, 5)),
+        ({"rows": 32, "M": 4096, "K": 512}, ("persistent", 64, [256, 64], 4, 5)),
+        ({"rows": 64, "M": 8192, "K": 512}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 0, "M": 64, "K": 512}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
         ({"rows": 128, "M": 16384, "K": 768}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 128, "M": 16384, "N": 4096, "K": 2048}, ("tails", 128, [64], 8, 4)),
         ({"rows": 16, "M": 2048, "gpu": GPU}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
@@ -653,7 +665,7 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 512, "M": 4096, "N": 64, "G": 8, "gpu": GPU}, ("basic", 64, [64, 64, 16, 128], 4, 5)),
         ({"rows": 2048, "M": 16384, "N": 64, "G": 8, "gpu": GPU}, ("basic", 64, [64, 64, 16, 128], 4, 3)),
         ({"rows": 2048, "M": 16384, "N": 48, "K": 64, "G": 8, "gpu": GPU}, ("basic", 64, [64, 32, 16, 64], 4, 3)),
-        ({"rows": 4, "M": 512}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
+        ({"rows": 4, "M": 512}, ("basic", 32, [32, 128, 256, 128], 4, 3)),
         ({"rows": 0, "M": 8, "tma_A": False}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
         ({"out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),
         ({"tma_B": False}, ("persistent", 128, [128, 32], 8, 3)),
@@ -669,9 +681,10 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
     assert got == expected
     if choice.variant != "tails":  # which has an argument for it
-        grouped = choice.variant == "basic" or problem.rows < 512
+        grouped = choice.variant == "basic" or rules.row_group(problem) == 4
         assert values["l2_groupings"] == [4 if grouped else 16]
-    assert rules.row_group(problem) == (4 if problem.rows < 512 else 16)
+    few_tiles = problem.G == 8 and problem.gpu is not None
+    assert rules.row_group(problem) == (4 if problem.rows < 512 and not few_tiles else 16)
     assert rules.why_illegal(choice, problem) is None
 
 

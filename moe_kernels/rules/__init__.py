@@ -75,7 +75,7 @@ class Choice:
 
 _Presets = dict[int, tuple[int, int, int, int]]
 # block_m: (block_n, block_k, num_warps, num_stages); the first two with TMA and for 16-bit types
-_BASIC: _Presets = {16: (128, 128, 4, 4), 32: (128, 64, 4, 4), 64: (128, 64, 4, 4), 128: (256, 64, 8, 4)}
+_BASIC: _Presets = {16: (128, 128, 4, 4), 32: (128, 128, 4, 3), 64: (128, 64, 4, 4), 128: (256, 64, 8, 4)}
 _PERSISTENT: _Presets = {64: (256, 64, 4, 5), 128: (256, 64, 8, 4)}
 _POINTERS: _Presets = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (128, 32, 4, 3), 128: (128, 32, 8, 3)}
 _TF32: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 32, 4, 3), 128: (128, 32, 8, 3)}
@@ -83,6 +83,7 @@ _IEEE: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 16, 4, 3), 1
 
 PERSISTENT_FROM_ROWS = 128
 LARGE_WEIGHTS = 2 << 30  # bytes: reading them takes most of the time, up to 255 rows per group
+SHORT = 512  # Along so small a K, a tile ends before its loads are under way: persistent loops begin the next one's.
 # The kernels that are what is asked for.
 _KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
 TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of the whole tiles of `jagged_tails`, whose text has them as numbers
@@ -148,13 +149,17 @@ def persistent_from_rows(problem: Problem) -> int:
     """The mean rows per group from which on the persistent kernels are faster; see benchmarks/notes.md."""
     if not _tensor_cores_by_tma(problem) or _few_tiles(problem):
         return PERSISTENT_FROM_ROWS
-    return 32 if _large_weights(problem) else 64
+    if problem.K <= SHORT:
+        return 1
+    if _large_weights(problem):
+        return 256 if problem.K >= 4096 else 128
+    return 64
 
 
 def row_group(problem: Problem) -> int:
     """In persistent kernels, so many row tiles below each other come before those in the next column."""
     # Few rows: tiles of different groups, which share no weights. The fewer groups are read at once, the better.
-    return 4 if problem.rows < 512 else 16
+    return 4 if problem.rows < 512 and not _few_tiles(problem) else 16
 
 
 def _large_weights(problem: Problem) -> bool:
@@ -181,7 +186,7 @@ def _apart(problem: Problem) -> bool:
     """Whether to compute tails apart."""
     if _persistent_height(problem) != TAILS_HEIGHT:
         return False
-    if problem.rows < 256 and (_large_weights(problem) or problem.K < 1024):
+    if problem.rows < 256 and problem.K < 1024:
         return False
     # Where memory is slow, a weight that is read twice costs more than half-empty tiles.
     enough = problem.gpu is None or not problem.gpu.slow_memory or problem.rows >= 1024
@@ -216,20 +221,26 @@ def basic_height(rows: int) -> int:
 
 
 def _persistent_height(problem: Problem) -> int:
+    if problem.K <= SHORT and problem.rows < 64:
+        return 64
     whole = (
         problem.N % TAILS_WIDTH == 0 and problem.out_dtype is None and _addressing(problem, "persistent", 128).tma_out
     )
     slow = problem.gpu is None or problem.gpu.slow_memory
-    return 64 if whole and _few_tiles(problem) and problem.rows == 512 and problem.K > 2048 and not slow else 128
+    return 64 if whole and _few_tiles(problem) and 128 <= problem.rows <= 512 and problem.K > 2048 and not slow else 128
 
 
 def _basic_height(problem: Problem) -> int:
     if _thin(problem):
         return 64
-    if not _tensor_cores_by_tma(problem) or _few_tiles(problem):
+    if not _tensor_cores_by_tma(problem):
         return basic_height(problem.rows)
-    # A weight takes longer to read than 64 rows to multiply.
-    return 16 if problem.rows < 8 else 64 if problem.rows < 128 else 128
+    if _few_tiles(problem):
+        return 16 if problem.rows < 16 else 64 if problem.rows < 128 else 128
+    # A weight takes longer to read than 64 rows to multiply; if there are many weights, longer than 128 rows.
+    if problem.rows < 8:
+        return 32 if problem.rows else 16
+    return 64 if problem.rows < (32 if _large_weights(problem) else 128) else 128
 
 
 def _addressing(problem: Problem, variant: str, block_m: int) -> Addressing:
