@@ -151,7 +151,7 @@ def test_sizes_of_models(
         error, size = (y.double().flatten(1).norm(dim=1) for y in (x - right[name], right[name]))
         assert error.norm() < 0.08 * size.norm(), name
         # Of each token, or each expert's weight; gradients of few terms, which may cancel, beside the largest.
-        assert (error < 0.25 * size + 0.02 * size.max()).all(), name
+        assert (error < 0.25 * size + 0.05 * size.max()).all(), name
     for _ in range(3):
         again = run(arguments, d_out, compute=compute)
         assert all(torch.equal(x, again[name]) for name, x in made.items())
