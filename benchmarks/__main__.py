@@ -57,6 +57,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--timing", nargs="+", choices=TIMINGS, help="default: both")
     parser.add_argument("--rounds", type=positive, help="default: 21, fewer for `smoke`")
+    parser.add_argument("--load", action="store_true", help="with dense products in turns: sustained clocks")
     parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
     parser.add_argument(
         "--json",
@@ -99,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _refused(f"suite {suite.name} has none of the providers {', '.join(options.providers)}")
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     command = "python -m benchmarks " + shlex.join(_words(options))
-    return bench(suites, options, device, run.Results(run.meta(device, command.strip())))
+    meta = run.meta(device, command.strip()) | ({"load": True} if options.load else {})
+    return bench(suites, options, device, run.Results(meta))
 
 
 def bench(suites: Sequence[Suite], options: argparse.Namespace, device: torch.device, results: run.Results) -> int:
@@ -149,7 +151,8 @@ def _measure(
     if options.jobs and device.type != "cpu":
         run.compile_beforehand(suite.operator, cases, keys, options.jobs, device)
         print(f"  compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
-    measured = run.run_suite(suite, cases, keys, options.rounds or suite.rounds, timings, device, results)
+    rounds = options.rounds or suite.rounds
+    measured = run.run_suite(suite, cases, keys, rounds, timings, device, results, options.load)
     for i, (case, records, reason) in enumerate(measured):
         numbers = f"G={case.G} M={case.M} N={case.N} K={case.K}, B {operator.layouts[case.layout]}, {case.sizes}"
         print(f"\n[{i + 1}/{len(cases)}] {case.name}: {numbers}  ({run.elapsed(begun)})")
@@ -194,11 +197,12 @@ def _json_files(results: run.Results, options: argparse.Namespace) -> dict[Path,
 def _words(options: argparse.Namespace) -> list[str]:
     """The command line that gives `options`."""
     words = []
-    for name in ("suite", "shapes", "sizes", "layout", "providers", "timing", "rounds", "jobs", "json", "csv", "plot"):
+    what = ("suite", "shapes", "sizes", "layout", "providers", "timing", "rounds", "load")
+    for name in (*what, "jobs", "json", "csv", "plot"):
         value = getattr(options, name)
-        if value is None or (name == "sizes" and not options.shapes):
+        if value is None or value is False or (name == "sizes" and not options.shapes):
             continue
-        values = value if isinstance(value, list) else [] if value == Path() else [value]
+        values = value if isinstance(value, list) else [] if value == Path() or value is True else [value]
         words += [f"--{name}", *(",".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)]
     return words
 

@@ -36,6 +36,9 @@ FIELDS = (
 )
 
 
+_LOAD = "load"  # of `in_turns`
+
+
 class GpuLostError(RuntimeError):
     """The GPU does not answer any more, so nothing else can be measured in this process."""
 
@@ -128,6 +131,27 @@ def ceilings(device: torch.device) -> dict[str, float]:
     }
 
 
+def in_turns(
+    calls: Mapping[str, Call], rounds: int, device: torch.device, *, cold: bool = True, load: bool = False
+) -> dict[str, float]:
+    """`interleaved`; with `load`, dense products of about 50 ms take a turn, too.
+
+    They hold the GPU at its power limit, with the clocks of sustained work.
+    """
+    if not load:
+        return interleaved(calls, rounds, device, cold=cold)
+    size, times = (256, 1) if device.type == "cpu" else (8192, 30)
+    a, out = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def products() -> None:
+        for _ in range(times):
+            torch.mm(a, a, out=out)
+
+    medians = interleaved({**calls, _LOAD: products}, rounds, device, cold=cold)
+    del medians[_LOAD]
+    return medians
+
+
 def run_suite(
     suite: Suite,
     cases: Sequence[Case],
@@ -136,6 +160,7 @@ def run_suite(
     timings: Sequence[str],
     device: torch.device,
     results: Results,
+    load: bool = False,
 ) -> Iterator[tuple[Case, list[Record], str | None]]:
     """Measure the cases one by one into `results`; each with its records, or the reason why it has none.
 
@@ -153,7 +178,7 @@ def run_suite(
                     if weights is None:
                         weights = operator.weights(case, device)
                     inputs = operator.inputs(case, weights, device)
-                    records = measure(suite.name, case, operator, keys, inputs, rounds, timings, device)
+                    records = measure(suite.name, case, operator, keys, inputs, rounds, timings, device, load)
                 except Exception as error:
                     reason = _text(error)
                     if gpu_is_lost(device):
@@ -178,6 +203,7 @@ def measure(
     rounds: int,
     timings: Sequence[str],
     device: torch.device,
+    load: bool = False,
 ) -> list[Record]:
     """The records of one case. A provider that raises or is wrong has the reason in place of times."""
     if case.warm and "graph" in timings:
@@ -217,7 +243,7 @@ def measure(
                             timed[key] = captured(call, times)
                     except Exception as error:
                         errors[key, timing] = _text(error)
-            medians = interleaved(timed, rounds, device, cold=timing != "warm")
+            medians = in_turns(timed, rounds, device, cold=timing != "warm", load=load)
             us |= {(key, timing): value / times for key, value in medians.items()}
             del timed
     flops, bytes_ = operator.work(inputs)

@@ -151,6 +151,7 @@ def markdown(results: Results, short: bool = False) -> str:
             continue
         timing = timing_of(part.records)
         how = "as CUDA-graph replays" if timing == "graph" else "as eager calls"
+        how += ", under load," if meta.get("load") else ""
         dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in part.records))
         lines += [
             f"{_where(meta)}, {dtypes}, {how} with a cold L2 cache. Speedup: over {_code(roles(suite)[0])} in the same "
@@ -261,9 +262,10 @@ def _wide_tables(results: Results) -> list[str]:
     head = ["cases", "number", "speedup over the best other", "lowest"]
     for label in labels:
         head += [f"over {_code(label)}", *(["lowest"] if label == base else [])]
+    regime = "under load" if results.meta.get("load") else "in short bursts"
     lines = [
-        f"{_where(results.meta)}, bfloat16, B `[G, N, K]` transposed, as CUDA-graph replays with a cold L2 cache, in "
-        f"short bursts. Speedups of {_code(ours)} without tuned entries, over providers that took turns with it: "
+        f"{_where(results.meta)}, bfloat16, B `[G, N, K]` transposed, as CUDA-graph replays with a cold L2 cache, "
+        f"{regime}. Speedups of {_code(ours)} without tuned entries, over providers that took turns with it: "
         "geometric means, and the lowest of a case; below 1 is slower.",
         "",
         *_markdown_rows(head, rows),

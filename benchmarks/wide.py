@@ -1,6 +1,7 @@
 """An untuned `grouped_gemm` beside other libraries: the GEMMs of every model, 64 to 65536 rows, five routings.
 
-    python -m benchmarks.wide FILE [--jobs N] [--budget SECONDS] [--models NAME ...] [--rows M ...] [--json FILE]
+    python -m benchmarks.wide FILE [--jobs N] [--budget SECONDS] [--models NAME ...] [--rows M ...] [--load]
+        [--json FILE]
 
 Tuned entries are set aside. The providers take turns with a cold L2 cache, as CUDA-graph replays; a case in which
 `grouped_gemm` is behind another library is timed again with more rounds. Before that each result is compared with a
@@ -39,7 +40,7 @@ from benchmarks.suites import Case
 from moe_kernels.models import MODELS, gemms, positive
 from moe_kernels.packing import group_offsets_from_sizes
 from moe_kernels.testing import SizeKind, byte_count, flop_count, group_sizes_for
-from moe_kernels.timing import Call, captured, gpu_is_lost, interleaved
+from moe_kernels.timing import Call, captured, gpu_is_lost
 from moe_kernels.tuning import entries
 from tritonbench_ops import baselines
 
@@ -49,7 +50,7 @@ PROVIDERS = ("torch", "ours", "triton_kernels", "quack")
 ROUNDS, MORE_ROUNDS = 5, 20
 BEHIND = 0.95  # of the best other, below which a case is timed with MORE_ROUNDS
 LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm
-_SAME = ("gpu", "torch", "triton", "helion")  # in all runs that add to a file
+_SAME = ("gpu", "torch", "triton", "helion", "load")  # in all runs that add to a file
 _TINY = [Case("tiny up", 4, M, 48, 32, sizes, "gnk") for M in (8, 40) for sizes in ROUTINGS]
 _PROVIDERS = OPERATORS["grouped_gemm"].providers
 
@@ -124,7 +125,7 @@ def behind(us: dict[str, float]) -> bool:
 
 
 @torch.no_grad()
-def measure(case: Case, B: Tensor, keys: Sequence[str], device: torch.device) -> run.Record:
+def measure(case: Case, B: Tensor, keys: Sequence[str], device: torch.device, load: bool = False) -> run.Record:
     """The record of a case: microseconds of each provider, or its error.
 
     Raises:
@@ -147,10 +148,10 @@ def measure(case: Case, B: Tensor, keys: Sequence[str], device: torch.device) ->
             if gpu_is_lost(device):
                 raise run.GpuLostError(f"{provider.label}: {error}") from error
     rounds = ROUNDS
-    us = interleaved(calls, rounds, device)
+    us = run.in_turns(calls, rounds, device, load=load)
     if behind(us):
         rounds = MORE_ROUNDS
-        us = interleaved(calls, rounds, device)
+        us = run.in_turns(calls, rounds, device, load=load)
     numbers = {name: getattr(case, name) for name in ("G", "M", "N", "K", "sizes")}
     times = {label: round(value, 2) for label, value in us.items()}
     return {"suite": "wide", "case": case.name, **numbers, "rounds": rounds, "us": times, "errors": errors}
@@ -225,6 +226,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--rows", nargs="+", type=positive, default=ROWS, metavar="M", help="in this order")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=PROVIDERS, metavar="NAME")
+    parser.add_argument("--load", action="store_true", help="with dense products in turns: sustained clocks")
     parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
     parser.add_argument("--compile-only", action="store_true", help="do no more than that")
     parser.add_argument("--budget", type=positive, metavar="SECONDS", help="stop after these, compilation included")
@@ -244,9 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     command = shlex.join(["python", "-m", "benchmarks.wide", *(sys.argv[1:] if argv is None else argv)])
-    meta = run.meta(device, command)
+    meta = run.meta(device, command) | ({"load": True} if options.load else {})
     metas, records = read_lines(options.file)
-    if unlike := [f"{name} {old[name]}" for old in metas for name in _SAME if old[name] != meta[name]]:
+    if unlike := [f"{name} {old.get(name)}" for old in metas for name in _SAME if old.get(name) != meta.get(name)]:
         print(f"{options.file} is of {', '.join(dict.fromkeys(unlike))}: name another file", file=sys.stderr)
         return 2
     keys = [key for key in options.providers if _PROVIDERS[key].installed]
@@ -302,7 +304,7 @@ def _run(
                 print(f"the budget is spent; {left} cases are left")
                 return
             B = given.weights(case, device, per_group=True) if B is None else B
-            record = measure(case, B, keys, device)
+            record = measure(case, B, keys, device, options.load)
             records.append(record)
             found.append(record)
             with options.file.open("a", encoding="utf-8") as file:

@@ -307,6 +307,25 @@ def test_warm_times_are_of_one_call_among_many(monkeypatch: pytest.MonkeyPatch) 
     assert "| loop of `torch.mm` warm us |" in text and "| 5.00 |" in text
 
 
+def test_under_load_dense_products_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[torch.Size] = []
+
+    def interleaved(calls: dict[str, Call], rounds: int, device: torch.device, *, cold: bool) -> dict[str, float]:
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, 2.0 * rounds)
+
+    monkeypatch.setattr(run, "interleaved", interleaved)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: products.append(out.shape))
+    assert run.in_turns({"a": lambda: None}, 3, CPU, load=True) == {"a": 6.0} and len(products) == 1
+    assert run.in_turns({"a": lambda: None}, 3, CPU) == {"a": 6.0} and len(products) == 1
+    options = cli.arguments(["--load", "--jobs", "1", "--rounds", "1"])
+    assert cli._words(options) == ["--rounds", "1", "--load", "--jobs", "1"]
+    operator = OPERATORS["grouped_gemm"]
+    records = [record("dsv3", provider.label, 2.0) for provider in operator.providers.values() if provider.ours]
+    assert "replays, under load, with" in tables.markdown(run.Results(META | {"load": True}, records))
+
+
 # Results are checked
 
 

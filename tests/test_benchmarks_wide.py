@@ -79,12 +79,12 @@ def test_a_case_that_is_behind_is_timed_longer(monkeypatch: pytest.MonkeyPatch) 
         asked: list[int] = []
 
         def interleaved(
-            calls: dict[str, Call], n: int, device: torch.device, asked: list[int] = asked, us: float = us
+            calls: dict[str, Call], n: int, *_: Any, asked: list[int] = asked, us: float = us, **__: Any
         ) -> dict[str, float]:
             asked.append(n)
             return {LABELS["torch"]: us, LABELS["ours"]: 100.0}
 
-        monkeypatch.setattr(wide, "interleaved", interleaved)
+        monkeypatch.setattr(run, "interleaved", interleaved)
         assert measured()["rounds"] == rounds[-1] and asked == rounds
 
 

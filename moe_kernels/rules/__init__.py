@@ -239,7 +239,7 @@ def _basic_height(problem: Problem) -> int:
         return 16 if problem.rows < 16 else 64 if problem.rows < 128 else 128
     # A weight takes longer to read than 64 rows to multiply; if there are many weights, longer than 128 rows.
     if problem.rows < 8:
-        return 32 if problem.rows else 16
+        return 32 if problem.M >= 32 else 16  # at least as many rows as TMA reads together
     return 64 if problem.rows < (32 if _large_weights(problem) else 128) else 128
 
 
