@@ -270,15 +270,16 @@ def measure(
 def compile_beforehand(
     operator: str, cases: Sequence[Case], keys: Sequence[str], jobs: int, device: torch.device
 ) -> None:
-    """Call our providers for all cases in `jobs` processes, which leaves their binaries in Triton's disk cache.
+    """Call our providers and peers for all cases in `jobs` processes, which leaves their binaries in caches on disk.
 
     What fails here, for want of memory perhaps, is compiled when its turn comes.
     """
     groups = [list(sharing) for _, sharing in groupby(cases, lambda case: case.weights)]
-    ours = [key for key in keys if OPERATORS[operator].providers[key].ours]
+    providers = OPERATORS[operator].providers
+    compiled = [key for key in keys if providers[key].ours or providers[key].package is not None]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for done in [pool.submit(_compile, operator, group, ours, device) for group in groups]:
+        for done in [pool.submit(_compile, operator, group, compiled, device) for group in groups]:
             done.exception()
 
 
