@@ -16,6 +16,11 @@ from moe_kernels.testing import assert_scaled_grouped_gemm_close, assert_within_
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"rowwise": ("rowwise", "rowwise"), "block": ("1x128", "128x128")}
+RECIPES: Any = torch.nn.functional.ScalingType  # type: ignore[attr-defined]
+RECIPES_OF = {
+    "rowwise": (RECIPES.RowWise, RECIPES.RowWise),
+    "block": (RECIPES.BlockWise1x128, RECIPES.BlockWise128x128),
+}
 # What a call is asked for: the format of its operands, variant, fast_accumulation.
 KERNELS = [
     ("rowwise", "basic", False),
@@ -153,6 +158,22 @@ def test_layouts_and_repeats(kernel: tuple[str, str, bool], device: str) -> None
         assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize(("format", "out_dtype"), [("rowwise", torch.float32), ("block", torch.bfloat16)], ids=str)
+def test_bias(format: str, out_dtype: torch.dtype, device: str) -> None:
+    """Added in float32, to rows in groups alone; of another dtype than the result, and of any strides."""
+    A, B, group_offsets = operands([20, 0, 75], 48, 160, format, device, outside=5)
+    recipes = RECIPES_OF[format]
+    scales = (A.scales[:, 0], B.scales[:, 0]) if format == "rowwise" else (A.scales, B.scales)
+    call: Any = (A.data, B.data, scales[0], recipes[0], scales[1], recipes[1])
+    bias = torch.randn(48, 3, device=device).half().T
+    if format == "block":
+        bias = bias[1:2].expand(3, 48)
+    out = scaled_grouped_mm(*call, bias=bias, offs=group_offsets[1:], output_dtype=out_dtype)
+    assert out.dtype == out_dtype
+    assert_scaled_grouped_gemm_close(out, A, B, group_offsets, bias)
+    assert not out[95:].any()
+
+
 @pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[3], KERNELS[5]], ids=str)
 @pytest.mark.parametrize(("M", "K", "N"), [(0, 32, 16), (8, 0, 16), (8, 32, 0)])
 def test_nothing_to_multiply(kernel: tuple[str, str, bool], M: int, K: int, N: int, device: str) -> None:
@@ -191,7 +212,6 @@ def test_kernels_called_directly(device: str) -> None:
         assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
 
 
-RECIPES: Any = torch.nn.functional.ScalingType  # type: ignore[attr-defined]
 FORMS = {  # of scaled_grouped_mm: the shapes of mat_a and mat_b, and whether there are offs
     "grouped rows": ((75, 160), (3, 160, 48), True),
     "grouped columns": ((3, 40, 160), (160, 75), True),
@@ -216,7 +236,7 @@ def test_scaled_grouped_mm(format: str, form: str, ends: list[int], device: str)
     scales = [A.scales[..., 0], B.scales[..., 0, :]] if rowwise else [A.scales, B.scales]
     if form == "grouped contraction":
         scales = [torch.cat([x, x / 2, x * 3]) for x in scales]
-    recipes = (RECIPES.RowWise,) * 2 if rowwise else (RECIPES.BlockWise1x128, RECIPES.BlockWise128x128)
+    recipes = RECIPES_OF[format]
     call: Any = (A.data, B.data, scales[0], recipes[0], scales[1], recipes[1])
     plain = reference.scaled_grouped_mm(*call, offs=offs)
     exact = reference.scaled_grouped_mm(*call, offs=offs, output_dtype=torch.float32).double()
