@@ -257,6 +257,58 @@ def test_graphs_replay_with_other_offsets(kernel: tuple[str, str, bool]) -> None
         assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [form for form, (_, _, has_offs) in FORMS.items() if has_offs])
+def test_graphs_of_scaled_grouped_mm_replay_with_other_offsets(form: str) -> None:
+    shape_a, shape_b, _ = FORMS[form]
+    A, B = quantize(torch.randn(shape_a, device="cuda"), "rowwise"), quantize(torch.randn(shape_b).mT.cuda(), "rowwise")
+    scales = A.scales[..., 0], B.scales[..., 0]
+    if form == "grouped contraction":
+        scales = torch.cat([scales[0]] * 3), torch.cat([scales[1]] * 3)
+    offs = torch.tensor([20, 20, 70], dtype=torch.int32, device="cuda")
+    call: Any = (A.data, B.data.mT, scales[0], RECIPES.RowWise, scales[1], RECIPES.RowWise)
+    scaled_grouped_mm(*call, offs=offs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = scaled_grouped_mm(*call, offs=offs)
+    for ends in ([0, 0, 75], [60, -5, 90], [20, 30, 40]):
+        offs.copy_(torch.tensor(ends))
+        graph.replay()
+        assert torch.equal(out, scaled_grouped_mm(*call, offs=offs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [KERNELS[i] for i in (0, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("M", "N", "K", "G"),
+    [
+        (256, 4096, 1024, 520),  # B of 2.2e9 elements
+        (256, 4095, 1027, 520),  # the same without TMA
+        (600_000, 4096, 64, 4),  # out of 2.5e9 elements
+        (2_200_000, 32, 1024, 4),  # A of 2.3e9 elements
+        (2_200_000, 32, 1027, 4),
+    ],
+)
+def test_more_than_2_to_the_31_elements(
+    kernel: tuple[str, str, bool], M: int, N: int, K: int, G: int, device: str
+) -> None:
+    """The last rows, and one in the middle."""
+    torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
+    left, right = FORMATS[kernel[0]]
+    A = quantize(torch.empty(M, K, dtype=torch.bfloat16, device=device).normal_(), left)
+    B = quantize(torch.empty(G, N, K, dtype=torch.bfloat16, device=device).normal_(std=K**-0.5), right).mT
+    sizes = torch.full((G,), M // G if M > G else 0, device=device)
+    sizes[-1] += M - sizes.sum()
+    group_offsets = group_offsets_from_sizes(sizes)
+    out = product(kernel, A, B, group_offsets)
+    middle = int((group_offsets <= M // 2).sum()) - 1
+    for start, end, g in ((M - 128, M, G - 1), (M // 2, M // 2 + 1, middle)):
+        rows = A._replace(data=A.data[start:end], scales=A.scales[start:end])
+        weight = B._replace(data=B.data[g : g + 1], scales=B.scales[g : g + 1])
+        one_group = torch.tensor([0, end - start], device=device)
+        assert_scaled_grouped_gemm_close(out[start:end], rows, weight, one_group)
+
+
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
 def test_one_plan_for_all_numbers_of_rows_of_a_class(
     variant: str, device: str, monkeypatch: pytest.MonkeyPatch
