@@ -135,11 +135,12 @@ def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dty
         _check_same_device("bias", bias, "the operands", others[0])
     if out_dtype is not None:
         _check_beside_fp8(name, out_dtype)
-    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in operands]):
-        raise RuntimeError(
-            "products of fp8 operands with scales have no gradients, but an operand, its scales or the bias requires "
-            "grad: detach it, or call under torch.no_grad()"
-        )
+    _check_not_differentiated(
+        "products of fp8 operands with scales have",
+        "an operand, its scales or the bias",
+        operands,
+        "multiply what dequantize returns",
+    )
     return out_dtype or torch.bfloat16
 
 
@@ -396,15 +397,7 @@ def check_quantized_moe_mlp(
                 f"compute: expected None for weights in fp8, got {compute!r}; {name} is a ScaledTensor, and compute "
                 "quantises bfloat16, float16 or float32 weights"
             )
-    if transposed:
-        raise ValueError(
-            f"transposed: expected False with compute={compute!r}, for weights [E, 2I, H] and [E, H, I]; pass w.mT"
-        )
-    if w_up is not None:
-        raise ValueError(
-            f"w_up: expected None with compute={compute!r}, got a value; pass gate and up as one w_gate_up [E, 2I, H], "
-            "such as torch.cat((gate, up), 1)"
-        )
+    _check_one_layout(w_up, transposed)
     biases = (gate_up_bias, up_bias, down_bias)
     weights = cast("tuple[Tensor, Tensor]", (w_gate_up, w_down))
     check_moe_mlp(hidden, topk_ids, topk_weights, *weights, None, *biases, spec, False)
@@ -412,6 +405,20 @@ def check_quantized_moe_mlp(
     for name, tensor in (floats | {"gate_up_bias": gate_up_bias, "down_bias": down_bias}).items():
         if tensor is not None:
             _check_beside_fp8(name, tensor.dtype)
+
+
+def _check_one_layout(w_up: Tensor | None, transposed: bool) -> None:
+    """Raise ValueError for other weights of a layer with products in fp8 than `[E, 2I, H]` and `[E, H, I]`."""
+    if transposed:
+        raise ValueError(
+            "transposed: expected False for products in fp8, got True; pass weights [E, 2I, H] and [E, H, I], such as "
+            "w.mT or quantize(w.mT, ...)"
+        )
+    if w_up is not None:
+        raise ValueError(
+            "w_up: expected None for products in fp8, got a value; pass gate and up as one w_gate_up [E, 2I, H], such "
+            "as torch.cat((gate, up), 1), or what quantize makes of it"
+        )
 
 
 def check_compute(compute: str | None) -> None:
@@ -444,16 +451,7 @@ def check_scaled_moe_mlp(
         ValueError: as for `check_moe_mlp`; wrong formats or shapes of scales, `w_up`, or `transposed`.
         RuntimeError: autograd would record the layer.
     """
-    if transposed:
-        raise ValueError(
-            "transposed: expected False for fp8 weights, which are [E, 2I, H] and [E, H, I] with scales along the last "
-            "dimension; pass such as quantize(w.mT, ...)"
-        )
-    if w_up is not None:
-        raise ValueError(
-            "w_up: expected None for fp8 weights, got a value; pass gate and up as one w_gate_up [E, 2I, H], such as "
-            "quantize(torch.cat((gate, up), 1), ...)"
-        )
+    _check_one_layout(w_up, transposed)
     w_gate_up, w_down = _scaled_both("w_gate_up", w_gate_up, "w_down", w_down)
     for name, value in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         if value.data.dtype != torch.float8_e4m3fn:
@@ -483,13 +481,20 @@ def check_scaled_moe_mlp(
         tensors |= {f"{name}.data": weight.data, f"{name}.scales": weight.scales}
         shape = scales_shape(weight.shape, weight.format)
         _check_shape(f"{name}.scales", weight.scales, form.format(*letters), shape)
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.requires_grad:
-                raise RuntimeError(
-                    f"{name}: moe_mlp with fp8 weights has no gradients, but this tensor requires grad: detach it, "
-                    "call under torch.no_grad(), or pass bfloat16 weights"
-                )
+    for name, tensor in tensors.items():
+        _check_not_differentiated(
+            f"{name}: moe_mlp with fp8 weights has", "this tensor", (tensor,), "pass bfloat16 weights"
+        )
+
+
+def _check_not_differentiated(subject: str, name: str, tensors: Sequence[Tensor | None], instead: str) -> None:
+    """Raise RuntimeError if autograd would record a function of these tensors, or forward mode has a tangent of one."""
+    if torch_internals.differentiated(*tensors):
+        raise RuntimeError(
+            f"{subject} no gradients, but {name} requires grad: detach it, call under torch.no_grad(), or {instead}"
+        )
+    if torch_internals.has_tangent(*tensors):
+        raise RuntimeError(f"{subject} no forward-mode derivatives, but {name} has a tangent: {instead}")
 
 
 def _check_routed(

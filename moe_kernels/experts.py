@@ -107,7 +107,7 @@ def moe_mlp(
     in the backward pass, all of them to e4m3 with scales of their own: "fp8_rowwise" has "rowwise" operands,
     "fp8_block" has "128x128" weights and "1x128" rows. The operands of the weights' gradients have a scale for each
     column of a group. What the products return has the dtype of the hidden states, and each gradient that of its
-    argument. Such a layer has neither `w_up` nor `transposed`, and its gradients are not meant to be differentiated.
+    argument. Such a layer has neither `w_up` nor `transposed`, and its gradients cannot be differentiated.
     In float16 act times a token's weight may overflow before it is quantised; bfloat16 and float32 do not.
 
     Args:
@@ -130,8 +130,9 @@ def moe_mlp(
 
     Raises:
         TypeError, ValueError: as for `route` and `swiglu_ffn`.
-        RuntimeError: weights are fp8, and autograd would record the layer; derivatives of second order or in forward
-            mode, with `compute`; fp8 on a GPU of compute capability below 8.9.
+        RuntimeError: weights are fp8, and autograd would record the layer, or forward mode differentiate it;
+            with `compute`, derivatives of second order or in forward mode; fp8 on a GPU of compute capability below
+            8.9.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     biases = (gate_up_bias, up_bias, down_bias)

@@ -51,7 +51,8 @@ def grouped_gemm(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
-        RuntimeError: ScaledTensors require grad, of which there is none, or the GPU has no float8_e4m3fn.
+        RuntimeError: ScaledTensors require grad or have a tangent, of which there is none, or the GPU has no
+            float8_e4m3fn.
         ImportError: the kernels are needed and a package they need is missing or too old.
     """
     validate = checks.validation_enabled(validate)

@@ -30,7 +30,7 @@ CASES = {  # tokens of both ranks, and the ids that they draw from
     "dropped slots": ((6, 7), range(-1, E + 2)),
     "all dropped": ((3, 3), range(E, E + 2)),
 }
-RESIDUALS = [(5, H), (2, 3, H)]  # the hidden states' shapes
+RESIDUALS = [((5, H), None), ((2, 3, H), None), ((5, H), "fp8_block")]  # the hidden states' shapes, and compute
 
 
 def make(case: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -53,15 +53,16 @@ def make(case: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     ]
 
 
-def layer() -> nn.Sequential:
+def layer(compute: str | None) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.float64))
+    dtype = torch.float32 if compute else torch.float64
+    return nn.Sequential(MoE(H, I, E, TOP_K, renormalize=True, compute=compute, dtype=dtype))
 
 
-def gradients_of_residual(model: nn.Module, shape: tuple[int, ...], rank: int) -> list[Any]:
+def gradients_of_residual(model: nn.Sequential, shape: tuple[int, ...], rank: int) -> list[Any]:
     """Of what a rank's hidden states become with the layer's result, to which they are added in place."""
-    generator = torch.Generator().manual_seed(rank)
-    x, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    generator, dtype = torch.Generator().manual_seed(rank), next(model.parameters()).dtype
+    x, upstream = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
     model.zero_grad()
     h = model(x)
     h += x
@@ -72,12 +73,15 @@ def gradients_of_residual(model: nn.Module, shape: tuple[int, ...], rank: int) -
 def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
     from torch.distributed.fsdp import fully_shard
 
-    mesh, model = init_device_mesh("cpu", (P,)), layer()
-    fully_shard(model[0], mesh=mesh)  # and not the root alone, whose weights stay until the backward
-    fully_shard(model, mesh=mesh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # such as of a module whose result is a view
-        return [[d.full_tensor() for d in gradients_of_residual(model, shape, rank)] for shape in RESIDUALS]
+    mesh, found = init_device_mesh("cpu", (P,)), []
+    for shape, compute in RESIDUALS:
+        model = layer(compute)
+        fully_shard(model[0], mesh=mesh)  # and not the root alone, whose weights stay until the backward
+        fully_shard(model, mesh=mesh)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # such as of a module whose result is a view
+            found.append([d.full_tensor() for d in gradients_of_residual(model, shape, rank)])
+    return found
 
 
 def run_rank(rank: int, folder: str) -> None:
@@ -124,9 +128,9 @@ def test_ranks_give_what_one_process_gives(case: str, results: list[dict[str, li
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 def test_a_residual_in_place_under_fsdp2(results: list[dict[str, Any]]) -> None:
-    for i, shape in enumerate(RESIDUALS):
-        whole = layer()
+    for i, (shape, compute) in enumerate(RESIDUALS):
+        whole, tolerance = layer(compute), 1e-6 if compute else 1e-12
         ranks = [[d.clone() for d in gradients_of_residual(whole, shape, rank)] for rank in range(P)]
         for rank in range(P):
             for got, *each in zip(results[rank]["residuals"][i], *ranks, strict=True):
-                torch.testing.assert_close(got, sum(each) / P, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(got, sum(each) / P, rtol=tolerance, atol=tolerance)

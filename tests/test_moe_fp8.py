@@ -148,8 +148,8 @@ def test_no_tokens_and_autocast(format: str) -> None:
 GOOD = make("128x128")
 W_IN, W_OUT = GOOD["w_gate_up"], GOOD["w_down"]
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"transposed": True}, ValueError, r"transposed: expected False for fp8 weights.*quantize\(w\.mT, \.\.\.\)"),
-    ({"w_up": torch.ones(E, I, H)}, ValueError, r"w_up: expected None for fp8 weights.*torch\.cat\(\(gate, up\), 1\)"),
+    ({"transposed": True}, ValueError, r"transposed: expected False for products.*quantize\(w\.mT, \.\.\.\)"),
+    ({"w_up": torch.ones(E, I, H)}, ValueError, r"w_up: expected None for products.*torch\.cat\(\(gate, up\), 1\)"),
     ({"up_bias": torch.ones(E, I)}, ValueError, "up_bias: expected None without w_up"),
     ({"w_down": torch.ones(E, H, I)}, TypeError, "w_down: expected a ScaledTensor, as for w_gate_up, got Tensor"),
     ({"w_gate_up": torch.ones(E, 2 * I, H)}, TypeError, "w_gate_up: expected a ScaledTensor, as for w_down, got Ten"),
@@ -200,6 +200,9 @@ def test_no_gradients(name: str) -> None:
         moe_mlp(**arguments)
     with torch.no_grad():
         assert torch.equal(moe_mlp(**arguments), moe_mlp(**GOOD))
+    no_tangents = rf"{name}: moe_mlp with fp8 weights has no forward-mode derivatives.*pass bfloat16 weights"
+    with pytest.raises(RuntimeError, match=no_tangents):
+        torch.func.jvp(lambda x: moe_mlp(**{**GOOD, name: x}), (GOOD[name],), (GOOD[name],))
 
 
 def layer(**options: Any) -> MoE:

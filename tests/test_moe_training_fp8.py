@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import opcheck
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 from training import COMPUTE, DIFFERENTIABLE, run
 
 from moe_kernels import MoE, dequantize, moe_mlp, quantize, reference
@@ -19,18 +23,20 @@ LAYERS: dict[str, dict[str, Any]] = {
     "SwiGLU": {},
     "gpt-oss": {"activation": "clamped_swiglu", "interleaved": True, "alpha": 1.3, "limit": 0.7},
     "without a gate": {"gated": False, "activation": "relu_squared"},
+    "GELU": {"activation": "gelu"},
+    "DeepSeek-V4": {"activation": "clamped_silu", "limit": 0.7},
 }
 
 
-def make(dtype: torch.dtype, *, bias: bool = False, gated: bool = True) -> dict[str, Any]:
+def make(dtype: torch.dtype, *, bias: bool = False, gated: bool = True, top_k: int = TOP_K) -> dict[str, Any]:
     """Arguments of `moe_mlp`; some ids are dropped, and no token picks the last expert."""
     W = 2 * I if gated else I
-    ids = torch.randint(0, E - 1, (T, TOP_K))
-    ids[2, 1], ids[5, 0] = -1, E
+    ids = torch.randint(0, E - 1, (T, top_k))
+    ids[2, -1], ids[5, 0] = -1, E
     made: dict[str, Any] = {
         "hidden": torch.randn(T, H, dtype=dtype),
         "topk_ids": ids,
-        "topk_weights": torch.rand(T, TOP_K) + 0.1,
+        "topk_weights": torch.rand(T, top_k) + 0.1,
         "w_gate_up": (torch.randn(E, W, H) / H**0.5).to(dtype),
         "w_down": (torch.randn(E, H, I) / I**0.5).to(dtype),
     }
@@ -85,13 +91,21 @@ def by_hand(
 
 
 @pytest.mark.parametrize(
-    ("name", "bias", "fp8_wgrad"),
-    [("SwiGLU", False, True), ("SwiGLU", True, False), ("gpt-oss", True, True), ("without a gate", False, True)],
+    ("name", "bias", "fp8_wgrad", "top_k"),
+    [
+        ("SwiGLU", False, True, 2),
+        ("SwiGLU", True, False, 2),
+        ("gpt-oss", True, True, 2),
+        ("without a gate", False, True, 2),
+        ("GELU", True, True, 1),
+        ("DeepSeek-V4", False, False, 1),
+    ],
 )
 @pytest.mark.parametrize("compute", COMPUTE)
-def test_the_formula(compute: str, name: str, bias: bool, fp8_wgrad: bool) -> None:
+def test_the_formula(compute: str, name: str, bias: bool, fp8_wgrad: bool, top_k: int) -> None:
     options = LAYERS[name]
-    arguments, d_out = make(torch.float32, bias=bias, gated=options.get("gated", True)), torch.randn(T, H)
+    arguments = make(torch.float32, bias=bias, gated=options.get("gated", True), top_k=top_k)
+    d_out = torch.randn(T, H)
     spec = GLUSpec(
         **{"activation": "silu", "gated": True, "interleaved": False, "alpha": 1.702, "limit": 7.0, **options}
     )
@@ -126,22 +140,91 @@ def test_close_to_the_layer_in_its_dtype(compute: str, dtype: torch.dtype) -> No
     assert torch.equal(unquantised["hidden"], made["hidden"])
 
 
+@pytest.mark.parametrize("where", ["hidden", "d_out"])
 @pytest.mark.parametrize("compute", COMPUTE)
-def test_nan_of_a_token_stays_there(compute: str) -> None:
-    """In the result and the gradient of hidden states; in weights' gradients with its experts."""
-    arguments, d_out = make(torch.bfloat16), torch.randn(T, H)
+def test_nan_of_a_token_stays_there(compute: str, where: str) -> None:
+    """In the result, and the gradients of tokens; in parameters' gradients with its experts."""
+    arguments, d_out = make(torch.bfloat16, bias=True), torch.randn(T, H)
     arguments["topk_ids"][3] = 1
     right = run(arguments, d_out, compute=compute)
-    arguments["hidden"][3, 7] = torch.nan
+    (arguments["hidden"] if where == "hidden" else d_out)[3, 7] = torch.nan
     made = run(arguments, d_out, compute=compute)
-    others = torch.arange(T) != 3
-    for name in ("out", "hidden", "topk_weights"):
-        assert torch.equal(made[name][others], right[name][others])
-        assert made[name][3].isnan().all()
-    experts = torch.arange(E) != 1
-    for name in ("w_gate_up", "w_down"):
-        assert torch.equal(made[name][experts], right[name][experts])
-        assert made[name][1].isnan().any()
+    others, experts = torch.arange(T) != 3, torch.arange(E) != 1
+    if where == "d_out":
+        assert torch.equal(made["out"], right["out"])
+    for name in ("out", "hidden", "topk_weights")[where == "d_out" :]:
+        assert torch.equal(made[name][others], right[name][others]), name
+        assert made[name][3].isnan().all(), name
+    for name in DIFFERENTIABLE[2:]:
+        assert torch.equal(made[name][experts], right[name][experts]), name
+        # A bias of the second half gets what is next to the NaN alone, and nothing of hidden states.
+        spoilt = made[name][1].isnan()
+        assert spoilt.sum() == (where == "d_out") if name == "down_bias" else spoilt.any(), name
+
+
+def by_columns(x: Tensor) -> Tensor:
+    """With the last two dimensions in the other memory order."""
+    return x.mT.contiguous().mT
+
+
+LAYOUTS = {
+    "hidden by columns": lambda given, d_out: ({"hidden": by_columns(given["hidden"])}, d_out),
+    "every second hidden": lambda given, d_out: ({"hidden": given["hidden"].repeat_interleave(2, 1)[:, ::2]}, d_out),
+    "one hidden state": lambda given, d_out: ({"hidden": given["hidden"][:1].expand(T, H)}, d_out),
+    "routing by columns": lambda given, d_out: (
+        {name: by_columns(given[name]) for name in ("topk_ids", "topk_weights")},
+        d_out,
+    ),
+    "weights by columns": lambda given, d_out: (
+        {name: by_columns(given[name]) for name in ("w_gate_up", "w_down")},
+        d_out,
+    ),
+    "one bias": lambda given, d_out: (
+        {name: given[name][:1].expand(E, -1) for name in ("gate_up_bias", "down_bias")},
+        d_out,
+    ),
+    "d_out by columns": lambda given, d_out: ({}, by_columns(d_out)),
+    "d_out of one token": lambda given, d_out: ({}, d_out[:1].expand(T, H)),
+    "d_out of a sum": lambda given, d_out: ({}, d_out[0, 0].expand(T, H)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_strides(compute: str, layout: str) -> None:
+    """They change no bit, and weights' gradients lie in memory as the weights do."""
+    arguments, d_out = make(torch.bfloat16, bias=True), torch.randn(T, H, dtype=torch.bfloat16)
+    changed, d_out = LAYOUTS[layout](arguments, d_out)
+    arguments |= changed
+    contiguous = {name: x.contiguous() for name, x in arguments.items()}
+    assert not any(x.is_contiguous() for x in changed.values() or (d_out,))
+    made, right = run(arguments, d_out, compute=compute), run(contiguous, d_out.contiguous(), compute=compute)
+    for name, x in made.items():
+        assert torch.equal(x, right[name]), name
+        assert not name.startswith("w_") or x.stride() == arguments[name].stride(), name
+
+
+@pytest.mark.parametrize("fp8_wgrad", [True, False])
+@pytest.mark.parametrize(
+    "trained",
+    [("hidden",), ("topk_weights",), ("w_gate_up",), ("w_down",), DIFFERENTIABLE[4:], DIFFERENTIABLE[:2]],
+    ids=", ".join,
+)
+def test_frozen_halves(trained: tuple[str, ...], fp8_wgrad: bool) -> None:
+    """The same bits, and no product for a gradient that nobody needs."""
+    arguments, d_out = make(torch.bfloat16, bias=True), torch.randn(T, H, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"compute": "fp8_block", "fp8_wgrad": fp8_wgrad}
+    right = run(arguments, d_out, **options)
+    given = {name: x.detach().requires_grad_(name in trained) for name, x in arguments.items()}
+    out = moe_mlp(**given, **options)
+    with profile(activities=[ProfilerActivity.CPU]) as shown:
+        found = torch.autograd.grad(out, [given[name] for name in trained], d_out)
+    for name, x in zip(trained, found, strict=True):
+        assert torch.equal(x, right[name]), name
+    called = [event.name.removeprefix("moe_kernels::") for event in shown.events()]
+    weights = sum(name.startswith("w_") for name in trained)
+    assert called.count("quantized_wgrad") == (weights if fp8_wgrad else 0)
+    assert called.count("quantized_grouped_gemm") == 1 + ("hidden" in trained)
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
@@ -194,19 +277,85 @@ def test_operators_of_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
-def test_transforms_and_second_order(compute: str) -> None:
-    arguments = make(torch.float32)
-    hidden, d_out = arguments.pop("hidden"), torch.randn(T, H)
+def test_transforms(compute: str) -> None:
+    """Gradients by torch.func, of samples too."""
+    arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H)
+    ids = arguments.pop("topk_ids")
 
-    def loss(x: Tensor) -> Tensor:
-        return (moe_mlp(x, **arguments, compute=compute) * d_out).sum()
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return (moe_mlp(topk_ids=ids, **values, compute=compute) * d_out).sum()
 
-    right = run({"hidden": hidden, **arguments}, d_out, compute=compute)["hidden"]
-    assert torch.equal(torch.func.grad(loss)(hidden), right)
-    leaf = hidden.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="neither gradients of gradients nor forward-mode derivatives"):
-        grad.sum().backward()
+    samples = [arguments, {name: x.flip(0) for name, x in arguments.items()}]
+    expected = [run({"topk_ids": ids, **one}, d_out, compute=compute) for one in samples]
+    single = torch.func.grad(loss)(arguments)
+    stacked = {name: torch.stack([one[name] for one in samples]) for name in single}
+    both = torch.func.vmap(torch.func.grad(loss))(stacked)
+    for name, x in single.items():
+        assert torch.equal(x, expected[0][name]), name
+        assert torch.equal(both[name], torch.stack([one[name] for one in expected])), name
+
+
+REFUSED = "neither gradients of gradients nor forward-mode derivatives; pass compute=None"
+
+
+@pytest.mark.parametrize("fp8_wgrad", [True, False])
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_gradients_of_gradients(compute: str, fp8_wgrad: bool) -> None:
+    """Of every gradient, also where some of the arguments are frozen."""
+    arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H, requires_grad=True)
+    options: dict[str, Any] = {"compute": compute, "fp8_wgrad": fp8_wgrad}
+    for trained in (DIFFERENTIABLE, *([name] for name in DIFFERENTIABLE), ("hidden", "gate_up_bias")):
+        given = {name: x.detach().requires_grad_(name in trained) for name, x in arguments.items()}
+        leaves = [given[name] for name in trained]
+        for x in torch.autograd.grad(moe_mlp(**given, **options), leaves, d_out, create_graph=True):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                torch.autograd.grad(x.square().sum(), [*leaves, d_out], retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_of_gradients_and_forward_mode_by_transforms(name: str) -> None:
+    arguments = {
+        "hidden": torch.randn(3, 4),
+        "topk_ids": torch.tensor([[0, 1], [1, 2], [-1, 1]]),
+        "topk_weights": torch.rand(3, 2),
+        "w_gate_up": torch.randn(2, 6, 4),
+        "w_down": torch.randn(2, 4, 3),
+        "gate_up_bias": torch.randn(2, 6),
+        "down_bias": torch.randn(2, 4),
+    }
+    x = arguments.pop(name)
+
+    def layer(value: Tensor) -> Tensor:
+        return moe_mlp(**arguments, **{name: value}, compute="fp8_rowwise")
+
+    def loss(value: Tensor) -> Tensor:
+        return layer(value).square().sum()
+
+    for call in (
+        lambda: torch.func.grad(lambda y: torch.func.grad(loss)(y).square().sum())(x),
+        lambda: torch.func.hessian(loss)(x),
+        lambda: torch.func.jvp(layer, (x,), (x,)),
+        lambda: torch.no_grad()(torch.func.jvp)(layer, (x,), (x,)),
+    ):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            call()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=REFUSED):
+        layer(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints(use_reentrant: bool) -> None:
+    arguments, d_out = make(torch.bfloat16, bias=True), torch.randn(T, H, dtype=torch.bfloat16)
+    right = run(arguments, d_out, compute="fp8_block")
+    given = [arguments[name].detach().requires_grad_() for name in DIFFERENTIABLE]
+
+    def layer(*values: Tensor) -> Tensor:
+        others = dict(zip(DIFFERENTIABLE, values, strict=True))
+        return moe_mlp(topk_ids=arguments["topk_ids"], **others, compute="fp8_block")
+
+    checkpoint(layer, *given, use_reentrant=use_reentrant).backward(d_out)
+    for name, x in zip(DIFFERENTIABLE, given, strict=True):
+        assert torch.equal(x.grad, right[name]), name
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
@@ -219,14 +368,34 @@ def test_what_is_not_saved_is_computed_again(compute: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
-def test_no_tokens_and_autocast(compute: str) -> None:
-    arguments = make(torch.float32)
+def test_no_tokens_and_no_slots(compute: str) -> None:
+    arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H)
     empty = {name: arguments[name][:0] for name in ("hidden", "topk_ids", "topk_weights")}
-    made = run({**arguments, **empty}, torch.zeros(0, H), compute=compute)
-    assert made["out"].shape == (0, H)
-    assert made["w_gate_up"].shape == arguments["w_gate_up"].shape and not made["w_gate_up"].any()
+    dropped = {"topk_ids": torch.full((T, TOP_K), E)}
+    for changes, d in ((empty, d_out[:0]), (dropped, d_out)):
+        made = run({**arguments, **changes}, d, compute=compute)
+        assert made["out"].shape == d.shape
+        for name, x in made.items():
+            assert not x.any(), name
+            assert name == "out" or x.shape == (arguments | changes)[name].shape, name
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_autocast_and_without_gradients(compute: str) -> None:
+    """Under autocast hidden states are cast, and nothing else."""
+    arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H)
+    right = run(arguments | {"hidden": arguments["hidden"].bfloat16()}, d_out, compute=compute)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert moe_mlp(**arguments, compute=compute).dtype == torch.bfloat16
+        made = run(arguments, d_out, compute=compute)
+    for name, x in made.items():
+        assert x.dtype == (torch.bfloat16 if name == "out" else torch.float32), name
+        assert torch.equal(x, right[name].to(x.dtype)), name
+    given = arguments | {name: arguments[name].clone().requires_grad_() for name in DIFFERENTIABLE}
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            out = moe_mlp(**given, compute=compute)
+        assert not out.requires_grad
+        assert torch.equal(out, run(arguments, d_out, compute=compute)["out"])
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
@@ -244,6 +413,23 @@ def test_layer(compute: str) -> None:
     layer.quantize(compute)
     with torch.no_grad():
         assert layer(hidden).isfinite().all()
+
+
+def test_compiled_without_graph_breaks_for_any_number_of_tokens() -> None:
+    torch._dynamo.reset()
+    layer = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (5, 9, 17):
+        gradients = []
+        hidden, d_out = torch.randn(tokens, H), torch.randn(tokens, H)
+        for call in (layer, compiled):
+            x = hidden.clone().requires_grad_()
+            out = call(x)
+            gradients.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], d_out)])
+        for eager, found in zip(*gradients, strict=True):
+            torch.testing.assert_close(found, eager)
+    assert counter.frame_count <= 2
 
 
 def test_what_is_made_ahead() -> None:
@@ -269,8 +455,8 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"w_gate_up": [1.0]}, TypeError, "w_gate_up: expected a torch.Tensor, got list"),
     ({"w_down": None}, TypeError, "w_down: expected a torch.Tensor, got NoneType"),
     ({"w_down": QUANTIZED}, ValueError, "compute: expected None for weights in fp8.*w_down is a ScaledTensor"),
-    ({"transposed": True}, ValueError, "transposed: expected False with compute='fp8_block'.*pass w.mT"),
-    ({"w_up": GOOD["w_down"].mT}, ValueError, r"w_up: expected None with compute='fp8_block'.*torch\.cat"),
+    ({"transposed": True}, ValueError, "transposed: expected False for products in fp8, got True.* such as w.mT"),
+    ({"w_up": GOOD["w_down"].mT}, ValueError, r"w_up: expected None for products in fp8, got a value.*torch\.cat"),
     ({"up_bias": torch.ones(E, I)}, ValueError, "up_bias: expected None without w_up"),
     ({"hidden": torch.ones(T, H).double()}, TypeError, "hidden: expected bfloat16, float16 or float32, got torch.fl"),
     ({"w_down": GOOD["w_down"].double()}, TypeError, "w_down: expected bfloat16, float16 or float32, got torch.fl"),

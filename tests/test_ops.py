@@ -316,11 +316,13 @@ def test_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = grouped_gemm(A, B, OFFSETS)
         assert grouped_mm(A, B, offs=OFFSETS[1:]).dtype == torch.bfloat16
-        assert grouped_gemm(A, B, OFFSETS, out_dtype=torch.float32).dtype == torch.float32
+        not_rounded = grouped_gemm(A, B, OFFSETS, out_dtype=torch.float32)
         assert grouped_gemm(A.double(), B.double(), OFFSETS).dtype == torch.float64
         with pytest.raises(TypeError, match=r"A_packed: expected a torch\.Tensor"):
             grouped_gemm(None, B, OFFSETS)  # type: ignore[arg-type]
-    assert torch.equal(out, grouped_gemm(A.bfloat16(), B.bfloat16(), OFFSETS))
+    a, b = A.bfloat16(), B.bfloat16()
+    assert torch.equal(out, grouped_gemm(a, b, OFFSETS))
+    assert torch.equal(not_rounded, grouped_gemm(a, b, OFFSETS, out_dtype=torch.float32))
     out.backward(torch.randn_like(out))
     assert A.grad is not None
     assert A.grad.dtype == torch.float32

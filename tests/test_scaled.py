@@ -85,6 +85,14 @@ def test_meta_tensors() -> None:
     assert (out.shape, out.dtype, out.is_meta) == ((M, N), torch.bfloat16, True)
 
 
+@formats
+def test_autocast_changes_nothing(format: str) -> None:
+    A, B, group_offsets = operands(format)
+    out = grouped_gemm(A, B, group_offsets, out_dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(grouped_gemm(A, B, group_offsets, out_dtype=torch.float32), out)
+
+
 def test_compiled() -> None:
     A, B, group_offsets = operands("rowwise")
     compiled = torch.compile(grouped_gemm, fullgraph=True, backend="eager")
@@ -133,6 +141,12 @@ def test_refused(changes: dict[str, Any], error: type[Exception], message: str) 
             (given if name in given else options)[name] = value
     with pytest.raises(error, match=re.escape(message)):
         grouped_gemm(given["A"], given["B"], group_offsets, **options)
+
+
+def test_no_tangents() -> None:
+    A, B, group_offsets = operands("rowwise")
+    with pytest.raises(RuntimeError, match=r"no forward-mode derivatives, but .* has a tangent: multiply what"):
+        torch.func.jvp(lambda s: grouped_gemm(A._replace(scales=s), B, group_offsets), (A.scales,), (A.scales,))
 
 
 def test_fast_accumulation_is_for_rowwise_operands() -> None:

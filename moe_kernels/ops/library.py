@@ -29,6 +29,7 @@ def define(
     Meta tensors get `fake`, in eager mode too. An operator on lists of tensors, which autograd.Function does not take,
     names what torch.func is to see instead of it: `transformed`.
     """
+    run = _without_autocast(run)
     name = schema.partition("(")[0]
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(schema, tags=tags)
@@ -56,6 +57,18 @@ def define(
         in_transform = _transformed(name, operator, call, setup_context, backward)
     call.__name__ = name
     return call
+
+
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What an operator runs: plain PyTorch on a CPU, too, computes in the dtypes that it is given."""
+
+    def plain(*args: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return run(*args)
+        with torch.autocast("cpu", enabled=False):
+            return run(*args)
+
+    return plain
 
 
 def _recorded(

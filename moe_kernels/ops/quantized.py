@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -120,6 +121,19 @@ def _no_second_order(*_: Any) -> NoReturn:
     )
 
 
+def differentiable_once(gradient: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The gradient of an operator, with results whose own gradients and tangents are refused."""
+
+    def refusing(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = gradient(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        return tuple(None if x is None else _first_order(x) for x in found)
+
+    return refusing
+
+
+_first_order = define("first_order(Tensor x) -> Tensor", torch.clone, torch.empty_like, _setup, _no_second_order)
 quantized_grouped_gemm = define(
     "quantized_grouped_gemm(Tensor A, Tensor B, Tensor group_offsets, Tensor? slot_to_row, Tensor? bias, bool rowwise,"
     " ScalarType out_dtype) -> Tensor",

@@ -13,7 +13,7 @@ from moe_kernels.ops.layer import activate_backward, dots_with_down_bias, down_b
 from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.ops.moves import combine_rows, scatter_rows
 from moe_kernels.ops.products import bias_gradient
-from moe_kernels.ops.quantized import quantized_grouped_gemm, quantized_wgrad
+from moe_kernels.ops.quantized import differentiable_once, quantized_grouped_gemm, quantized_wgrad
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
@@ -78,6 +78,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once
 def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[Tensor | None, ...]:
     """Saves nothing in fp8: hidden states and weights are quantised again, along the dimensions contracted here.
 

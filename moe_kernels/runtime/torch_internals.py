@@ -144,6 +144,13 @@ def forward_level() -> int:
     return int(forward_ad._current_level)
 
 
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether forward mode differentiates with respect to one of these tensors, outside of torch.compile."""
+    if forward_level() < 0 or torch.compiler.is_dynamo_compiling():
+        return False
+    return any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
+
+
 # Those that the kernels or the references run on. Not all versions of Dynamo can trace `is_autocast_available`.
 _AUTOCAST_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 

@@ -11,8 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, permute, reference, route, swiglu_ffn
-from moe_kernels.testing import assert_grouped_gemm_close, assert_within_budget, make_inputs
+from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, permute, quantize, reference, route, swiglu_ffn
+from moe_kernels.testing import (
+    assert_grouped_gemm_close,
+    assert_scaled_grouped_gemm_close,
+    assert_within_budget,
+    make_inputs,
+)
 
 _Spread = Callable[[Tensor], Tensor]
 
@@ -68,6 +73,25 @@ def test_rows(rows: int, spread: _Spread, device: str) -> None:
     assert_grouped_gemm_close(grouped_gemm(far, B, group_offsets), A, B, group_offsets)
     w = B.mT.contiguous()
     assert_as(reference.swiglu_ffn, swiglu_ffn(far, w, group_offsets), A, w, group_offsets)
+
+
+@pytest.mark.parametrize(
+    ("formats", "rows", "part"), [(("rowwise", "rowwise"), 70, "scales"), (("1x128", "128x128"), 3, "data")], ids=str
+)
+def test_rows_in_fp8(formats: tuple[str, str], rows: int, part: str, spread: _Spread, device: str) -> None:
+    A, B, group_offsets = make_inputs([rows, rows + 2], 32, 160, dtype=torch.float16, device=device)
+    left, right = quantize(A, formats[0]), quantize(B.mT, formats[1]).mT
+    expected = grouped_gemm(left, right, group_offsets)
+    assert_scaled_grouped_gemm_close(expected, left, right, group_offsets)
+    far = left._replace(**{part: spread(getattr(left, part))})
+    assert torch.equal(grouped_gemm(far, right, group_offsets), expected)
+
+
+def test_rows_that_are_quantised(spread: _Spread, device: str) -> None:
+    x = torch.randn(5, 160, device=device).half()
+    made, expected = quantize(spread(x), "1x128"), quantize(x, "1x128")
+    assert torch.equal(made.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(made.scales, expected.scales)
 
 
 def assert_as(function: Callable[..., Tensor], out: Tensor, *args: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from training import COMPUTE, DIFFERENTIABLE, run
 
 from moe_kernels import moe_mlp, reference
@@ -92,21 +93,33 @@ def test_as_the_twins(compute: str, options: dict[str, Any], device: str, monkey
 
 
 def test_nan_of_a_token_stays_there(device: str) -> None:
-    """In results and gradients of tokens; in weights' gradients with its experts. All else has the same bits."""
+    """Of its hidden state, and of its gradient; in weights' gradients with its experts. All else has the same bits."""
     arguments = make(T=6, top_k=2, **SIZES, device=device)
-    arguments["topk_ids"][:] = torch.tensor([[0, 2], [0, 2], [0, 2], [1, 1], [-1, 3], [0, 2]])
+    arguments["topk_ids"][:] = torch.tensor([[0, 0], [0, 0], [0, 0], [1, 1], [-1, 3], [2, 2]])
     d_out = torch.randn(6, 136, device=device)
     right = run(arguments, d_out, compute="fp8_rowwise")
-    arguments["hidden"][3:5, 7] = NAN
+    arguments["hidden"][3:5, 7], d_out[4:, 9] = NAN, NAN
     made = run(arguments, d_out, compute="fp8_rowwise")
-    others = [0, 1, 2, 4, 5]
-    for name in ("out", "hidden", "topk_weights"):
-        assert made[name][3].isnan().all(), name
+    for name, spoilt in (("out", [3]), ("hidden", [3, 5]), ("topk_weights", [3, 5])):
+        others = [t for t in range(6) if t not in spoilt]
+        assert made[name][spoilt].isnan().all(), name
         assert torch.equal(made[name][others], right[name][others]), name
         assert not made[name][4].any()
     for name in ("w_gate_up", "w_down"):
-        assert torch.equal(made[name][::2], right[name][::2]), name
-        assert made[name][1].isnan().any(), name
+        assert torch.equal(made[name][0], right[name][0]), name
+        assert made[name][1:].isnan().flatten(1).any(1).all(), name
+
+
+def test_strides_and_unquantised_weights_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states by columns, weights in the other memory order, one gradient for all tokens."""
+    arguments = make(T=10, top_k=2, **SIZES, device=device)
+    for name in ("hidden", "w_gate_up", "w_down"):
+        arguments[name] = arguments[name].mT.contiguous().mT
+    d_out = torch.randn(1, 136, device=device).half().expand(10, 136)
+    for fp8_wgrad in (True, False):
+        made = assert_as_twins(arguments, d_out, monkeypatch, compute="fp8_block", fp8_wgrad=fp8_wgrad)
+        for name in ("w_gate_up", "w_down"):
+            assert made[name].stride() == arguments[name].stride(), name
 
 
 def test_no_tokens(device: str) -> None:
@@ -127,6 +140,119 @@ def test_products_of_any_offsets(rowwise: bool, device: str) -> None:
     right = reference.quantized_grouped_gemm(A, B, group_offsets, None, None, rowwise, torch.float16)
     assert (out - right).float().norm() < 2**-10 * right.float().norm()
     assert not out[44:].any()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "without a gate": {"gated": False, "activation": "relu_squared"},
+    "GELU": {"activation": "gelu"},
+    "DeepSeek-V4": {"activation": "clamped_silu", "limit": 0.7},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_other_layers(compute: str, name: str, top_k: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, options = make(T=24, top_k=top_k, **SIZES, device=device, bias=True), OTHERS[name]
+    if not options.get("gated", True):
+        arguments |= {part: arguments[part][:, : SIZES["I"]] for part in ("w_gate_up", "gate_up_bias")}
+    d_out = torch.randn(24, 136, device=device)
+    assert_as_twins(arguments, d_out, monkeypatch, compute=compute, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_the_same_bits_in_other_modes(compute: str, device: str) -> None:
+    """With frozen halves, checkpoints, autocast and without gradients; and the gradient of a sum."""
+    arguments = make(T=24, top_k=2, **SIZES, device=device, bias=True)
+    d_out = torch.ones((), dtype=torch.float16, device=device).expand(24, 136)
+    right = run(arguments, d_out.contiguous(), compute=compute)
+    leaves = {name: arguments[name].detach().requires_grad_() for name in DIFFERENTIABLE}
+    ids = arguments["topk_ids"]
+
+    def layer(*values: Tensor) -> Tensor:
+        return moe_mlp(topk_ids=ids, **dict(zip(DIFFERENTIABLE, values, strict=True)), compute=compute)
+
+    for trained in (("hidden", "topk_weights"), ("w_gate_up",), ("w_down",), DIFFERENTIABLE[4:]):
+        given = [leaves[name] if name in trained else arguments[name] for name in DIFFERENTIABLE]
+        gradients = torch.autograd.grad(layer(*given), [leaves[name] for name in trained], d_out)
+        for name, x in zip(trained, gradients, strict=True):
+            assert torch.equal(x, right[name]), name
+    out = checkpoint(layer, *leaves.values(), use_reentrant=False)
+    for name, x in zip(leaves, torch.autograd.grad(out, list(leaves.values()), d_out), strict=True):
+        assert torch.equal(x, right[name]), name
+    with torch.no_grad():
+        assert torch.equal(layer(*leaves.values()), right["out"])
+    with torch.autocast(device, dtype=torch.float16):
+        made = run({**arguments, "hidden": arguments["hidden"].float()}, d_out, compute=compute)
+    for name, x in made.items():
+        assert torch.equal(x.half(), right[name].half()), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_compiled(compute: str, device: str) -> None:
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
+
+    def layer(given: dict[str, Any]) -> Tensor:
+        return moe_mlp(**given, compute=compute)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for T in (64, 1, 0, 200):
+        arguments, d_out = (
+            make(T, 256, 128, 8, 2, torch.bfloat16, device, bias=True),
+            torch.randn(T, 256, device=device),
+        )
+        right = run(arguments, d_out, compute=compute)
+        given = {name: x.detach().requires_grad_(name in DIFFERENTIABLE) for name, x in arguments.items()}
+        out = compiled(given)
+        gradients = torch.autograd.grad(out, [given[name] for name in DIFFERENTIABLE], d_out.to(out.dtype))
+        for name, x in zip(("out", *DIFFERENTIABLE), (out, *gradients), strict=True):
+            torch.testing.assert_close(x, right[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
+@pytest.mark.parametrize(("M", "K", "N", "G"), [(600_000, 4096, 32, 4), (600_000, 4095, 32, 4), (256, 4096, 2048, 270)])
+def test_products_of_more_than_2_to_the_31_elements(M: int, K: int, N: int, G: int, rowwise: bool, device: str) -> None:
+    """Rows, or weights, are quantised and multiplied: the last rows' results."""
+    torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
+    A = torch.empty(M, K, dtype=torch.bfloat16, device=device).normal_()
+    B = torch.empty(G, N, K, dtype=torch.bfloat16, device=device).normal_(std=K**-0.5).mT
+    group_offsets = torch.zeros(G + 1, dtype=torch.int32, device=device)
+    group_offsets[-2], group_offsets[-1] = M - 128, M
+    out = quantized_grouped_gemm(A, B, group_offsets, None, None, rowwise, torch.bfloat16)
+    last = torch.tensor([0, 128], device=device)
+    right = reference.quantized_grouped_gemm(A[-128:], B[-1:], last, None, None, rowwise, torch.bfloat16)
+    assert (out[-128:] - right).double().norm() < 2**-7 * right.double().norm()
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements(device: str) -> None:
+    """Of what the first product returns, and of its gradient: tokens' results are those of fewer tokens."""
+    torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
+    T, parts = 300_000, 3
+    arguments = make(T, 128, 2048, 4, 2, torch.bfloat16, device)
+    d_out = torch.randn(T, 128, device=device)
+    made = run(arguments, d_out, compute="fp8_block")
+    of_tokens = ("hidden", "topk_ids", "topk_weights")
+    chunks = zip(*(arguments[name].chunk(parts) for name in of_tokens), d_out.chunk(parts), strict=True)
+    weights = {name: torch.zeros_like(arguments[name], dtype=torch.float32) for name in ("w_gate_up", "w_down")}
+    for i, (*few, d) in enumerate(chunks):
+        right = run(arguments | dict(zip(of_tokens, few, strict=True)), d, compute="fp8_block")
+        for name in ("out", "hidden", "topk_weights"):
+            assert difference(made[name].chunk(parts)[i], right[name]) < 2**-5, name
+        for name, total in weights.items():
+            total += right[name]
+    for name, total in weights.items():
+        assert difference(made[name], total) < 0.08, name
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """In the norm, relative to `b`."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.gpu

@@ -146,6 +146,20 @@ def test_more_than_2_to_the_31_elements(format: str, device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_of_more_than_2_to_the_31_elements(format: str, by_columns: bool, device: str) -> None:
+    torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
+    weights = torch.empty(270, 2048, 4096, device=device, dtype=torch.bfloat16).normal_()
+    weights = weights.mT if by_columns else weights
+    made = quantize(weights, format)
+    for g in (0, 135, 269):
+        right = reference.quantize(weights[g], format)
+        assert torch.equal(made.data[g].view(torch.uint8), right.data.view(torch.uint8))
+        assert torch.equal(made.scales[g], right.scales)
+
+
+@pytest.mark.gpu
 def test_graph_replay(device: str) -> None:
     x = spread(40, 300, torch.bfloat16, device)
     for format in FORMATS:

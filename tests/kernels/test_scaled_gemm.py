@@ -16,6 +16,11 @@ from moe_kernels.testing import assert_scaled_grouped_gemm_close, assert_within_
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"rowwise": ("rowwise", "rowwise"), "block": ("1x128", "128x128")}
+RECIPES: Any = torch.nn.functional.ScalingType  # type: ignore[attr-defined]
+RECIPES_OF = {
+    "rowwise": (RECIPES.RowWise, RECIPES.RowWise),
+    "block": (RECIPES.BlockWise1x128, RECIPES.BlockWise128x128),
+}
 # What a call is asked for: the format of its operands, variant, fast_accumulation.
 KERNELS = [
     ("rowwise", "basic", False),
@@ -153,6 +158,22 @@ def test_layouts_and_repeats(kernel: tuple[str, str, bool], device: str) -> None
         assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize(("format", "out_dtype"), [("rowwise", torch.float32), ("block", torch.bfloat16)], ids=str)
+def test_bias(format: str, out_dtype: torch.dtype, device: str) -> None:
+    """Added in float32, to rows in groups alone; of another dtype than the result, and of any strides."""
+    A, B, group_offsets = operands([20, 0, 75], 48, 160, format, device, outside=5)
+    recipes = RECIPES_OF[format]
+    scales = (A.scales[:, 0], B.scales[:, 0]) if format == "rowwise" else (A.scales, B.scales)
+    call: Any = (A.data, B.data, scales[0], recipes[0], scales[1], recipes[1])
+    bias = torch.randn(48, 3, device=device).half().T
+    if format == "block":
+        bias = bias[1:2].expand(3, 48)
+    out = scaled_grouped_mm(*call, bias=bias, offs=group_offsets[1:], output_dtype=out_dtype)
+    assert out.dtype == out_dtype
+    assert_scaled_grouped_gemm_close(out, A, B, group_offsets, bias)
+    assert not out[95:].any()
+
+
 @pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[3], KERNELS[5]], ids=str)
 @pytest.mark.parametrize(("M", "K", "N"), [(0, 32, 16), (8, 0, 16), (8, 32, 0)])
 def test_nothing_to_multiply(kernel: tuple[str, str, bool], M: int, K: int, N: int, device: str) -> None:
@@ -191,7 +212,6 @@ def test_kernels_called_directly(device: str) -> None:
         assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
 
 
-RECIPES: Any = torch.nn.functional.ScalingType  # type: ignore[attr-defined]
 FORMS = {  # of scaled_grouped_mm: the shapes of mat_a and mat_b, and whether there are offs
     "grouped rows": ((75, 160), (3, 160, 48), True),
     "grouped columns": ((3, 40, 160), (160, 75), True),
@@ -216,7 +236,7 @@ def test_scaled_grouped_mm(format: str, form: str, ends: list[int], device: str)
     scales = [A.scales[..., 0], B.scales[..., 0, :]] if rowwise else [A.scales, B.scales]
     if form == "grouped contraction":
         scales = [torch.cat([x, x / 2, x * 3]) for x in scales]
-    recipes = (RECIPES.RowWise,) * 2 if rowwise else (RECIPES.BlockWise1x128, RECIPES.BlockWise128x128)
+    recipes = RECIPES_OF[format]
     call: Any = (A.data, B.data, scales[0], recipes[0], scales[1], recipes[1])
     plain = reference.scaled_grouped_mm(*call, offs=offs)
     exact = reference.scaled_grouped_mm(*call, offs=offs, output_dtype=torch.float32).double()
@@ -235,6 +255,58 @@ def test_graphs_replay_with_other_offsets(kernel: tuple[str, str, bool]) -> None
         group_offsets.copy_(torch.tensor(values))
         graph.replay()
         assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [form for form, (_, _, has_offs) in FORMS.items() if has_offs])
+def test_graphs_of_scaled_grouped_mm_replay_with_other_offsets(form: str) -> None:
+    shape_a, shape_b, _ = FORMS[form]
+    A, B = quantize(torch.randn(shape_a, device="cuda"), "rowwise"), quantize(torch.randn(shape_b).mT.cuda(), "rowwise")
+    scales = A.scales[..., 0], B.scales[..., 0]
+    if form == "grouped contraction":
+        scales = torch.cat([scales[0]] * 3), torch.cat([scales[1]] * 3)
+    offs = torch.tensor([20, 20, 70], dtype=torch.int32, device="cuda")
+    call: Any = (A.data, B.data.mT, scales[0], RECIPES.RowWise, scales[1], RECIPES.RowWise)
+    scaled_grouped_mm(*call, offs=offs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = scaled_grouped_mm(*call, offs=offs)
+    for ends in ([0, 0, 75], [60, -5, 90], [20, 30, 40]):
+        offs.copy_(torch.tensor(ends))
+        graph.replay()
+        assert torch.equal(out, scaled_grouped_mm(*call, offs=offs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [KERNELS[i] for i in (0, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("M", "N", "K", "G"),
+    [
+        (256, 4096, 1024, 520),  # B of 2.2e9 elements
+        (256, 4095, 1027, 520),  # the same without TMA
+        (600_000, 4096, 64, 4),  # out of 2.5e9 elements
+        (2_200_000, 32, 1024, 4),  # A of 2.3e9 elements
+        (2_200_000, 32, 1027, 4),
+    ],
+)
+def test_more_than_2_to_the_31_elements(
+    kernel: tuple[str, str, bool], M: int, N: int, K: int, G: int, device: str
+) -> None:
+    """The last rows, and one in the middle."""
+    torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
+    left, right = FORMATS[kernel[0]]
+    A = quantize(torch.empty(M, K, dtype=torch.bfloat16, device=device).normal_(), left)
+    B = quantize(torch.empty(G, N, K, dtype=torch.bfloat16, device=device).normal_(std=K**-0.5), right).mT
+    sizes = torch.full((G,), M // G if M > G else 0, device=device)
+    sizes[-1] += M - sizes.sum()
+    group_offsets = group_offsets_from_sizes(sizes)
+    out = product(kernel, A, B, group_offsets)
+    middle = int((group_offsets <= M // 2).sum()) - 1
+    for start, end, g in ((M - 128, M, G - 1), (M // 2, M // 2 + 1, middle)):
+        rows = A._replace(data=A.data[start:end], scales=A.scales[start:end])
+        weight = B._replace(data=B.data[g : g + 1], scales=B.scales[g : g + 1])
+        one_group = torch.tensor([0, end - start], device=device)
+        assert_scaled_grouped_gemm_close(out[start:end], rows, weight, one_group)
 
 
 @pytest.mark.parametrize("variant", ["basic", "persistent"])

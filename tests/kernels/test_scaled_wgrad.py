@@ -160,6 +160,32 @@ def test_more_groups_than_a_program_looks_at(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
+    ("M", "T", "P", "Q", "G"),
+    [
+        (600, 600, 4096, 2048, 270),  # the result has 2.3e9 elements
+        (600, 600, 4099, 2047, 270),
+        (600_000, 600_000, 4096, 64, 4),  # X has 2.5e9 elements
+        (600_000, 600_000, 4095, 64, 4),
+        (600_000, 1000, 4096, 64, 4),  # of few tokens
+    ],
+)
+def test_more_than_2_to_the_31_elements(M: int, T: int, P: int, Q: int, G: int, device: str) -> None:
+    """The last group's product, and the last columns of the one before it."""
+    torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
+    X = torch.empty(T, P, device=device, dtype=torch.bfloat16).normal_()
+    Y = torch.empty(M, Q, device=device, dtype=torch.bfloat16).normal_()
+    tokens = torch.arange(M, dtype=torch.int32, device=device) % T
+    group_offsets = torch.zeros(G + 1, dtype=torch.int32, device=device)
+    group_offsets[-2], group_offsets[-1] = M - 300, M
+    out = quantized_wgrad(X, Y, group_offsets, tokens if T < M else None, None, False, torch.bfloat16)
+    for g, start, end, columns in ((G - 1, M - 300, M, slice(None)), (G - 2, 0, M - 300, slice(-16, None))):
+        rows = X[:, columns][tokens[start:end].long()]
+        assert_right(out[g : g + 1, columns], rows, Y[start:end], offsets_of([0, end - start], device), None, None)
+    assert not out[0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
     ("P", "Q", "G", "M"), [(4096, 2048, 32, 20_000), (2880, 5760, 8, 9000), (2048, 768, 128, 65_536)]
 )
 def test_sizes_of_models(P: int, Q: int, G: int, M: int, device: str) -> None:
