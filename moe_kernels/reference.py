@@ -631,36 +631,30 @@ def quantized_grouped_gemm(
     return grouped_linear(dequantize(a), dequantize(b), group_offsets, bias, out_dtype)
 
 
-def quantize_columns(x: Tensor, group_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise `x [M, C]` to e4m3 along its rows: data `[M, C]`, zeros outside all groups, and scales `[G, C]`.
-
-    Each group's columns are rows of `quantize(..., "rowwise")`; those of an empty group are zeros.
-    """
-    offsets = clamp_offsets(group_offsets, len(x)).tolist()
-    data, scales = torch.zeros_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(offsets) - 1, x.shape[1]).float()
-    for g, (start, end) in enumerate(pairwise(offsets)):
-        columns = quantize(x[start:end].T, "rowwise")
-        data[start:end], scales[g] = columns.data.T, columns.scales[:, 0]
-    return data, scales
-
-
 def quantized_wgrad(
-    X: Tensor,  # [M, P], or tokens [T, P] with x_rows
-    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_rows
+    X: Tensor,  # [M, P], or tokens [T, P] with x_slots
+    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_slots
     group_offsets: Tensor,  # [G + 1]
-    x_rows: Tensor | None,  # [M], the rows' tokens
-    y_rows: Tensor | None,  # [M]
+    x_slots: Tensor | None,  # [M], the rows' slots
+    y_slots: Tensor | None,  # [M]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [G, P, Q]
-    """`grouped_gemm_wgrad` of the float32 values that `quantize_columns` makes of both operands, rounded once."""
+    """`grouped_gemm_wgrad` of the float32 values of each group's rows, quantised along these, rounded once.
+
+    Transposed, the rows of X are quantised in "1x128", and those of Y in "128x128".
+    """
+    x, y = (
+        rows if slots is None else rows[slots.long() // max(len(slots) // max(len(rows), 1), 1)]
+        for rows, slots in ((X, x_slots), (Y, y_slots))
+    )
+    offsets = clamp_offsets(group_offsets, len(x))
     values = []
-    for x, rows in ((X, x_rows), (Y, y_rows)):
-        data, scales = quantize_columns(x if rows is None else x[rows.long()], group_offsets)
-        offsets = clamp_offsets(group_offsets, len(data))
-        first, last = offsets[[0, -1]].tolist()
-        of_rows = scales.repeat_interleave(group_sizes(offsets), dim=0)
-        values.append(data.float() * F.pad(of_rows, (0, 0, first, len(data) - last)))
-    return grouped_gemm_wgrad(values[0], values[1], group_offsets, out_dtype=out_dtype)
+    for rows, format in ((x, "1x128"), (y, "128x128")):
+        made = torch.zeros_like(rows, dtype=torch.float32, memory_format=torch.contiguous_format)
+        for start, end in pairwise(offsets.tolist()):
+            made[start:end] = dequantize(quantize(rows[start:end].T, format)).T
+        values.append(made)
+    return grouped_gemm_wgrad(values[0], values[1], offsets, out_dtype=out_dtype)
 
 
 def quantized_moe_mlp(

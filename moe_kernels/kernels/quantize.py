@@ -41,7 +41,8 @@ def largest_of_columns(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("tl.max({0}, 0)", args=(magnitude(tile),), output_like=like)
 
 
-def _largest(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def largest_of(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same of a whole tile; `like` [] int32."""
     return hl.inline_triton("tl.max({0})", args=(magnitude(tile),), output_like=like)
 
 
@@ -151,7 +152,7 @@ def quantize_squares(
         R, g = _rows(programs, odd_R, zero), tile_g.id + zero
         rows = tile_r.index
         tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
-        scale = scale_of(_largest(tile, zero), largest, power_of_two)
+        scale = scale_of(largest_of(tile, zero), largest, power_of_two)
         y = scaled(tile, inverse(scale))
         hl.store(data, [g, tile_r, tile_k], y.to(data.dtype), extra_mask=(rows < R)[:, None])
         hl.store(scales, [g * of_group + tile_r.id * parts + tile_k.id], scale)

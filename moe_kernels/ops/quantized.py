@@ -39,8 +39,8 @@ QUANTIZED_GROUPED_GEMM = Operator(
 QUANTIZED_WGRAD = Operator(
     "quantized_wgrad",
     planner="moe_kernels.kernels.scaled_wgrad",
-    inputs=("X", "Y", "group_offsets", "x_rows", "y_rows"),
-    rows=("X", "Y", "x_rows", "y_rows"),
+    inputs=("X", "Y", "group_offsets", "x_slots", "y_slots"),
+    rows=("X", "Y", "x_slots", "y_slots"),
     counts=_counts_of_wgrad,
 )
 
@@ -76,20 +76,22 @@ def _quantized_grouped_gemm_fake(
 
 
 def _quantized_wgrad(
-    X: Tensor,  # [M, P], or tokens [T, P] with x_rows
-    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_rows
+    X: Tensor,  # [M, P], or tokens [T, P] with x_slots
+    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_slots
     group_offsets: Tensor,  # [G + 1]
-    x_rows: Tensor | None,  # [M] int32, the rows' tokens
-    y_rows: Tensor | None,  # [M] int32
+    x_slots: Tensor | None,  # [M] int32, the rows' slots
+    y_slots: Tensor | None,  # [M] int32
     transposed: bool,  # the result lies in memory as [G, Q, P]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [G, P, Q]
     if transposed:
-        return _quantized_wgrad(Y, X, group_offsets, y_rows, x_rows, False, out_dtype).mT
+        return _quantized_wgrad(Y, X, group_offsets, y_slots, x_slots, False, out_dtype).mT
     if not use_kernels(X, Y):
-        return reference.quantized_wgrad(X, Y, group_offsets, x_rows, y_rows, out_dtype)
-    check_rows("X", (X if x_rows is None else x_rows).size(0))
-    out: Tensor = cache.call(QUANTIZED_WGRAD, (X, Y, group_offsets, x_rows, y_rows), (out_dtype,))
+        return reference.quantized_wgrad(X, Y, group_offsets, x_slots, y_slots, out_dtype)
+    M = (X if x_slots is None else x_slots).size(0)
+    check_rows("X", M)
+    top_k = M // max(min(X.size(0), Y.size(0)), 1)
+    out: Tensor = cache.call(QUANTIZED_WGRAD, (X, Y, group_offsets, x_slots, y_slots), (out_dtype, top_k))
     return out
 
 
@@ -97,8 +99,8 @@ def _quantized_wgrad_fake(
     X: Tensor,
     Y: Tensor,
     group_offsets: Tensor,
-    x_rows: Tensor | None,
-    y_rows: Tensor | None,
+    x_slots: Tensor | None,
+    y_slots: Tensor | None,
     transposed: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -129,7 +131,7 @@ quantized_grouped_gemm = define(
     _no_second_order,
 )
 quantized_wgrad = define(
-    "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_rows, Tensor? y_rows, bool transposed,"
+    "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_slots, Tensor? y_slots, bool transposed,"
     " ScalarType out_dtype) -> Tensor",
     _quantized_wgrad,
     _quantized_wgrad_fake,

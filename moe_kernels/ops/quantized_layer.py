@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_kernels import reference
@@ -107,16 +106,13 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[
         d_sorted = quantized_grouped_gemm(d_preact, w_in.mT, group_offsets, None, None, rowwise, hidden.dtype)
         result[0] = combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
-    row_to_token: Any = None
-    if ctx.fp8_wgrad and (need[5] or need[6]):
-        row_to_token = torch.div(row_to_slot, top_k, rounding_mode="floor")
     if need[5] and not ctx.fp8_wgrad:
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         result[5] = weight_gradient(rows, d_preact, group_offsets, w_in)
         del rows
     elif need[5]:
         order = lies_transposed(w_in)
-        result[5] = quantized_wgrad(hidden, d_preact, group_offsets, row_to_token, None, order, w_in.dtype)
+        result[5] = quantized_wgrad(hidden, d_preact, group_offsets, row_to_slot, None, order, w_in.dtype)
     if need[7] and b_in is not None:
         result[7] = bias_gradient(d_preact, group_offsets, b_in.dtype)
     del d_preact
@@ -129,7 +125,7 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[
         result[6] = weight_gradient(weighted, d_rows, group_offsets, w_out)
     elif need[6]:
         order = lies_transposed(w_out)
-        result[6] = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_token, order, w_out.dtype)
+        result[6] = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_slot, order, w_out.dtype)
     if need[8] and b_out is not None:
         result[8] = down_bias_gradient(d_out, d_rows, topk_weights, b_out, *routing)
     if need[1]:
