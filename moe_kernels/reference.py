@@ -616,18 +616,23 @@ def scaled_moe_mlp(
 
 def quantized_grouped_gemm(
     A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
-    B: Tensor,  # [G, K, N]
+    B: Tensor,  # [G, K, N], in fp8 if it has scales
+    scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)]
     group_offsets: Tensor,  # [G + 1]
     slot_to_row: Tensor | None,  # [M]
     bias: Tensor | None,  # [G, N]
     rowwise: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [M, N]
-    """`scaled_grouped_gemm` of operands that are quantised along K, in "rowwise" or in "1x128" and "128x128"."""
+    """`scaled_grouped_gemm` of operands that are quantised along K, in "rowwise" or in "1x128" and "128x128".
+
+    B is quantised already if it has scales.
+    """
     formats = ("rowwise", "rowwise") if rowwise else ("1x128", "128x128")
     if slot_to_row is not None:
         A = scatter_rows(A, None, slot_to_row, group_offsets, len(slot_to_row) // max(len(A), 1), A.dtype)
-    a, b = quantize(A, formats[0]), quantize(B.mT, formats[1]).mT
+    a = quantize(A, formats[0])
+    b = quantize(B.mT, formats[1]).mT if scales_B is None else ScaledTensor(B, scales_B, formats[1])
     return grouped_linear(dequantize(a), dequantize(b), group_offsets, bias, out_dtype)
 
 
@@ -667,14 +672,29 @@ def quantized_moe_mlp(
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_out: Tensor | None,  # [E, H]
     rowwise: bool,
+    save: bool,
     spec: GLUSpec,
-) -> tuple[Tensor, Tensor]:  # [T, H], and the preactivation [R, 2I] or [R, I]
-    """`scaled_moe_mlp` of weights that are quantised first; see `moe_kernels.moe_mlp` with `compute`."""
+) -> tuple[Tensor, ...]:
+    """`scaled_moe_mlp` of weights that are quantised first; see `moe_kernels.moe_mlp` with `compute`.
+
+    Returns:
+        The result `[T, H]`, the preactivation `[R, 2I]` or `[R, I]`, and unless `rowwise` the weights in fp8, in their
+        shapes and contiguous, each with its scales, those of the transposed weights. All but the first is empty
+        unless `save`.
+    """
     dtype, top_k = hidden.dtype, topk_weights.shape[1]
-    preact = quantized_grouped_gemm(hidden, w_in, group_offsets, slot_to_row, b_in, rowwise, dtype)
+    preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, rowwise, dtype)
     act = activate(preact.float(), None, spec)
-    rows = quantized_grouped_gemm(act, w_out, group_offsets, None, b_out, rowwise, dtype)
-    return combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, dtype), preact
+    rows = quantized_grouped_gemm(act, w_out, None, group_offsets, None, b_out, rowwise, dtype)
+    out = combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
+    saved = [preact if save else preact.new_empty(0)]
+    for w in (w_in, w_out):
+        if save and not rowwise:
+            data, scales, _ = quantize(w.mT, "128x128")
+            saved += data.mT.contiguous(), scales
+        else:
+            saved += w.new_empty(0, dtype=torch.float8_e4m3fn), w.new_empty(0, dtype=torch.float32)
+    return out, *saved
 
 
 def _accumulation_dtype(*operands: Tensor) -> torch.dtype:

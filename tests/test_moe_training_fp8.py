@@ -53,7 +53,7 @@ def by_hand(
         return dequantize(quantize(x, format), torch.float64)
 
     def wgrad(x: Tensor, y: Tensor) -> Tensor:
-        return q(x.T, "rowwise") @ q(y.T, "rowwise").T if fp8_wgrad else x.T @ y
+        return q(x.T, "1x128") @ q(y.T, "128x128").T if fp8_wgrad else x.T @ y
 
     given = {name: x.double() if x.is_floating_point() else x for name, x in arguments.items()}
     hidden, ids, topk_weights, w_in, w_out = (
@@ -189,7 +189,7 @@ def test_operators_of_the_gradient() -> None:
     for transposed in (False, True):
         given: tuple[Any, ...] = (x, y, offsets, rows, None, transposed, torch.bfloat16)
         opcheck(torch.ops.moe_kernels.quantized_wgrad.default, given, test_utils=checks)
-    given = (x[: T // 2], w, offsets, rows, None, True, torch.float32)
+    given = (x[: T // 2], w, None, offsets, rows, None, True, torch.float32)
     opcheck(torch.ops.moe_kernels.quantized_grouped_gemm.default, given, test_utils=checks)
 
 

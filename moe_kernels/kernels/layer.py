@@ -95,21 +95,31 @@ def plan_scaled_moe_mlp(
 def plan_quantized_moe_mlp(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
-    """Plan the result `[T, H]` and the preactivation, from weights `[E, H, 2I]` and `[E, I, H]` that are quantised."""
+    """Plan the result `[T, H]` and what `reference.quantized_moe_mlp` saves for the gradient, empty unless `save`."""
     hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, *biases = tensors
-    rowwise, save_preact, spec = options
-    assert w_in is not None and w_out is not None
-    weights = _scaled_weight(builder, w_in, rowwise), _scaled_weight(builder, w_out, rowwise)
+    rowwise, save, spec = options
+    weights: list[Any] = []
+    saved: list[SymbolicTensor] = []
+    for w in (w_in, w_out):
+        assert w is not None
+        other_order = builder.alloc(w.shape, _E4M3) if save and not rowwise else None
+        data, scales = _scaled_weight(builder, w, rowwise, other_order)
+        weights.append((data, scales))
+        empty = builder.alloc((0,), _E4M3), builder.alloc((0,), torch.float32)
+        saved += empty if other_order is None else (other_order, scales)
     routed = hidden, topk_weights, group_offsets, slot_to_row
     out, preact = _scaled_layer(builder, *routed, weights, biases, rowwise, spec)
-    return out, preact if save_preact else builder.alloc((0,), preact.dtype)
+    return out, preact if save else builder.alloc((0,), preact.dtype), *saved
 
 
 def plan_quantized_grouped_gemm(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, torch.dtype, int]
 ) -> SymbolicTensor:
-    """Plan the product of A `[M, K]`, or tokens `[T, K]` with slot_to_row, and B `[G, K, N]`, quantised here."""
-    A, B, group_offsets, slot_to_row, bias = tensors
+    """Plan the product of A `[M, K]`, or tokens `[T, K]` with slot_to_row, and B `[G, K, N]`, quantised here.
+
+    B is quantised already if it has scales.
+    """
+    A, B, scales_B, group_offsets, slot_to_row, bias = tensors
     rowwise, dtype, top_k = options
     assert A is not None and B is not None and group_offsets is not None
     format = _format(rowwise)
@@ -121,7 +131,8 @@ def plan_quantized_grouped_gemm(
         data, scales = plan_quantize(builder, (A,), (format, _E4M3, False))
         scales = scales if rowwise else scales.as_strided((M, -(-A.size(1) // BLOCK)), (1, M), 0)
     out = builder.alloc((M, B.size(2)), dtype)
-    scaled_gemm.multiply(builder, data, scales, *_scaled_weight(builder, B, rowwise), group_offsets, bias, out)
+    weight = _scaled_weight(builder, B, rowwise) if scales_B is None else (B.mT, scales_B.mT)
+    scaled_gemm.multiply(builder, data, scales, *weight, group_offsets, bias, out)
     return out
 
 
@@ -130,9 +141,11 @@ def _format(rowwise: bool) -> str:
     return "rowwise" if rowwise else "1x128"
 
 
-def _scaled_weight(builder: Builder, B: SymbolicTensor, rowwise: bool) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """The data `[G, N, K]` and scales of B `[G, K, N]`."""
-    return plan_quantize(builder, (B.mT,), ("rowwise" if rowwise else "128x128", _E4M3, False))
+def _scaled_weight(
+    builder: Builder, B: SymbolicTensor, rowwise: bool, other_order: _Optional = None
+) -> tuple[SymbolicTensor, SymbolicTensor]:
+    """The data `[G, N, K]` and scales of B `[G, K, N]`; see `plan_quantize` for `other_order [G, K, N]`."""
+    return plan_quantize(builder, (B.mT,), ("rowwise" if rowwise else "128x128", _E4M3, False), other_order)
 
 
 def _scaled_layer(

@@ -70,6 +70,17 @@ def quantize_columns(
     return data
 
 
+def _computed_here(x: torch.Tensor, inline_ptx: bool) -> torch.Tensor:
+    """`x`, of which nothing is computed in front of a loop, and kept in registers during it."""
+    if not inline_ptx:
+        return x
+    return hl.inline_triton(
+        """tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [{0}], dtype=tl.int32, is_pure=False, pack=1)""",
+        args=(x,),
+        output_like=x,
+    )
+
+
 @kernel(lambda X, Y, scales_X, scales_Y, offsets, out, *_: rules.product(out.size(2), out.size(0), tma=False))
 def scaled_wgrad(
     X: torch.Tensor,  # [slots, P up to a multiple of 128, 128] fp8
@@ -120,7 +131,9 @@ def scaled_wgrad(
             next_y = scales_Y[following, q_block]
             acc_upper = scaled_sum(product_of(x_upper, y, acc_upper), scale_upper, acc_upper, inline_ptx)
             acc_lower = scaled_sum(product_of(x_lower, y, acc_lower), scale_lower, acc_lower, inline_ptx)
-        group = g.to(torch.int64)
+        group = _computed_here(g, inline_ptx).to(torch.int64)
+        upper = _computed_here(p0, inline_ptx) + hl.arange(half)
+        lower = upper + half
         hl.store(out, [group, upper, tile_q], acc_upper.to(out.dtype), extra_mask=(upper < P)[:, None])
         hl.store(out, [group, lower, tile_q], acc_lower.to(out.dtype), extra_mask=(lower < P)[:, None])
     return out
@@ -161,6 +174,7 @@ def multiply(
 ) -> None:
     """Write the product of what `quantize_columns` made."""
     group_offsets, width = searchable(builder, group_offsets, M)
+    width = max(width, 128) if width else 0  # ptxas spills a few bytes with 16
     constants = (M * 2 + 1, width, rules.HALF, builder.gpu.backend == "cuda")
     # Slots and groups are told apart in 64 bits.
     arguments = (x[0], y[0], x[1], y[1], group_offsets, replace(out, few_groups=True), *constants)

@@ -14,8 +14,8 @@ from moe_kernels.runtime.signature import Counts, Operator, Tensors
 
 
 def _counts(tensors: Tensors, options: Any) -> Counts:
-    """The first operand has the rows, or tokens if it has a map; group_offsets is the third input."""
-    first, _, group_offsets, rows, *_ = tensors
+    """The first operand has the rows, or tokens if it has a map."""
+    first, _, _, group_offsets, rows, *_ = tensors
     assert first is not None and group_offsets is not None
     others = () if rows is None else (rows.size(0),)
     return Counts(first.size(0), others, groups=group_offsets.size(0) - 1)
@@ -32,7 +32,7 @@ def _counts_of_wgrad(tensors: Tensors, _: Any) -> Counts:
 QUANTIZED_GROUPED_GEMM = Operator(
     "quantized_grouped_gemm",
     planner="moe_kernels.kernels.layer",
-    inputs=("A", "B", "group_offsets", "slot_to_row", "bias"),
+    inputs=("A", "B", "scales_B", "group_offsets", "slot_to_row", "bias"),
     rows=("A", "slot_to_row"),
     counts=_counts,
 )
@@ -47,7 +47,8 @@ QUANTIZED_WGRAD = Operator(
 
 def _quantized_grouped_gemm(
     A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
-    B: Tensor,  # [G, K, N]
+    B: Tensor,  # [G, K, N], in fp8 if it has scales
+    scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)]
     group_offsets: Tensor,  # [G + 1]
     slot_to_row: Tensor | None,  # [M]
     bias: Tensor | None,  # [G, N]
@@ -56,9 +57,9 @@ def _quantized_grouped_gemm(
 ) -> Tensor:  # [M, N]
     M = (A if slot_to_row is None else slot_to_row).size(0)
     if not use_kernels(A) or 0 in (M, *A.shape, *B.shape):
-        return reference.quantized_grouped_gemm(A, B, group_offsets, slot_to_row, bias, rowwise, out_dtype)
+        return reference.quantized_grouped_gemm(A, B, scales_B, group_offsets, slot_to_row, bias, rowwise, out_dtype)
     check_rows("A", M)
-    tensors, top_k = (A, B, group_offsets, slot_to_row, bias), M // A.size(0)
+    tensors, top_k = (A, B, scales_B, group_offsets, slot_to_row, bias), M // A.size(0)
     out: Tensor = cache.call(QUANTIZED_GROUPED_GEMM, tensors, (rowwise, out_dtype, top_k))
     return out
 
@@ -66,6 +67,7 @@ def _quantized_grouped_gemm(
 def _quantized_grouped_gemm_fake(
     A: Tensor,
     B: Tensor,
+    scales_B: Tensor | None,
     group_offsets: Tensor,
     slot_to_row: Tensor | None,
     bias: Tensor | None,
@@ -123,8 +125,8 @@ def _no_second_order(*_: Any) -> NoReturn:
 
 
 quantized_grouped_gemm = define(
-    "quantized_grouped_gemm(Tensor A, Tensor B, Tensor group_offsets, Tensor? slot_to_row, Tensor? bias, bool rowwise,"
-    " ScalarType out_dtype) -> Tensor",
+    "quantized_grouped_gemm(Tensor A, Tensor B, Tensor? scales_B, Tensor group_offsets, Tensor? slot_to_row,"
+    " Tensor? bias, bool rowwise, ScalarType out_dtype) -> Tensor",
     _quantized_grouped_gemm,
     _quantized_grouped_gemm_fake,
     _setup,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_kernels import reference
@@ -16,7 +17,9 @@ from moe_kernels.ops.quantized import quantized_grouped_gemm, quantized_wgrad
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
+from moe_kernels.scaled import BLOCK
 
+_E4M3 = torch.float8_e4m3fn
 QUANTIZED_MOE_MLP = Operator(
     "quantized_moe_mlp",
     planner="moe_kernels.kernels.layer",
@@ -38,17 +41,17 @@ def _quantized_moe_mlp(
     b_out: Tensor | None,  # [E, H]
     rowwise: bool,
     fp8_wgrad: bool,
-    save_preact: bool,
+    save: bool,
     *spec: Any,
-) -> tuple[Tensor, Tensor]:
-    """The layer's result `[T, H]`, and if `save_preact` the rows' preact; else an empty tensor."""
+) -> tuple[Tensor, ...]:
+    """As `reference.quantized_moe_mlp`, with what is in fp8 as uint8, which has no gradients and can be added up."""
     tensors = (hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, b_in, b_out)
     if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_in.shape, *w_out.shape):
-        out, preact = reference.quantized_moe_mlp(*tensors, rowwise, GLUSpec(*spec))
-        return out, preact if save_preact else preact.new_empty(0)
-    check_rows("topk_ids", slot_to_row.size(0))
-    made: tuple[Tensor, Tensor] = cache.call(QUANTIZED_MOE_MLP, tensors, (rowwise, save_preact, GLUSpec(*spec)))
-    return made
+        made = reference.quantized_moe_mlp(*tensors, rowwise, save, GLUSpec(*spec))
+    else:
+        check_rows("topk_ids", slot_to_row.size(0))
+        made = cache.call(QUANTIZED_MOE_MLP, tensors, (rowwise, save, GLUSpec(*spec)))
+    return tuple([x.view(torch.uint8) if x.dtype == _E4M3 else x for x in made])
 
 
 def _quantized_moe_mlp_fake(
@@ -63,36 +66,48 @@ def _quantized_moe_mlp_fake(
     b_out: Tensor | None,
     rowwise: bool,
     fp8_wgrad: bool,
-    save_preact: bool,
+    save: bool,
     *_: Any,
-) -> tuple[Tensor, Tensor]:
-    preact = hidden.new_empty((slot_to_row.size(0), w_in.size(2)) if save_preact else (0,))
-    return hidden.new_empty(hidden.shape), preact
+) -> tuple[Tensor, ...]:
+    saved = [hidden.new_empty((slot_to_row.size(0), w_in.size(2)) if save else (0,))]
+    for w in (w_in, w_out):
+        shape = (w.size(0), -(-w.size(2) // BLOCK), -(-w.size(1) // BLOCK))
+        kept = save and not rowwise
+        saved.append(w.new_empty(w.shape if kept else (0,), dtype=torch.uint8))
+        saved.append(w.new_empty(shape if kept else (0,), dtype=torch.float32))
+    return hidden.new_empty(hidden.shape), *saved
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.rowwise, ctx.fp8_wgrad, ctx.save_preact = inputs[:12]
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.rowwise, ctx.fp8_wgrad, ctx.save = inputs[:12]
     ctx.spec = inputs[12:]
-    ctx.save_for_backward(*tensors, output[1] if ctx.save_preact else None)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(*tensors, *(output[1:] if ctx.save else [None] * 5))
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Saves nothing in fp8: hidden states and weights are quantised again, along the dimensions contracted here.
+def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    """Hidden states, and "rowwise" weights, are quantised again, along the dimensions contracted here.
 
     As in the gradient of `moe_mlp`, act is made again from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
     """
-    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_out, b_in, b_out, preact = ctx.saved_tensors
+    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_out, b_in, b_out, *saved = ctx.saved_tensors
+    preact, *weights = saved
+    del saved
+    by_in, by_out = (w_in.mT, None), (w_out.mT, None)
+    if ctx.save and not ctx.rowwise:
+        data_in, scales_in, data_out, scales_out = weights
+        by_in, by_out = (data_in.view(_E4M3).mT, scales_in), (data_out.view(_E4M3).mT, scales_out)
     ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
     need, rowwise, top_k = ctx.needs_input_grad, ctx.rowwise, topk_weights.size(1)
     result: list[Tensor | None] = [None] * len(need)
-    if not ctx.save_preact:
-        preact = quantized_grouped_gemm(hidden, w_in, group_offsets, slot_to_row, b_in, rowwise, hidden.dtype)
+    if not ctx.save:
+        preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, rowwise, hidden.dtype)
         d_preact = None  # of an empty tensor
     weighted: Any = None
     d_topk_weights: Any = None
     if d_out is not None:
-        d_act = quantized_grouped_gemm(d_out, w_out.mT, group_offsets, slot_to_row, None, rowwise, preact.dtype)
+        d_act = quantized_grouped_gemm(d_out, *by_out, group_offsets, slot_to_row, None, rowwise, preact.dtype)
         d_preact_by_act, _, weighted, d_topk_weights = activate_backward(
             preact, None, d_act, topk_weights, row_to_slot, group_offsets, need[6], *ctx.spec
         )
@@ -103,7 +118,7 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[
         return tuple(result)
     routing = slot_to_row, group_offsets, top_k
     if need[0]:
-        d_sorted = quantized_grouped_gemm(d_preact, w_in.mT, group_offsets, None, None, rowwise, hidden.dtype)
+        d_sorted = quantized_grouped_gemm(d_preact, *by_in, group_offsets, None, None, rowwise, hidden.dtype)
         result[0] = combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
     if need[5] and not ctx.fp8_wgrad:
@@ -138,7 +153,8 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[
 quantized_moe_mlp = define(
     "quantized_moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot,"
     " Tensor slot_to_row, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, bool rowwise, bool fp8_wgrad,"
-    " bool save_preact, str activation, bool gated, bool interleaved, float alpha, float limit) -> (Tensor, Tensor)",
+    " bool save, str activation, bool gated, bool interleaved, float alpha, float limit)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantized_moe_mlp,
     _quantized_moe_mlp_fake,
     _setup,

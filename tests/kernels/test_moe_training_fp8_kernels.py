@@ -10,7 +10,7 @@ from torch import Tensor
 from training import COMPUTE, DIFFERENTIABLE, run
 
 from moe_kernels import moe_mlp, reference
-from moe_kernels.ops import quantized_grouped_gemm
+from moe_kernels.ops import quantized_grouped_gemm, quantized_moe_mlp
 from moe_kernels.testing import make_experts, make_tokens
 
 NAN = float("nan")
@@ -118,13 +118,29 @@ def test_no_tokens(device: str) -> None:
         assert made[name].shape == arguments[name].shape and not made[name].any(), name
 
 
+def test_weights_are_kept_in_the_other_order(device: str) -> None:
+    """Bit for bit, with their scales."""
+    arguments = make(T=10, top_k=2, **SIZES, device=device)
+    routing = reference.route(arguments["topk_ids"], arguments["topk_weights"], 3)
+    weights = arguments["w_gate_up"].mT, arguments["w_down"].mT
+    tensors = (arguments["hidden"], arguments["topk_weights"], *routing[:3], *weights, None, None)
+    spec = "silu", True, False, 1.0, 1.0
+    made = quantized_moe_mlp(*tensors, False, True, True, *spec)
+    for i, w in enumerate(weights):
+        data, scales, _ = reference.quantize(w.mT, "128x128")
+        kept, kept_scales = made[2 + 2 * i : 4 + 2 * i]
+        assert torch.equal(kept, data.mT.contiguous().view(torch.uint8))
+        assert torch.equal(kept_scales, scales)
+        assert kept.any()
+
+
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
 def test_products_of_any_offsets(rowwise: bool, device: str) -> None:
     """Of rows, with offsets that are not those of a routing: zeros outside all groups."""
     A, B = torch.randn(50, 136, device=device).half(), torch.randn(3, 40, 136, device=device).half().mT
     group_offsets = torch.tensor([-3, 20, 7, 44], dtype=torch.int32, device=device)
-    out = quantized_grouped_gemm(A, B, group_offsets, None, None, rowwise, torch.float16)
-    right = reference.quantized_grouped_gemm(A, B, group_offsets, None, None, rowwise, torch.float16)
+    out = quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, torch.float16)
+    right = reference.quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, torch.float16)
     assert (out - right).float().norm() < 2**-10 * right.float().norm()
     assert not out[44:].any()
 
