@@ -31,7 +31,7 @@ from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.ops.quantize import quantize
 from moe_kernels.ops.quantized import quantized_grouped_gemm, quantized_wgrad
-from moe_kernels.ops.quantized_layer import quantized_moe_mlp
+from moe_kernels.ops.quantized_layer import quantized_moe_mlp, quantized_moe_mlp_backward
 from moe_kernels.ops.scaled import scaled_grouped_gemm
 from moe_kernels.ops.scaled_layer import scaled_moe_mlp
 
@@ -47,6 +47,7 @@ __all__ = [
     "quantize",
     "quantized_grouped_gemm",
     "quantized_moe_mlp",
+    "quantized_moe_mlp_backward",
     "quantized_wgrad",
     "route",
     "scaled_grouped_gemm",

@@ -112,11 +112,11 @@ def _quantized_wgrad_fake(
     return X.new_empty((G, P, Q), dtype=out_dtype)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def nothing_saved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-def _no_second_order(*_: Any) -> NoReturn:
+def no_second_order(*_: Any) -> NoReturn:
     """The gradient of what makes gradients, and the tangent of both."""
     raise RuntimeError(
         "moe_mlp: with compute there are neither gradients of gradients nor forward-mode derivatives; "
@@ -129,14 +129,14 @@ quantized_grouped_gemm = define(
     " Tensor? bias, bool rowwise, ScalarType out_dtype) -> Tensor",
     _quantized_grouped_gemm,
     _quantized_grouped_gemm_fake,
-    _setup,
-    _no_second_order,
+    nothing_saved,
+    no_second_order,
 )
 quantized_wgrad = define(
     "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_slots, Tensor? y_slots, bool transposed,"
     " ScalarType out_dtype) -> Tensor",
     _quantized_wgrad,
     _quantized_wgrad_fake,
-    _setup,
-    _no_second_order,
+    nothing_saved,
+    no_second_order,
 )

@@ -91,6 +91,16 @@ def test_as_the_twins(compute: str, options: dict[str, Any], device: str, monkey
     assert not made["w_down"][2].any()
 
 
+@pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
+def test_gradients_at_once(activation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gate and up in halves of 128 columns, with more than 128 tokens of an expert, and scattered weights."""
+    arguments = make(T=150, top_k=2, H=136, I=128, E=3, dtype=torch.float16, device=device)
+    arguments["topk_weights"] = arguments["topk_weights"].T.contiguous().T
+    d_out = torch.randn(150, 136, device=device)
+    made = assert_as_twins(arguments, d_out, monkeypatch, compute="fp8_block", activation=activation, limit=0.7)
+    assert not made["w_down"][2].any()
+
+
 def test_nan_of_a_token_stays_there(device: str) -> None:
     """In results and gradients of tokens; in weights' gradients with its experts. All else has the same bits."""
     arguments = make(T=6, top_k=2, **SIZES, device=device)

@@ -48,7 +48,7 @@ def columns(x: Tensor, group_offsets: Tensor, row_to_slot: Tensor | None, square
         tokens, offsets, to_slot = inputs
         first = tokens if to_slot is None else to_slot
         table = tiles.plan_table(builder, offsets, first, BLOCK, zeros=False)
-        return scaled_wgrad._quantize(builder, tokens, to_slot, first.size(0), table, G, 2, squares)
+        return scaled_wgrad.quantize(builder, tokens, to_slot, first.size(0), table, G, 2, squares)
 
     globals()["plan_columns"] = draw
     names = ("x", "group_offsets", "row_to_slot")
