@@ -18,7 +18,7 @@ those in fp8:
 
 `scaled_grouped_gemm` is grouped_gemm of fp8 operands with scales, and `scaled_moe_mlp` a layer with fp8 weights; they
 have no gradients. `quantized_moe_mlp` is moe_mlp with products in fp8, of operands that are quantised on the way. Its
-gradient is made of `quantized_grouped_gemm` and `quantized_wgrad`, which have none.
+gradient is `quantized_moe_mlp_backward`, or made of `quantized_grouped_gemm` and `quantized_wgrad`; these have none.
 `moe_mlp_of_one_token` is the same for one token, by two kernels of its own, without a gradient. The second order of
 `activate` goes through plain PyTorch. The functions of these names here are what the rest of the package calls. In
 eager mode they bypass torch.library, which costs the host more than some kernels take, unless a profiler is to show

@@ -155,6 +155,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     """Hidden states, and "rowwise" weights, are quantised again, along the dimensions contracted here.
 
+    Most layers in "fp8_block" take `quantized_moe_mlp_backward`, in which d_preact and weighted act exist in fp8 only.
     As in the gradient of `moe_mlp`, act is made again from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_out, b_in, b_out, *saved = ctx.saved_tensors
