@@ -101,14 +101,15 @@ def test_gradients_at_once(activation: str, device: str, monkeypatch: pytest.Mon
     assert not made["w_down"][2].any()
 
 
-def test_nan_of_a_token_stays_there(device: str) -> None:
+@pytest.mark.parametrize(("compute", "I"), [("fp8_rowwise", 40), ("fp8_block", 128)])
+def test_nan_of_a_token_stays_there(compute: str, I: int, device: str) -> None:  # noqa: E741
     """In results and gradients of tokens; in weights' gradients with its experts. All else has the same bits."""
-    arguments = make(T=6, top_k=2, **SIZES, device=device)
+    arguments = make(T=6, top_k=2, **{**SIZES, "I": I}, device=device)
     arguments["topk_ids"][:] = torch.tensor([[0, 2], [0, 2], [0, 2], [1, 1], [-1, 3], [0, 2]])
     d_out = torch.randn(6, 136, device=device)
-    right = run(arguments, d_out, compute="fp8_rowwise")
+    right = run(arguments, d_out, compute=compute)
     arguments["hidden"][3:5, 7] = NAN
-    made = run(arguments, d_out, compute="fp8_rowwise")
+    made = run(arguments, d_out, compute=compute)
     others = [0, 1, 2, 4, 5]
     for name in ("out", "hidden", "topk_weights"):
         assert made[name][3].isnan().all(), name
