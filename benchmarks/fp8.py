@@ -122,15 +122,15 @@ def training_calls(case: Case, device: torch.device) -> dict[str, Call]:
     calls["step, fp8_block, bfloat16 wgrad"] = partial(step, {"compute": "fp8_block", "fp8_wgrad": False})
     routing = route(ids, topk_weights, case.G)
     offsets = routing.group_offsets
-    to_token = torch.div(routing.row_to_slot, case.top_k, rounding_mode="floor")
-    rows, d_rows = hidden[to_token.long()], d_out[to_token.long()]
+    slots = routing.row_to_slot
+    rows, d_rows = (x[slots.long() // case.top_k] for x in (hidden, d_out))
     bfloat16 = torch.bfloat16
     calls["wgrad of gate and up, bfloat16"] = lambda: grouped_gemm_wgrad(d_preact, rows, offsets)
     calls["wgrad of gate and up, fp8"] = lambda: (
-        ops.quantized_wgrad(hidden, d_preact, offsets, to_token, None, True, bfloat16).mT
+        ops.quantized_wgrad(hidden, d_preact, offsets, slots, None, True, bfloat16).mT
     )
     calls["wgrad of down, bfloat16"] = lambda: grouped_gemm_wgrad(d_rows, act, offsets)
-    calls["wgrad of down, fp8"] = lambda: ops.quantized_wgrad(act, d_out, offsets, None, to_token, True, bfloat16).mT
+    calls["wgrad of down, fp8"] = lambda: ops.quantized_wgrad(act, d_out, offsets, None, slots, True, bfloat16).mT
     return calls
 
 

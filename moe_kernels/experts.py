@@ -105,9 +105,10 @@ def moe_mlp(
 
     With `compute`, weights in other dtypes are quantised in every call, too, and so are the operands of the products
     in the backward pass, all of them to e4m3 with scales of their own: "fp8_rowwise" has "rowwise" operands,
-    "fp8_block" has "128x128" weights and "1x128" rows. The operands of the weights' gradients have a scale for each
-    column of a group. What the products return has the dtype of the hidden states, and each gradient that of its
-    argument. Such a layer has neither `w_up` nor `transposed`, and its gradients cannot be differentiated.
+    "fp8_block" has "128x128" weights and "1x128" rows. Weights' gradients, whose operands are transposed, have "1x128"
+    by "128x128" in both. "fp8_block" keeps a copy of the weights in fp8 for the backward pass. What the products return
+    has the dtype of the hidden states, and each gradient that of its argument. Such a layer has neither `w_up` nor
+    `transposed`, and its gradients cannot be differentiated.
     In float16 act times a token's weight may overflow before it is quantised; bfloat16 and float32 do not.
 
     Args:

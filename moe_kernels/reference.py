@@ -616,51 +616,50 @@ def scaled_moe_mlp(
 
 def quantized_grouped_gemm(
     A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
-    B: Tensor,  # [G, K, N]
+    B: Tensor,  # [G, K, N], in fp8 if it has scales
+    scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)]
     group_offsets: Tensor,  # [G + 1]
     slot_to_row: Tensor | None,  # [M]
     bias: Tensor | None,  # [G, N]
     rowwise: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [M, N]
-    """`scaled_grouped_gemm` of operands that are quantised along K, in "rowwise" or in "1x128" and "128x128"."""
+    """`scaled_grouped_gemm` of operands that are quantised along K, in "rowwise" or in "1x128" and "128x128".
+
+    B is quantised already if it has scales.
+    """
     formats = ("rowwise", "rowwise") if rowwise else ("1x128", "128x128")
     if slot_to_row is not None:
         A = scatter_rows(A, None, slot_to_row, group_offsets, len(slot_to_row) // max(len(A), 1), A.dtype)
-    a, b = quantize(A, formats[0]), quantize(B.mT, formats[1]).mT
+    a = quantize(A, formats[0])
+    b = quantize(B.mT, formats[1]).mT if scales_B is None else ScaledTensor(B, scales_B, formats[1])
     return grouped_linear(dequantize(a), dequantize(b), group_offsets, bias, out_dtype)
 
 
-def quantize_columns(x: Tensor, group_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise `x [M, C]` to e4m3 along its rows: data `[M, C]`, zeros outside all groups, and scales `[G, C]`.
-
-    Each group's columns are rows of `quantize(..., "rowwise")`; those of an empty group are zeros.
-    """
-    offsets = clamp_offsets(group_offsets, len(x)).tolist()
-    data, scales = torch.zeros_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(offsets) - 1, x.shape[1]).float()
-    for g, (start, end) in enumerate(pairwise(offsets)):
-        columns = quantize(x[start:end].T, "rowwise")
-        data[start:end], scales[g] = columns.data.T, columns.scales[:, 0]
-    return data, scales
-
-
 def quantized_wgrad(
-    X: Tensor,  # [M, P], or tokens [T, P] with x_rows
-    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_rows
+    X: Tensor,  # [M, P], or tokens [T, P] with x_slots
+    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_slots
     group_offsets: Tensor,  # [G + 1]
-    x_rows: Tensor | None,  # [M], the rows' tokens
-    y_rows: Tensor | None,  # [M]
+    x_slots: Tensor | None,  # [M], the rows' slots
+    y_slots: Tensor | None,  # [M]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [G, P, Q]
-    """`grouped_gemm_wgrad` of the float32 values that `quantize_columns` makes of both operands, rounded once."""
+    """`grouped_gemm_wgrad` of the float32 values of each group's rows, quantised along these, rounded once.
+
+    Transposed, the rows of X are quantised in "1x128", and those of Y in "128x128".
+    """
+    x, y = (
+        rows if slots is None else rows[slots.long() // max(len(slots) // max(len(rows), 1), 1)]
+        for rows, slots in ((X, x_slots), (Y, y_slots))
+    )
+    offsets = clamp_offsets(group_offsets, len(x))
     values = []
-    for x, rows in ((X, x_rows), (Y, y_rows)):
-        data, scales = quantize_columns(x if rows is None else x[rows.long()], group_offsets)
-        offsets = clamp_offsets(group_offsets, len(data))
-        first, last = offsets[[0, -1]].tolist()
-        of_rows = scales.repeat_interleave(group_sizes(offsets), dim=0)
-        values.append(data.float() * F.pad(of_rows, (0, 0, first, len(data) - last)))
-    return grouped_gemm_wgrad(values[0], values[1], group_offsets, out_dtype=out_dtype)
+    for rows, format in ((x, "1x128"), (y, "128x128")):
+        made = torch.zeros_like(rows, dtype=torch.float32, memory_format=torch.contiguous_format)
+        for start, end in pairwise(offsets.tolist()):
+            made[start:end] = dequantize(quantize(rows[start:end].T, format)).T
+        values.append(made)
+    return grouped_gemm_wgrad(values[0], values[1], offsets, out_dtype=out_dtype)
 
 
 def quantized_moe_mlp(
@@ -673,14 +672,62 @@ def quantized_moe_mlp(
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_out: Tensor | None,  # [E, H]
     rowwise: bool,
+    save: bool,
     spec: GLUSpec,
-) -> tuple[Tensor, Tensor]:  # [T, H], and the preactivation [R, 2I] or [R, I]
-    """`scaled_moe_mlp` of weights that are quantised first; see `moe_kernels.moe_mlp` with `compute`."""
+) -> tuple[Tensor, ...]:
+    """`scaled_moe_mlp` of weights that are quantised first; see `moe_kernels.moe_mlp` with `compute`.
+
+    Returns:
+        The result `[T, H]`, the preactivation `[R, 2I]` or `[R, I]`, and unless `rowwise` the weights in fp8, in their
+        shapes and contiguous, each with its scales, those of the transposed weights. All but the first is empty
+        unless `save`.
+    """
     dtype, top_k = hidden.dtype, topk_weights.shape[1]
-    preact = quantized_grouped_gemm(hidden, w_in, group_offsets, slot_to_row, b_in, rowwise, dtype)
+    preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, rowwise, dtype)
     act = activate(preact.float(), None, spec)
-    rows = quantized_grouped_gemm(act, w_out, group_offsets, None, b_out, rowwise, dtype)
-    return combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, dtype), preact
+    rows = quantized_grouped_gemm(act, w_out, None, group_offsets, None, b_out, rowwise, dtype)
+    out = combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
+    saved = [preact if save else preact.new_empty(0)]
+    for w in (w_in, w_out):
+        if save and not rowwise:
+            data, scales, _ = quantize(w.mT, "128x128")
+            saved += data.mT.contiguous(), scales
+        else:
+            saved += w.new_empty(0, dtype=torch.float8_e4m3fn), w.new_empty(0, dtype=torch.float32)
+    return out, *saved
+
+
+def quantized_moe_mlp_backward(
+    d_out: Tensor,  # [T, H]
+    hidden: Tensor,  # [T, H]
+    preact: Tensor,  # [R, 2I]
+    topk_weights: Tensor,  # [T, top_k]
+    group_offsets: Tensor,  # [E + 1]
+    row_to_slot: Tensor,  # [R]
+    slot_to_row: Tensor,  # [R]
+    data_in: Tensor,  # [E, H, 2I], as `quantized_moe_mlp` saves it, like the others
+    scales_in: Tensor,
+    data_out: Tensor,  # [E, I, H]
+    scales_out: Tensor,
+    dtype_in: torch.dtype,  # of the weights' gradients
+    dtype_out: torch.dtype,
+    spec: GLUSpec,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `quantized_moe_mlp` without biases, "1x128" by "128x128" throughout.
+
+    Returns:
+        Those of hidden, of topk_weights, and of the weights, as `[E, 2I, H]` and `[E, H, I]`.
+    """
+    of_out, of_in = (data_out.mT, scales_out, group_offsets), (data_in.mT, scales_in, group_offsets)
+    d_act = quantized_grouped_gemm(d_out, *of_out, slot_to_row, None, False, preact.dtype)
+    d_preact, _, weighted, d_topk_weights = activate_backward(
+        preact, None, d_act, topk_weights, row_to_slot, group_offsets, spec
+    )
+    assert weighted is not None and d_topk_weights is not None
+    d_rows = quantized_grouped_gemm(d_preact, *of_in, None, None, False, hidden.dtype)
+    d_hidden = combine_rows(d_rows, None, slot_to_row, group_offsets, topk_weights.shape[1], hidden.dtype)
+    d_in = quantized_wgrad(d_preact, hidden, group_offsets, None, row_to_slot, dtype_in)
+    return d_hidden, d_topk_weights, d_in, quantized_wgrad(d_out, weighted, group_offsets, row_to_slot, None, dtype_out)
 
 
 def _accumulation_dtype(*operands: Tensor) -> torch.dtype:

@@ -41,7 +41,18 @@ def largest_of_columns(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("tl.max({0}, 0)", args=(magnitude(tile),), output_like=like)
 
 
-def _largest(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def most_of_columns(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The largest of each column; `like` [columns] int32."""
+    return hl.inline_triton("tl.max({0}, 0)", args=(bits,), output_like=like)
+
+
+def most_of(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The largest of all; `like` [] int32."""
+    return hl.inline_triton("tl.max({0})", args=(bits,), output_like=like)
+
+
+def largest_of(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same of a whole tile; `like` [] int32."""
     return hl.inline_triton("tl.max({0})", args=(magnitude(tile),), output_like=like)
 
 
@@ -135,34 +146,47 @@ def quantize_rows(
 @kernel(lambda *_: rules.square())
 def quantize_squares(
     data: torch.Tensor,  # [G, R, K], written
+    transposed: torch.Tensor | None,  # [G, K, R], written
     scales: torch.Tensor,  # [G * ceil(R / 128) * parts], written
     x: torch.Tensor,  # [G, R, K]
     programs: int,  # R, or at least R where that changes; then odd
     odd_R: int | None,  # 2 * R + 1 where it changes
     of_group: int,  # scales
     parts: int,  # ceil(K / 128)
+    height: hl.constexpr,  # of a part of a tile
     largest: hl.constexpr,
     power_of_two: hl.constexpr,
 ) -> torch.Tensor:
-    """A scale for a tile."""
+    """A scale for a tile, which is read again, from the cache, in parts that take few registers.
+
+    `transposed` gets the same data in the other order.
+    """
     G, _, K = data.shape
-    for tile_k, tile_r, tile_g in hl.tile([K, programs, G], block_size=[None, None, 1]):
+    for tile_k, tile_r, tile_g in hl.tile([K, programs, G], block_size=[128, 128, 1]):
         zero = hl.zeros([], dtype=torch.int32)
         R, g = _rows(programs, odd_R, zero), tile_g.id + zero
         rows = tile_r.index
         tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
-        scale = scale_of(_largest(tile, zero), largest, power_of_two)
-        y = scaled(tile, inverse(scale))
-        hl.store(data, [g, tile_r, tile_k], y.to(data.dtype), extra_mask=(rows < R)[:, None])
+        scale = scale_of(largest_of(tile, zero), largest, power_of_two)
         hl.store(scales, [g * of_group + tile_r.id * parts + tile_k.id], scale)
+        factor = inverse(scale)
+        for part in hl.static_range(128 // height):
+            r = tile_r.begin + part * height + hl.arange(height)
+            y = scaled(hl.load(x, [g, r, tile_k], extra_mask=(r < R)[:, None]), factor).to(data.dtype)
+            hl.store(data, [g, r, tile_k], y, extra_mask=(r < R)[:, None])
+            if transposed is not None:
+                hl.store(transposed, [g, tile_k, r], y.T, extra_mask=(r < R)[None, :])
     return data
 
 
 def plan_quantize(
-    builder: Builder, tensors: tuple[SymbolicTensor, ...], options: tuple[str, torch.dtype, bool]
+    builder: Builder,
+    tensors: tuple[SymbolicTensor, ...],
+    options: tuple[str, torch.dtype, bool],
+    other_order: SymbolicTensor | None = None,
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
     """Plan data and scales of x `[R, K]` or `[G, R, K]`, of which nothing is 0; "1x128" scales as `[ceil(K / 128) * R]`
-    or `[G * ceil(K / 128) * R]`.
+    or `[G * ceil(K / 128) * R]`. "128x128" data is written to `other_order [G, K, R]`, too.
     """
     (x,), (format, dtype, power_of_two) = tensors, options
     R, K = x.shape[-2:]
@@ -176,14 +200,16 @@ def plan_quantize(
     counts: tuple[Any, ...] = (R, None, blocks * parts) if fixed else (R | 1, R * 2 + 1, 0)
     transposed = lies_transposed(x)
     if format == "128x128":
-        kernel, counts, config = quantize_squares, (*counts, parts), rules.square()
+        counts = (*counts, parts, rules.height(needs_int64(written, read)))
+        kernel, config = quantize_squares, rules.square()
     elif format == "1x128":
         kernel, config = quantize_parts, rules.one_pass(BLOCK, transposed)
     elif transposed or K > rules.AT_ONCE:
         kernel, config = quantize_rows, rules.two_passes(transposed)
     else:
         kernel, config = quantize_parts, rules.one_pass(K, False)
-    arguments = (written, scales.flatten(), read, *counts, torch.finfo(dtype).max, power_of_two)
+    outputs = (written, other_order, scales.flatten()) if format == "128x128" else (written, scales.flatten())
+    arguments = (*outputs, read, *counts, torch.finfo(dtype).max, power_of_two)
     builder.launch(kernel, arguments, config, int64_index=needs_int64(written, read))
     return data, scales
 

@@ -73,14 +73,14 @@ def _dot(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
     return hl.inline_triton("tl.dot({0}, {1}, acc={2})", args=(a, b, acc), output_like=acc)
 
 
-def _product(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
+def product_of(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
     """a @ b in float32, shaped as `like`."""
     return hl.inline_triton("tl.dot({0}, {1})", args=(a, b), output_like=like)
 
 
-def add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
+def _add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
     """acc + a @ b: the sum leaves the tensor cores, by instructions that Triton does not merge into the product."""
-    product = _product(a, b, acc)
+    product = product_of(a, b, acc)
     if not inline_ptx:
         return acc + product
     return hl.inline_triton(
@@ -91,7 +91,7 @@ def add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
     )
 
 
-def _scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
+def scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
     """acc + product * scale, in instructions that stay where they are: the product's registers are free after them."""
     if not inline_ptx:
         return acc + product * scale
@@ -170,11 +170,11 @@ def scaled_jagged(
                     if block_scaled:
                         scale_a = hl.load(scales_A, [rows, tile_k.id], extra_mask=inside)
                         scale_b = scales_B[weight, n_block, tile_k.id]
-                        acc = acc + _product(b, a.T, acc) * (scale_a * scale_b)[None, :]
+                        acc = acc + product_of(b, a.T, acc) * (scale_a * scale_b)[None, :]
                     elif fast:
                         acc = _dot(b, a.T, acc)
                     else:
-                        acc = add_product(b, a.T, acc, inline_ptx)
+                        acc = _add_product(b, a.T, acc, inline_ptx)
                 if not block_scaled:
                     scale_a = hl.load(scales_A, [rows, 0], extra_mask=inside)
                     acc = acc * scale_a[None, :] * scales_B[weight, tile_n, 0][:, None]
@@ -287,11 +287,11 @@ def promoted_persistent(
                 next_upper = hl.load(scales_A, [upper_scaled, step])
                 next_lower = hl.load(scales_A, [lower_scaled, step])
                 next_b = scales_B[weight, n_block, step]
-                acc_upper = _scaled_sum(_product(a_upper, b, acc_upper), scale_upper, acc_upper, inline_ptx)
-                acc_lower = _scaled_sum(_product(a_lower, b, acc_lower), scale_lower, acc_lower, inline_ptx)
+                acc_upper = scaled_sum(product_of(a_upper, b, acc_upper), scale_upper, acc_upper, inline_ptx)
+                acc_lower = scaled_sum(product_of(a_lower, b, acc_lower), scale_lower, acc_lower, inline_ptx)
             else:
-                acc_upper = add_product(a_upper, b, acc_upper, inline_ptx)
-                acc_lower = add_product(a_lower, b, acc_lower, inline_ptx)
+                acc_upper = _add_product(a_upper, b, acc_upper, inline_ptx)
+                acc_lower = _add_product(a_lower, b, acc_lower, inline_ptx)
         if not block_scaled:
             scale_b = scales_B[weight, tile_n, 0][None, :]
             acc_upper = acc_upper * hl.load(scales_A, [upper_scaled, 0])[:, None] * scale_b

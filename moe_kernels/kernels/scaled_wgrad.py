@@ -5,13 +5,15 @@ here are the rows. So X and Y are quantised to copies that are transposed 128 ro
 
     data [slots, C, 128]    group g has the slots start // 128 + g, and following, for its rows from `start` on
 
-Only there groups are padded, with zeros, to multiples of 128 rows. A column of a group has one scale. As in
-`scaled_gemm`, sums leave the tensor cores after each 128 rows.
+Only there groups are padded, with zeros, to multiples of 128 rows. In a slot each column of X has a scale, and each
+128 columns of Y: "1x128" by "128x128" of the transposed rows of a group. As in `scaled_gemm`, sums leave the tensor
+cores after each 128 rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import helion.language as hl
 import torch
@@ -19,8 +21,8 @@ import torch
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_wgrad import searchable
 from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
-from moe_kernels.kernels.quantize import inverse, largest_of_columns, scale_of, scaled
-from moe_kernels.kernels.scaled_gemm import add_product
+from moe_kernels.kernels.quantize import inverse, largest_of, largest_of_columns, scale_of, scaled
+from moe_kernels.kernels.scaled_gemm import product_of, scaled_sum
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules
 from moe_kernels.runtime.plan import Builder
@@ -30,60 +32,69 @@ from moe_kernels.scaled import BLOCK
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-@kernel(lambda *_: rules.columns())
+@kernel(lambda data, scales, x, *_: rules.columns(scales.size(1) < x.size(1)))
 def quantize_columns(
-    data: torch.Tensor | None,  # [slots, C up to a multiple of 128, 128] fp8, written
-    amax: torch.Tensor,  # [G, C] int32, the bits of magnitudes; written if there is no data
+    data: torch.Tensor,  # [slots, C up to a multiple of 128, 128] fp8, written
+    scales: torch.Tensor,  # [slots, C], or [slots, C / 128 rounded up] of squares; written
     x: torch.Tensor,  # [M, C], or tokens [T, C]
-    row_to_token: torch.Tensor | None,  # [M] int32
+    row_to_slot: torch.Tensor | None,  # [M] int32
     tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, of tile_table for 128 rows
     max_tiles: int,
+    top_k: hl.constexpr,
+    squares: hl.constexpr,  # of 128 rows and 128 columns have a scale
     largest: hl.constexpr,
 ) -> torch.Tensor:
-    """Launched twice: the first finds the largest magnitude of each group's columns, the second quantises them.
-
-    The maximum is one of integers, so the order of the atomics does not matter.
-    """
+    """A program per 128 rows of a group and block of their columns, of 128 for squares."""
     C = x.size(1)
     for tile_c, tile_t in hl.tile([C, max_tiles], block_size=[None, 1]):
         num_tiles = tiles[0, 0]
         t = int32(tile_t.id + 1, num_tiles)
         if t <= num_tiles:
-            if data is not None:
-                t = num_tiles + 1 - t  # backwards, for what was read last the first time is in the L2 cache
             group = tiles[t, 0]
             row0 = tiles[t, 1]
             rows = row0 + hl.arange(128)
             inside = rows < tiles[t, 2]
-            if row_to_token is not None:
-                rows = hl.load(row_to_token, [rows], extra_mask=inside)
+            if row_to_slot is not None:
+                rows = divide(hl.load(row_to_slot, [rows], extra_mask=inside), top_k)
             tile = hl.load(x, [rows.to(torch.int64), tile_c], extra_mask=inside[:, None])
-            if data is None:
-                found = largest_of_columns(tile, hl.zeros([tile_c], dtype=torch.int32))
-                hl.atomic_max(amax, [group, tile_c], found)
+            slot = (divide(row0, 128) + group).to(torch.int64)
+            if squares:
+                scale = scale_of(largest_of(tile, group), largest, False)
+                y = scaled(tile, inverse(scale))
+                hl.store(scales, [slot, tile_c.id], scale)
             else:
-                factor = inverse(scale_of(amax[group, tile_c], largest, False))
-                y = scaled(tile, factor[None, :]).to(data.dtype)
-                slot = (divide(row0, 128) + group).to(torch.int64)
-                hl.store(data, [slot, tile_c, hl.arange(128)], y.T)
-    return amax
+                scale = scale_of(largest_of_columns(tile, hl.zeros([tile_c], dtype=torch.int32)), largest, False)
+                y = scaled(tile, inverse(scale)[None, :])
+                hl.store(scales, [slot, tile_c], scale)
+            hl.store(data, [slot, tile_c, hl.arange(128)], y.to(data.dtype).T)
+    return data
 
 
-@kernel(lambda X, Y, amax_X, amax_Y, *_: rules.product(amax_Y.size(1), amax_Y.size(0), tma=False))
+def _computed_here(x: torch.Tensor, inline_ptx: bool) -> torch.Tensor:
+    """`x`, of which nothing is computed in front of a loop, and kept in registers during it."""
+    if not inline_ptx:
+        return x
+    return hl.inline_triton(
+        """tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [{0}], dtype=tl.int32, is_pure=False, pack=1)""",
+        args=(x,),
+        output_like=x,
+    )
+
+
+@kernel(lambda X, Y, scales_X, scales_Y, offsets, out, *_: rules.product(out.size(2), out.size(0), tma=False))
 def scaled_wgrad(
     X: torch.Tensor,  # [slots, P up to a multiple of 128, 128] fp8
     Y: torch.Tensor,  # [slots, Q up to a multiple of 128, 128] fp8
-    amax_X: torch.Tensor,  # [G, P] int32
-    amax_Y: torch.Tensor,  # [G, Q] int32
+    scales_X: torch.Tensor,  # [slots, P]
+    scales_Y: torch.Tensor,  # [slots, Q / 128 rounded up]
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [G, P, Q]
     odd_M: int,  # 2 * M + 1
     width: hl.constexpr,  # a power of two, at least G + 1; 0 for offsets that are clamped already
     half: hl.constexpr,  # rows of a result
-    largest: hl.constexpr,
     inline_ptx: hl.constexpr,
 ) -> torch.Tensor:
-    """Over the tiles of all groups, in two halves each, as `promoted_persistent`.
+    """Over the tiles of all groups, in halves, with scales loaded a step ahead, as `promoted_persistent`.
 
     Columns of X and Y past P and Q are never written, and what is made of them is not stored.
     """
@@ -93,78 +104,105 @@ def scaled_wgrad(
         g = int32(tile_g.id, zero)
         start, end = bounds_of(group_offsets, g, decode_odd(odd_M, zero), width)
         first = divide(start, 128) + g
+        steps = divide(end - start + 127, 128)
         p0 = int32(tile_p.begin, zero)
+        q_block = tile_q.begin // 128
+        upper = p0 + hl.arange(half)
+        lower = upper + half
         acc_upper = hl.zeros([half, tile_q], dtype=torch.float32)
         acc_lower = hl.zeros([half, tile_q], dtype=torch.float32)
-        for step in hl.tile(divide(end - start + 127, 128), block_size=1):
-            slot = (first + int32(step.id, zero)).to(torch.int64)
+        # Rows past P are not stored; they get the scale of one that is there.
+        upper_scaled = torch.where(upper < P, upper, p0)
+        lower_scaled = torch.where(lower < P, lower, p0)
+        next_upper = hl.load(scales_X, [first, upper_scaled])
+        next_lower = hl.load(scales_X, [first, lower_scaled])
+        next_y = scales_Y[first, q_block]
+        for step in hl.tile(steps, block_size=1):
+            i = int32(step.id, zero)
+            slot = (first + i).to(torch.int64)
             y = unmasked(hl.load(Y, [slot, tile_q, tile_k])).T
             x_upper = unmasked(hl.load(X, [slot, p0 + hl.arange(half), tile_k]))
             x_lower = unmasked(hl.load(X, [slot, p0 + half + hl.arange(half), tile_k]))
-            acc_upper = add_product(x_upper, y, acc_upper, inline_ptx)
-            acc_lower = add_product(x_lower, y, acc_lower, inline_ptx)
-        upper = p0 + hl.arange(half)
+            scale_upper = (next_upper * next_y)[:, None]
+            scale_lower = (next_lower * next_y)[:, None]
+            following = first + torch.where(i + 1 < steps, i + 1, 0)
+            next_upper = hl.load(scales_X, [following, upper_scaled])
+            next_lower = hl.load(scales_X, [following, lower_scaled])
+            next_y = scales_Y[following, q_block]
+            acc_upper = scaled_sum(product_of(x_upper, y, acc_upper), scale_upper, acc_upper, inline_ptx)
+            acc_lower = scaled_sum(product_of(x_lower, y, acc_lower), scale_lower, acc_lower, inline_ptx)
+        group = _computed_here(g, inline_ptx).to(torch.int64)
+        upper = _computed_here(p0, inline_ptx) + hl.arange(half)
         lower = upper + half
-        scale_upper = scale_of(hl.load(amax_X, [g, upper], extra_mask=upper < P), largest, False)[:, None]
-        scale_lower = scale_of(hl.load(amax_X, [g, lower], extra_mask=lower < P), largest, False)[:, None]
-        scale_y = scale_of(amax_Y[g, tile_q], largest, False)[None, :]
-        acc_upper = acc_upper * scale_upper * scale_y
-        acc_lower = acc_lower * scale_lower * scale_y
-        group = g.to(torch.int64)
         hl.store(out, [group, upper, tile_q], acc_upper.to(out.dtype), extra_mask=(upper < P)[:, None])
         hl.store(out, [group, lower, tile_q], acc_lower.to(out.dtype), extra_mask=(lower < P)[:, None])
     return out
 
 
 def plan_quantized_wgrad(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype]
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, int]
 ) -> SymbolicTensor:
-    """Plan the result `[G, P, Q]` from X `[M, P]`, Y `[M, Q]`, group_offsets `[G + 1]` and the rows' maps or None.
+    """Plan the result `[G, P, Q]` from X `[M, P]`, Y `[M, Q]`, group_offsets `[G + 1]` and the rows' slots or None.
 
-    With a map `[M]`, X or Y are tokens.
+    With slots `[M]`, X or Y are tokens `[M / top_k, ..]`.
     """
-    X, Y, group_offsets, x_rows, y_rows = tensors
+    X, Y, group_offsets, x_slots, y_slots = tensors
     assert X is not None and Y is not None and group_offsets is not None
-    (dtype,) = options
+    dtype, top_k = options
     G, P, Q = group_offsets.size(0) - 1, X.size(1), Y.size(1)
     out = builder.alloc((G, P, Q), dtype)
-    rows = X if x_rows is None else x_rows
-    M = rows.size(0)
+    rows = X if x_slots is None else x_slots
     if 0 in out.shape:
         return out
-    if most(M) == 0:
+    if most(rows.size(0)) == 0:
         builder.zero(out)
         return out
     tiles = plan_table(builder, group_offsets, rows, BLOCK, zeros=False)
-    max_tiles = max_num_tiles(M, G, BLOCK)
-    x, amax_x = _quantize(builder, X, x_rows, tiles, max_tiles, M, G)
-    y, amax_y = _quantize(builder, Y, y_rows, tiles, max_tiles, M, G)
-    group_offsets, width = searchable(builder, group_offsets, M)
-    constants = (M * 2 + 1, width, rules.HALF, _LARGEST, builder.gpu.backend == "cuda")
-    # Slots and groups are told apart in 64 bits.
-    arguments = (x, y, amax_x, amax_y, group_offsets, replace(out, few_groups=True), *constants)
-    int64_index = needs_int64(out.select(0, 0), group_offsets, amax_x, amax_y)
-    config = rules.product(Q, G, tma=builder.gpu.has_tma and not int64_index)
-    builder.launch(scaled_wgrad, arguments, config, int64_index=int64_index)
+    x = quantize(builder, X, x_slots, rows.size(0), tiles, G, top_k, squares=False)
+    y = quantize(builder, Y, y_slots, rows.size(0), tiles, G, top_k, squares=True)
+    multiply(builder, x, y, group_offsets, rows.size(0), out)
     return out
 
 
-def _quantize(
+def multiply(
+    builder: Builder,
+    x: tuple[SymbolicTensor, SymbolicTensor],  # data and scales, as `scaled_wgrad` takes X
+    y: tuple[SymbolicTensor, SymbolicTensor],
+    group_offsets: SymbolicTensor,  # [G + 1]
+    M: Any,
+    out: SymbolicTensor,  # [G, P, Q], written
+) -> None:
+    """Write the product of what `quantize_columns` made."""
+    group_offsets, width = searchable(builder, group_offsets, M)
+    width = max(width, 128) if width else 0  # ptxas spills a few bytes with 16
+    constants = (M * 2 + 1, width, rules.HALF, builder.gpu.backend == "cuda")
+    # Slots and groups are told apart in 64 bits.
+    arguments = (x[0], y[0], x[1], y[1], group_offsets, replace(out, few_groups=True), *constants)
+    int64_index = needs_int64(out.select(0, 0), group_offsets, x[1], y[1])
+    config = rules.product(out.size(2), out.size(0), tma=builder.gpu.has_tma and not int64_index)
+    builder.launch(scaled_wgrad, arguments, config, int64_index=int64_index)
+
+
+def quantize(
     builder: Builder,
     x: SymbolicTensor,  # [M, C], or tokens [T, C]
-    row_to_token: SymbolicTensor | None,  # [M]
+    row_to_slot: SymbolicTensor | None,  # [M]
+    M: Any,
     tiles: SymbolicTensor,  # [1 + max_tiles, 3]
-    max_tiles: int,
-    M: int,
     G: int,
+    top_k: int,
+    squares: bool,
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """Data `[slots, C up to a multiple of 128, 128]`, and the bits of the largest magnitudes `[G, C]`."""
-    C = x.size(1)
-    data = builder.alloc((M // BLOCK + G, -(-C // BLOCK) * BLOCK, BLOCK), torch.float8_e4m3fn)
-    data = replace(data, few_groups=True)
-    amax = builder.alloc((G, C), torch.int32)
-    builder.zero(amax)
-    for written in (None, data):
-        arguments = (written, amax, x, row_to_token, tiles, max_tiles, _LARGEST)
-        builder.launch(quantize_columns, arguments, rules.columns(), int64_index=needs_int64(x, amax))
-    return data, amax
+    """Data and scales, as `quantize_columns`."""
+    data, scales = slots_of(builder, M, G, x.size(1), squares)
+    arguments = (data, scales, x, row_to_slot, tiles, max_num_tiles(M, G, BLOCK), top_k, squares, _LARGEST)
+    builder.launch(quantize_columns, arguments, rules.columns(squares), int64_index=needs_int64(x, scales))
+    return data, scales
+
+
+def slots_of(builder: Builder, M: Any, G: int, C: int, squares: bool) -> tuple[SymbolicTensor, SymbolicTensor]:
+    """New data `[slots, C up to a multiple of 128, 128]` and scales `[slots, ..]`."""
+    slots, blocks = M // BLOCK + G, -(-C // BLOCK)
+    data = builder.alloc((slots, blocks * BLOCK, BLOCK), torch.float8_e4m3fn)
+    scales = builder.alloc((slots, blocks if squares else C), torch.float32)
+    return replace(data, few_groups=True), scales

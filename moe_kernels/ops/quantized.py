@@ -15,8 +15,8 @@ from moe_kernels.runtime.signature import Counts, Operator, Tensors
 
 
 def _counts(tensors: Tensors, options: Any) -> Counts:
-    """The first operand has the rows, or tokens if it has a map; group_offsets is the third input."""
-    first, _, group_offsets, rows, *_ = tensors
+    """The first operand has the rows, or tokens if it has a map."""
+    first, _, _, group_offsets, rows, *_ = tensors
     assert first is not None and group_offsets is not None
     others = () if rows is None else (rows.size(0),)
     return Counts(first.size(0), others, groups=group_offsets.size(0) - 1)
@@ -33,22 +33,23 @@ def _counts_of_wgrad(tensors: Tensors, _: Any) -> Counts:
 QUANTIZED_GROUPED_GEMM = Operator(
     "quantized_grouped_gemm",
     planner="moe_kernels.kernels.layer",
-    inputs=("A", "B", "group_offsets", "slot_to_row", "bias"),
+    inputs=("A", "B", "scales_B", "group_offsets", "slot_to_row", "bias"),
     rows=("A", "slot_to_row"),
     counts=_counts,
 )
 QUANTIZED_WGRAD = Operator(
     "quantized_wgrad",
     planner="moe_kernels.kernels.scaled_wgrad",
-    inputs=("X", "Y", "group_offsets", "x_rows", "y_rows"),
-    rows=("X", "Y", "x_rows", "y_rows"),
+    inputs=("X", "Y", "group_offsets", "x_slots", "y_slots"),
+    rows=("X", "Y", "x_slots", "y_slots"),
     counts=_counts_of_wgrad,
 )
 
 
 def _quantized_grouped_gemm(
     A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
-    B: Tensor,  # [G, K, N]
+    B: Tensor,  # [G, K, N], in fp8 if it has scales
+    scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)]
     group_offsets: Tensor,  # [G + 1]
     slot_to_row: Tensor | None,  # [M]
     bias: Tensor | None,  # [G, N]
@@ -57,9 +58,9 @@ def _quantized_grouped_gemm(
 ) -> Tensor:  # [M, N]
     M = (A if slot_to_row is None else slot_to_row).size(0)
     if not use_kernels(A) or 0 in (M, *A.shape, *B.shape):
-        return reference.quantized_grouped_gemm(A, B, group_offsets, slot_to_row, bias, rowwise, out_dtype)
+        return reference.quantized_grouped_gemm(A, B, scales_B, group_offsets, slot_to_row, bias, rowwise, out_dtype)
     check_rows("A", M)
-    tensors, top_k = (A, B, group_offsets, slot_to_row, bias), M // A.size(0)
+    tensors, top_k = (A, B, scales_B, group_offsets, slot_to_row, bias), M // A.size(0)
     out: Tensor = cache.call(QUANTIZED_GROUPED_GEMM, tensors, (rowwise, out_dtype, top_k))
     return out
 
@@ -67,6 +68,7 @@ def _quantized_grouped_gemm(
 def _quantized_grouped_gemm_fake(
     A: Tensor,
     B: Tensor,
+    scales_B: Tensor | None,
     group_offsets: Tensor,
     slot_to_row: Tensor | None,
     bias: Tensor | None,
@@ -77,20 +79,22 @@ def _quantized_grouped_gemm_fake(
 
 
 def _quantized_wgrad(
-    X: Tensor,  # [M, P], or tokens [T, P] with x_rows
-    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_rows
+    X: Tensor,  # [M, P], or tokens [T, P] with x_slots
+    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_slots
     group_offsets: Tensor,  # [G + 1]
-    x_rows: Tensor | None,  # [M] int32, the rows' tokens
-    y_rows: Tensor | None,  # [M] int32
+    x_slots: Tensor | None,  # [M] int32, the rows' slots
+    y_slots: Tensor | None,  # [M] int32
     transposed: bool,  # the result lies in memory as [G, Q, P]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [G, P, Q]
     if transposed:
-        return _quantized_wgrad(Y, X, group_offsets, y_rows, x_rows, False, out_dtype).mT
+        return _quantized_wgrad(Y, X, group_offsets, y_slots, x_slots, False, out_dtype).mT
     if not use_kernels(X, Y):
-        return reference.quantized_wgrad(X, Y, group_offsets, x_rows, y_rows, out_dtype)
-    check_rows("X", (X if x_rows is None else x_rows).size(0))
-    out: Tensor = cache.call(QUANTIZED_WGRAD, (X, Y, group_offsets, x_rows, y_rows), (out_dtype,))
+        return reference.quantized_wgrad(X, Y, group_offsets, x_slots, y_slots, out_dtype)
+    M = (X if x_slots is None else x_slots).size(0)
+    check_rows("X", M)
+    top_k = M // max(min(X.size(0), Y.size(0)), 1)
+    out: Tensor = cache.call(QUANTIZED_WGRAD, (X, Y, group_offsets, x_slots, y_slots), (out_dtype, top_k))
     return out
 
 
@@ -98,8 +102,8 @@ def _quantized_wgrad_fake(
     X: Tensor,
     Y: Tensor,
     group_offsets: Tensor,
-    x_rows: Tensor | None,
-    y_rows: Tensor | None,
+    x_slots: Tensor | None,
+    y_slots: Tensor | None,
     transposed: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -109,11 +113,11 @@ def _quantized_wgrad_fake(
     return X.new_empty((G, P, Q), dtype=out_dtype)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def nothing_saved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-def _no_second_order(*_: Any) -> NoReturn:
+def no_second_order(*_: Any) -> NoReturn:
     """The gradient of what makes gradients, and the tangent of both."""
     raise RuntimeError(
         "moe_mlp: with compute there are neither gradients of gradients nor forward-mode derivatives; "
@@ -133,20 +137,20 @@ def differentiable_once(gradient: Callable[..., tuple[Tensor | None, ...]]) -> C
     return refusing
 
 
-_first_order = define("first_order(Tensor x) -> Tensor", torch.clone, torch.empty_like, _setup, _no_second_order)
+_first_order = define("first_order(Tensor x) -> Tensor", torch.clone, torch.empty_like, nothing_saved, no_second_order)
 quantized_grouped_gemm = define(
-    "quantized_grouped_gemm(Tensor A, Tensor B, Tensor group_offsets, Tensor? slot_to_row, Tensor? bias, bool rowwise,"
-    " ScalarType out_dtype) -> Tensor",
+    "quantized_grouped_gemm(Tensor A, Tensor B, Tensor? scales_B, Tensor group_offsets, Tensor? slot_to_row,"
+    " Tensor? bias, bool rowwise, ScalarType out_dtype) -> Tensor",
     _quantized_grouped_gemm,
     _quantized_grouped_gemm_fake,
-    _setup,
-    _no_second_order,
+    nothing_saved,
+    no_second_order,
 )
 quantized_wgrad = define(
-    "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_rows, Tensor? y_rows, bool transposed,"
+    "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_slots, Tensor? y_slots, bool transposed,"
     " ScalarType out_dtype) -> Tensor",
     _quantized_wgrad,
     _quantized_wgrad_fake,
-    _setup,
-    _no_second_order,
+    nothing_saved,
+    no_second_order,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,17 +14,35 @@ from moe_kernels.ops.layer import activate_backward, dots_with_down_bias, down_b
 from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.ops.moves import combine_rows, scatter_rows
 from moe_kernels.ops.products import bias_gradient
-from moe_kernels.ops.quantized import differentiable_once, quantized_grouped_gemm, quantized_wgrad
+from moe_kernels.ops.quantized import (
+    differentiable_once,
+    no_second_order,
+    nothing_saved,
+    quantized_grouped_gemm,
+    quantized_wgrad,
+)
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
+from moe_kernels.scaled import BLOCK
 
+_E4M3 = torch.float8_e4m3fn
 QUANTIZED_MOE_MLP = Operator(
     "quantized_moe_mlp",
     planner="moe_kernels.kernels.layer",
     inputs=("hidden", "topk_weights", "group_offsets", "slot_to_row", "w_in", "w_out", "b_in", "b_out"),
     rows=("hidden", "topk_weights", "slot_to_row"),
     counts=lambda tensors, _: Counts(tensors[0].size(0), (tensors[3].size(0),), groups=tensors[4].size(0)),
+)
+QUANTIZED_MOE_MLP_BACKWARD = Operator(
+    "quantized_moe_mlp_backward",
+    planner="moe_kernels.kernels.layer",
+    inputs=(
+        *("d_out", "hidden", "preact", "topk_weights", "group_offsets", "row_to_slot", "slot_to_row"),
+        *("data_in", "scales_in", "data_out", "scales_out"),
+    ),
+    rows=("d_out", "hidden", "preact", "topk_weights", "row_to_slot", "slot_to_row"),
+    counts=lambda tensors, _: Counts(tensors[0].size(0), (tensors[6].size(0),), groups=tensors[7].size(0)),
 )
 
 
@@ -39,17 +58,17 @@ def _quantized_moe_mlp(
     b_out: Tensor | None,  # [E, H]
     rowwise: bool,
     fp8_wgrad: bool,
-    save_preact: bool,
+    save: bool,
     *spec: Any,
-) -> tuple[Tensor, Tensor]:
-    """The layer's result `[T, H]`, and if `save_preact` the rows' preact; else an empty tensor."""
+) -> tuple[Tensor, ...]:
+    """As `reference.quantized_moe_mlp`, with what is in fp8 as uint8, which has no gradients and can be added up."""
     tensors = (hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, b_in, b_out)
     if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_in.shape, *w_out.shape):
-        out, preact = reference.quantized_moe_mlp(*tensors, rowwise, GLUSpec(*spec))
-        return out, preact if save_preact else preact.new_empty(0)
-    check_rows("topk_ids", slot_to_row.size(0))
-    made: tuple[Tensor, Tensor] = cache.call(QUANTIZED_MOE_MLP, tensors, (rowwise, save_preact, GLUSpec(*spec)))
-    return made
+        made = reference.quantized_moe_mlp(*tensors, rowwise, save, GLUSpec(*spec))
+    else:
+        check_rows("topk_ids", slot_to_row.size(0))
+        made = cache.call(QUANTIZED_MOE_MLP, tensors, (rowwise, save, GLUSpec(*spec)))
+    return tuple([x.view(torch.uint8) if x.dtype == _E4M3 else x for x in made])
 
 
 def _quantized_moe_mlp_fake(
@@ -64,37 +83,113 @@ def _quantized_moe_mlp_fake(
     b_out: Tensor | None,
     rowwise: bool,
     fp8_wgrad: bool,
-    save_preact: bool,
+    save: bool,
     *_: Any,
-) -> tuple[Tensor, Tensor]:
-    preact = hidden.new_empty((slot_to_row.size(0), w_in.size(2)) if save_preact else (0,))
-    return hidden.new_empty(hidden.shape), preact
+) -> tuple[Tensor, ...]:
+    saved = [hidden.new_empty((slot_to_row.size(0), w_in.size(2)) if save else (0,))]
+    for w in (w_in, w_out):
+        shape = (w.size(0), -(-w.size(2) // BLOCK), -(-w.size(1) // BLOCK))
+        kept = save and not rowwise
+        saved.append(w.new_empty(w.shape if kept else (0,), dtype=torch.uint8))
+        saved.append(w.new_empty(shape if kept else (0,), dtype=torch.float32))
+    return hidden.new_empty(hidden.shape), *saved
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.rowwise, ctx.fp8_wgrad, ctx.save_preact = inputs[:12]
+def _quantized_moe_mlp_backward(
+    d_out: Tensor,  # [T, H]
+    hidden: Tensor,  # [T, H]
+    preact: Tensor,  # [R, 2I]
+    topk_weights: Tensor,  # [T, top_k]
+    group_offsets: Tensor,  # [E + 1]
+    row_to_slot: Tensor,  # [R]
+    slot_to_row: Tensor,  # [R]
+    data_in: Tensor,  # [E, H, 2I] uint8, with its scales as `quantized_moe_mlp` returns it
+    scales_in: Tensor,
+    data_out: Tensor,  # [E, I, H] uint8
+    scales_out: Tensor,
+    dtype_in: torch.dtype,
+    dtype_out: torch.dtype,
+    *spec: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `reference.quantized_moe_mlp_backward`."""
+    tensors = (d_out, hidden, preact, topk_weights, group_offsets, row_to_slot, slot_to_row)
+    weights, options = (data_in.view(_E4M3), scales_in, data_out.view(_E4M3), scales_out), (dtype_in, dtype_out)
+    if not use_kernels(hidden) or 0 in (*topk_weights.shape, *data_in.shape, *data_out.shape):
+        return reference.quantized_moe_mlp_backward(*tensors, *weights, *options, GLUSpec(*spec))
+    made: tuple[Tensor, Tensor, Tensor, Tensor]
+    made = cache.call(QUANTIZED_MOE_MLP_BACKWARD, (*tensors, *weights), (*options, GLUSpec(*spec)))
+    return made
+
+
+def _quantized_moe_mlp_backward_fake(
+    d_out: Tensor,
+    hidden: Tensor,
+    preact: Tensor,
+    topk_weights: Tensor,
+    group_offsets: Tensor,
+    row_to_slot: Tensor,
+    slot_to_row: Tensor,
+    data_in: Tensor,
+    scales_in: Tensor,
+    data_out: Tensor,
+    scales_out: Tensor,
+    dtype_in: torch.dtype,
+    dtype_out: torch.dtype,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made = [hidden.new_empty(hidden.shape), topk_weights.new_empty(topk_weights.shape)]
+    for data, dtype in ((data_in, dtype_in), (data_out, dtype_out)):
+        made.append(data.new_empty((data.size(0), data.size(2), data.size(1)), dtype=dtype))
+    return made[0], made[1], made[2], made[3]
+
+
+def _at_once(need: Sequence[bool], w_in: Tensor, w_out: Tensor, spec: Sequence[Any]) -> bool:
+    """Whether `quantized_moe_mlp_backward` makes what is needed: all of it, for gate and up in halves of blocks."""
+    _, gated, interleaved, *_ = spec
+    halves = gated and not interleaved and w_out.size(1) % BLOCK == 0
+    return halves and need[0] and need[1] and need[5] and need[6] and lies_transposed(w_in) and lies_transposed(w_out)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.rowwise, ctx.fp8_wgrad, ctx.save = inputs[:12]
     ctx.spec = inputs[12:]
-    ctx.save_for_backward(*tensors, output[1] if ctx.save_preact else None)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(*tensors, *(output[1:] if ctx.save else [None] * 5))
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once
-def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Saves nothing in fp8: hidden states and weights are quantised again, along the dimensions contracted here.
+def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    """Hidden states, and "rowwise" weights, are quantised again, along the dimensions contracted here.
 
+    Most layers in "fp8_block" take `quantized_moe_mlp_backward`, in which d_preact and weighted act exist in fp8 only.
     As in the gradient of `moe_mlp`, act is made again from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
     """
-    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_out, b_in, b_out, preact = ctx.saved_tensors
+    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_out, b_in, b_out, *saved = ctx.saved_tensors
+    preact, *weights = saved
+    del saved
+    by_in, by_out = (w_in.mT, None), (w_out.mT, None)
+    if ctx.save and not ctx.rowwise:
+        data_in, scales_in, data_out, scales_out = weights
+        by_in, by_out = (data_in.view(_E4M3).mT, scales_in), (data_out.view(_E4M3).mT, scales_out)
     ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
     need, rowwise, top_k = ctx.needs_input_grad, ctx.rowwise, topk_weights.size(1)
     result: list[Tensor | None] = [None] * len(need)
-    if not ctx.save_preact:
-        preact = quantized_grouped_gemm(hidden, w_in, group_offsets, slot_to_row, b_in, rowwise, hidden.dtype)
+    plain = ctx.save and not rowwise and ctx.fp8_wgrad and b_in is None and b_out is None and d_preact is None
+    if plain and d_out is not None and _at_once(need, w_in, w_out, ctx.spec):
+        routed = topk_weights, group_offsets, row_to_slot, slot_to_row
+        result[0], result[1], d_in, d_down = quantized_moe_mlp_backward(
+            d_out, hidden, preact, *routed, *weights, w_in.dtype, w_out.dtype, *ctx.spec
+        )
+        result[5], result[6] = d_in.mT, d_down.mT
+        return tuple(result)
+    if not ctx.save:
+        preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, rowwise, hidden.dtype)
         d_preact = None  # of an empty tensor
     weighted: Any = None
     d_topk_weights: Any = None
     if d_out is not None:
-        d_act = quantized_grouped_gemm(d_out, w_out.mT, group_offsets, slot_to_row, None, rowwise, preact.dtype)
+        d_act = quantized_grouped_gemm(d_out, *by_out, group_offsets, slot_to_row, None, rowwise, preact.dtype)
         d_preact_by_act, _, weighted, d_topk_weights = activate_backward(
             preact, None, d_act, topk_weights, row_to_slot, group_offsets, need[6], *ctx.spec
         )
@@ -105,19 +200,16 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[
         return tuple(result)
     routing = slot_to_row, group_offsets, top_k
     if need[0]:
-        d_sorted = quantized_grouped_gemm(d_preact, w_in.mT, group_offsets, None, None, rowwise, hidden.dtype)
+        d_sorted = quantized_grouped_gemm(d_preact, *by_in, group_offsets, None, None, rowwise, hidden.dtype)
         result[0] = combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
-    row_to_token: Any = None
-    if ctx.fp8_wgrad and (need[5] or need[6]):
-        row_to_token = torch.div(row_to_slot, top_k, rounding_mode="floor")
     if need[5] and not ctx.fp8_wgrad:
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         result[5] = weight_gradient(rows, d_preact, group_offsets, w_in)
         del rows
     elif need[5]:
         order = lies_transposed(w_in)
-        result[5] = quantized_wgrad(hidden, d_preact, group_offsets, row_to_token, None, order, w_in.dtype)
+        result[5] = quantized_wgrad(hidden, d_preact, group_offsets, row_to_slot, None, order, w_in.dtype)
     if need[7] and b_in is not None:
         result[7] = bias_gradient(d_preact, group_offsets, b_in.dtype)
     del d_preact
@@ -130,7 +222,7 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[
         result[6] = weight_gradient(weighted, d_rows, group_offsets, w_out)
     elif need[6]:
         order = lies_transposed(w_out)
-        result[6] = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_token, order, w_out.dtype)
+        result[6] = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_slot, order, w_out.dtype)
     if need[8] and b_out is not None:
         result[8] = down_bias_gradient(d_out, d_rows, topk_weights, b_out, *routing)
     if need[1]:
@@ -140,10 +232,21 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None) -> tuple[
     return tuple(result)
 
 
+quantized_moe_mlp_backward = define(
+    "quantized_moe_mlp_backward(Tensor d_out, Tensor hidden, Tensor preact, Tensor topk_weights, Tensor group_offsets,"
+    " Tensor row_to_slot, Tensor slot_to_row, Tensor data_in, Tensor scales_in, Tensor data_out, Tensor scales_out,"
+    " ScalarType dtype_in, ScalarType dtype_out, str activation, bool gated, bool interleaved, float alpha,"
+    " float limit) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantized_moe_mlp_backward,
+    _quantized_moe_mlp_backward_fake,
+    nothing_saved,
+    no_second_order,
+)
 quantized_moe_mlp = define(
     "quantized_moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot,"
     " Tensor slot_to_row, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, bool rowwise, bool fp8_wgrad,"
-    " bool save_preact, str activation, bool gated, bool interleaved, float alpha, float limit) -> (Tensor, Tensor)",
+    " bool save, str activation, bool gated, bool interleaved, float alpha, float limit)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantized_moe_mlp,
     _quantized_moe_mlp_fake,
     _setup,

@@ -7,19 +7,21 @@ from typing import Any
 from moe_kernels.rules import block_for, indexing
 from moe_kernels.rules.config import Config
 from moe_kernels.rules.wgrad import MOST_OFFSETS
+from moe_kernels.scaled import BLOCK
 
 HALF = 64  # rows of half a tile of the result
 
 
-def columns() -> Config:
+def columns(squares: bool) -> Config:
     """For blocks of 128 rows, 32 elements to a thread."""
-    return Config(block_sizes=[64], num_warps=8)
+    width = BLOCK if squares else BLOCK // 2
+    return Config(block_sizes=[width], num_warps=width // 8)
 
 
 def product(Q: int, G: int, tma: bool) -> Config:
     """For results of Q columns; as the promoted products of `rules.scaled`."""
-    offsets = [False] * (1 if G < MOST_OFFSETS else 2)
-    options: dict[str, Any] = indexing(*offsets, tma, tma, tma, *[False] * 5)
+    offsets, scales = [False] * (1 if G < MOST_OFFSETS else 2), [False] * 3
+    options: dict[str, Any] = indexing(*offsets, *scales, tma, tma, tma, *scales, False, False)
     block_q, num_warps, num_stages = (128, 4, 3) if tma else (32, 8, 2)
     return Config(
         block_sizes=[block_for(Q, block_q)],

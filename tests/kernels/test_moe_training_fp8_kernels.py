@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from training import COMPUTE, DIFFERENTIABLE, run
 
 from moe_kernels import moe_mlp, reference
-from moe_kernels.ops import quantized_grouped_gemm
+from moe_kernels.ops import quantized_grouped_gemm, quantized_moe_mlp
 from moe_kernels.testing import make_experts, make_tokens
 
 NAN = float("nan")
@@ -92,14 +92,25 @@ def test_as_the_twins(compute: str, options: dict[str, Any], device: str, monkey
     assert not made["w_down"][2].any()
 
 
-def test_nan_of_a_token_stays_there(device: str) -> None:
+@pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
+def test_gradients_at_once(activation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gate and up in halves of 128 columns, with more than 128 tokens of an expert, and scattered weights."""
+    arguments = make(T=150, top_k=2, H=136, I=128, E=3, dtype=torch.float16, device=device)
+    arguments["topk_weights"] = arguments["topk_weights"].T.contiguous().T
+    d_out = torch.randn(150, 136, device=device)
+    made = assert_as_twins(arguments, d_out, monkeypatch, compute="fp8_block", activation=activation, limit=0.7)
+    assert not made["w_down"][2].any()
+
+
+@pytest.mark.parametrize(("compute", "I"), [("fp8_rowwise", 40), ("fp8_block", 128)])
+def test_nan_of_a_token_stays_there(compute: str, I: int, device: str) -> None:  # noqa: E741
     """Of its hidden state, and of its gradient; in weights' gradients with its experts. All else has the same bits."""
-    arguments = make(T=6, top_k=2, **SIZES, device=device)
+    arguments = make(T=6, top_k=2, **{**SIZES, "I": I}, device=device)
     arguments["topk_ids"][:] = torch.tensor([[0, 0], [0, 0], [0, 0], [1, 1], [-1, 3], [2, 2]])
     d_out = torch.randn(6, 136, device=device)
-    right = run(arguments, d_out, compute="fp8_rowwise")
+    right = run(arguments, d_out, compute=compute)
     arguments["hidden"][3:5, 7], d_out[4:, 9] = NAN, NAN
-    made = run(arguments, d_out, compute="fp8_rowwise")
+    made = run(arguments, d_out, compute=compute)
     for name, spoilt in (("out", [3]), ("hidden", [3, 5]), ("topk_weights", [3, 5])):
         others = [t for t in range(6) if t not in spoilt]
         assert made[name][spoilt].isnan().all(), name
@@ -131,13 +142,29 @@ def test_no_tokens(device: str) -> None:
         assert made[name].shape == arguments[name].shape and not made[name].any(), name
 
 
+def test_weights_are_kept_in_the_other_order(device: str) -> None:
+    """Bit for bit, with their scales."""
+    arguments = make(T=10, top_k=2, **SIZES, device=device)
+    routing = reference.route(arguments["topk_ids"], arguments["topk_weights"], 3)
+    weights = arguments["w_gate_up"].mT, arguments["w_down"].mT
+    tensors = (arguments["hidden"], arguments["topk_weights"], *routing[:3], *weights, None, None)
+    spec = "silu", True, False, 1.0, 1.0
+    made = quantized_moe_mlp(*tensors, False, True, True, *spec)
+    for i, w in enumerate(weights):
+        data, scales, _ = reference.quantize(w.mT, "128x128")
+        kept, kept_scales = made[2 + 2 * i : 4 + 2 * i]
+        assert torch.equal(kept, data.mT.contiguous().view(torch.uint8))
+        assert torch.equal(kept_scales, scales)
+        assert kept.any()
+
+
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
 def test_products_of_any_offsets(rowwise: bool, device: str) -> None:
     """Of rows, with offsets that are not those of a routing: zeros outside all groups."""
     A, B = torch.randn(50, 136, device=device).half(), torch.randn(3, 40, 136, device=device).half().mT
     group_offsets = torch.tensor([-3, 20, 7, 44], dtype=torch.int32, device=device)
-    out = quantized_grouped_gemm(A, B, group_offsets, None, None, rowwise, torch.float16)
-    right = reference.quantized_grouped_gemm(A, B, group_offsets, None, None, rowwise, torch.float16)
+    out = quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, torch.float16)
+    right = reference.quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, torch.float16)
     assert (out - right).float().norm() < 2**-10 * right.float().norm()
     assert not out[44:].any()
 

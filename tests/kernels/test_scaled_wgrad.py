@@ -39,68 +39,68 @@ def offsets_of(values: list[int], device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def columns(x: Tensor, group_offsets: Tensor, row_to_token: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The data in slots, and the bits of the largest magnitudes, that a plan makes of `x`."""
-    rows = x if row_to_token is None else row_to_token
+def columns(x: Tensor, group_offsets: Tensor, row_to_slot: Tensor | None, squares: bool) -> tuple[Tensor, Tensor]:
+    """The data and scales in slots that a plan makes of `x`."""
+    rows = x if row_to_slot is None else row_to_slot
     G = len(group_offsets) - 1
 
     def draw(builder: Builder, inputs: Any, _: Any) -> tuple[SymbolicTensor, SymbolicTensor]:
-        tokens, offsets, to_token = inputs
-        first = tokens if to_token is None else to_token
-        M = first.size(0)
+        tokens, offsets, to_slot = inputs
+        first = tokens if to_slot is None else to_slot
         table = tiles.plan_table(builder, offsets, first, BLOCK, zeros=False)
-        count = tiles.max_num_tiles(M, G, BLOCK)
-        return scaled_wgrad._quantize(builder, tokens, to_token, table, count, M, G)
+        return scaled_wgrad.quantize(builder, tokens, to_slot, first.size(0), table, G, 2, squares)
 
     globals()["plan_columns"] = draw
-    names = ("x", "group_offsets", "row_to_token")
-    operator = Operator("columns", __name__, names, ("x", "row_to_token"), lambda *_: Counts(len(x), (len(rows),), G))
+    names = ("x", "group_offsets", "row_to_slot")
+    operator = Operator("columns", __name__, names, ("x", "row_to_slot"), lambda *_: Counts(len(x), (len(rows),), G))
     with cache.set_aside():
-        data, amax = cache.call(operator, (x, group_offsets, row_to_token), ())
-    return data, amax
+        data, scales = cache.call(operator, (x, group_offsets, row_to_slot), ())
+    return data, scales
 
 
+@pytest.mark.parametrize("squares", [False, True], ids=["columns", "squares"])
 @pytest.mark.parametrize(
     ("name", "gathered"), [("any sizes", True), ("rows outside", False), ("malformed", False), ("empty", False)]
 )
-def test_columns_are_quantised_bit_for_bit(name: str, gathered: bool, device: str, fresh_plans: None) -> None:
+def test_columns_are_quantised_bit_for_bit(
+    name: str, gathered: bool, squares: bool, device: str, fresh_plans: None
+) -> None:
     """Also those that hold NaN, infinity or zeros, and those of few rows; of rows, and of tokens."""
-    M, C = 260, 72
+    M, C = 260, 200
     x = spread(M, C, torch.bfloat16, device)
     x[140, 3], x[150, 4], x[:, 5] = NAN, -float("inf"), 0
     group_offsets = offsets_of(OFFSETS[name], device)
-    row_to_token = torch.randint(0, M, (M,), dtype=torch.int32).to(device) if gathered else None
-    rows = x if row_to_token is None else x[row_to_token.long()]
-    right, scales = reference.quantize_columns(rows, group_offsets)
-    data, amax = columns(x, group_offsets, row_to_token)
-    largest = amax.view(torch.float32)
-    made = torch.where(largest < torch.inf, largest.clamp(min=2.0**-100) * torch.tensor(1 / 448), NAN)
-    assert torch.equal(made.view(torch.int32), scales.view(torch.int32))
+    row_to_slot = torch.randperm(2 * M, dtype=torch.int32)[:M].to(device) if gathered else None
+    rows = x if row_to_slot is None else x[row_to_slot.long() // 2]
+    data, scales = columns(x, group_offsets, row_to_slot, squares)
     offsets = clamp_offsets(group_offsets, M).tolist()
     for g, (start, end) in enumerate(pairwise(offsets)):
         first, count = start // BLOCK + g, -(-(end - start) // BLOCK)
+        right = reference.quantize(rows[start:end].T, "128x128" if squares else "1x128")
         found = data[first : first + count, :C].transpose(1, 2).reshape(-1, C).view(torch.uint8)
-        assert torch.equal(found[: end - start], right[start:end].view(torch.uint8))
+        assert torch.equal(found[: end - start], right.data.T.view(torch.uint8))
         assert not found[end - start :].any()
-    assert name == "empty" or (right.view(torch.uint8) & 0x7F != 0).float().mean() > 0.2
+        assert torch.equal(scales[first : first + count].T.view(torch.int32), right.scales.view(torch.int32))
+        assert start == end or (found[: end - start] & 0x7F != 0).float().mean() > 0.2
 
 
 def assert_right(
-    out: Tensor, X: Tensor, Y: Tensor, group_offsets: Tensor, x_rows: Tensor | None, y_rows: Tensor | None
+    out: Tensor, X: Tensor, Y: Tensor, group_offsets: Tensor, x_slots: Tensor | None, y_slots: Tensor | None
 ) -> None:
     """Group by group against the product in float64 of what was quantised; empty groups are exact zeros."""
-    plain = reference.quantized_wgrad(X, Y, group_offsets, x_rows, y_rows, out.dtype)
-    values = []
-    for x, rows in ((X, x_rows), (Y, y_rows)):
-        data, scales = reference.quantize_columns(x if rows is None else x[rows.long()], group_offsets)
-        values.append((data.double(), scales.double()))
-    (a, scales_a), (b, scales_b) = values
-    for g, (start, end) in enumerate(pairwise(clamp_offsets(group_offsets, len(a)).tolist())):
-        exact = (a[start:end].T @ b[start:end]) * scales_a[g][:, None] * scales_b[g]
-        terms = (a[start:end].abs().T @ b[start:end].abs()) * scales_a[g][:, None] * scales_b[g]
-        scale = terms.amax().item() if end > start else 0.0
+    plain = reference.quantized_wgrad(X, Y, group_offsets, x_slots, y_slots, out.dtype)
+    x, y = (
+        rows if slots is None else rows[slots.long() // (len(slots) // len(rows))]
+        for rows, slots in ((X, x_slots), (Y, y_slots))
+    )
+    for g, (start, end) in enumerate(pairwise(clamp_offsets(group_offsets, len(x)).tolist())):
+        a, b = (
+            reference.dequantize(reference.quantize(rows[start:end].T, format)).double()
+            for rows, format in ((x, "1x128"), (y, "128x128"))
+        )
+        scale = (a.abs() @ b.abs().T).amax().item() if end > start else 0.0
         scale *= 2**-13 / torch.finfo(torch.float32).eps if out.is_cuda else 1
-        assert_within_budget(out[g], plain[g], exact, scale=scale, name=f"group {g}")
+        assert_within_budget(out[g], plain[g], a @ b.T, scale=scale, name=f"group {g}")
         if start == end:
             assert not out[g].any()
 
@@ -125,26 +125,26 @@ def test_products(name: str, P: int, Q: int, dtype: torch.dtype, device: str) ->
 
 
 def test_of_tokens_in_the_other_memory_order(device: str) -> None:
-    M, T = 260, 90
+    M, T = 260, 130
     group_offsets = offsets_of([3, 140, 200], device)
     tokens, Y = spread(T, 72, torch.bfloat16, device), spread(M, 40, torch.bfloat16, device)
-    row_to_token = torch.randint(0, T, (M,), dtype=torch.int32).to(device)
-    out = quantized_wgrad(tokens, Y, group_offsets, row_to_token, None, True, torch.bfloat16)
+    row_to_slot = torch.randperm(M, dtype=torch.int32).to(device)
+    out = quantized_wgrad(tokens, Y, group_offsets, row_to_slot, None, True, torch.bfloat16)
     assert out.mT.is_contiguous()
-    assert_right(out, tokens, Y, group_offsets, row_to_token, None)
+    assert_right(out.mT, Y, tokens, group_offsets, None, row_to_slot)
 
 
 def test_nan_of_a_group_stays_there(device: str) -> None:
-    """In a column, and in rows of no group."""
-    X, Y = (spread(220, C, torch.bfloat16, device) for C in (72, 40))
+    """In a column of X, in 128 columns of Y, and in rows of no group."""
+    X, Y = (spread(220, C, torch.bfloat16, device) for C in (72, 140))
     group_offsets = offsets_of([10, 140, 200, 210], device)
     right = quantized_wgrad(X, Y, group_offsets, None, None, False, torch.float32)
-    X[:10], Y[210:], X[150, 7], Y[160, 9] = NAN, NAN, NAN, float("inf")
+    X[:10], Y[210:], X[150, 7], Y[160, 130] = NAN, NAN, NAN, float("inf")
     out = quantized_wgrad(X, Y, group_offsets, None, None, False, torch.float32)
     assert torch.equal(out[::2], right[::2])
     wrong = out[1].isnan()
-    assert wrong[7].all() and wrong[:, 9].all()
-    assert wrong.sum() == 72 + 40 - 1
+    assert wrong[7].all() and wrong[:, 128:].all()
+    assert wrong.sum() == 72 * 12 + 128
     assert torch.equal(out[1][~wrong], right[1][~wrong])
 
 
