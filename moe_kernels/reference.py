@@ -306,7 +306,7 @@ def quantize(
     scale = amax.clamp(min=2.0**-100) * torch.tensor(1 / torch.finfo(dtype).max, device=x.device)
     if power_of_two:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-    data = torch.where(finite, blocks * scale.reciprocal(), 0.0).to(dtype).view(padded.shape)
+    data = torch.where(finite, blocks * scale.reciprocal(), 0.0).to(dtype).reshape(padded.shape)
     scales = torch.where(finite, scale, torch.nan).view(*groups, rows, parts)
     if format == "1x128":
         scales = scales.mT.clone(memory_format=torch.contiguous_format).mT
@@ -695,39 +695,6 @@ def quantized_moe_mlp(
         else:
             saved += w.new_empty(0, dtype=torch.float8_e4m3fn), w.new_empty(0, dtype=torch.float32)
     return out, *saved
-
-
-def quantized_moe_mlp_backward(
-    d_out: Tensor,  # [T, H]
-    hidden: Tensor,  # [T, H]
-    preact: Tensor,  # [R, 2I]
-    topk_weights: Tensor,  # [T, top_k]
-    group_offsets: Tensor,  # [E + 1]
-    row_to_slot: Tensor,  # [R]
-    slot_to_row: Tensor,  # [R]
-    data_in: Tensor,  # [E, H, 2I], as `quantized_moe_mlp` saves it, like the others
-    scales_in: Tensor,
-    data_out: Tensor,  # [E, I, H]
-    scales_out: Tensor,
-    dtype_in: torch.dtype,  # of the weights' gradients
-    dtype_out: torch.dtype,
-    spec: GLUSpec,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `quantized_moe_mlp` without biases, "1x128" by "128x128" throughout.
-
-    Returns:
-        Those of hidden, of topk_weights, and of the weights, as `[E, 2I, H]` and `[E, H, I]`.
-    """
-    of_out, of_in = (data_out.mT, scales_out, group_offsets), (data_in.mT, scales_in, group_offsets)
-    d_act = quantized_grouped_gemm(d_out, *of_out, slot_to_row, None, False, preact.dtype)
-    d_preact, _, weighted, d_topk_weights = activate_backward(
-        preact, None, d_act, topk_weights, row_to_slot, group_offsets, spec
-    )
-    assert weighted is not None and d_topk_weights is not None
-    d_rows = quantized_grouped_gemm(d_preact, *of_in, None, None, False, hidden.dtype)
-    d_hidden = combine_rows(d_rows, None, slot_to_row, group_offsets, topk_weights.shape[1], hidden.dtype)
-    d_in = quantized_wgrad(d_preact, hidden, group_offsets, None, row_to_slot, dtype_in)
-    return d_hidden, d_topk_weights, d_in, quantized_wgrad(d_out, weighted, group_offsets, row_to_slot, None, dtype_out)
 
 
 def _accumulation_dtype(*operands: Tensor) -> torch.dtype:

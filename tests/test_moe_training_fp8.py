@@ -192,7 +192,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_strides(compute: str, layout: str) -> None:
-    """They change no bit, and weights' gradients lie in memory as the weights do."""
+    """They change no bit, and weights' gradients lie in memory as the weights do.
+
+    By that order one operand of such a gradient, or the other, has its scales for squares.
+    """
     arguments, d_out = make(torch.bfloat16, bias=True), torch.randn(T, H, dtype=torch.bfloat16)
     changed, d_out = LAYOUTS[layout](arguments, d_out)
     arguments |= changed
@@ -200,7 +203,10 @@ def test_strides(compute: str, layout: str) -> None:
     assert not any(x.is_contiguous() for x in changed.values() or (d_out,))
     made, right = run(arguments, d_out, compute=compute), run(contiguous, d_out.contiguous(), compute=compute)
     for name, x in made.items():
-        assert torch.equal(x, right[name]), name
+        if layout == "weights by columns" and name.startswith("w_"):
+            assert 0 < (x - right[name]).norm() < 0.08 * right[name].norm(), name
+        else:
+            assert torch.equal(x, right[name]), name
         assert not name.startswith("w_") or x.stride() == arguments[name].stride(), name
 
 
@@ -263,21 +269,6 @@ def test_operator_of_the_layer(compute: str) -> None:
     )
 
 
-def test_gradients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from operators of their own, and traced."""
-    arguments, d_out = make(torch.bfloat16), torch.randn(T, H)
-    arguments["w_gate_up"] = torch.randn(E, 2 * 128, H).bfloat16()
-    arguments["w_down"] = torch.randn(E, H, 128).bfloat16()
-    made = run(arguments, d_out, compute="fp8_block")
-    given = {name: x.detach().requires_grad_(name in DIFFERENTIABLE) for name, x in arguments.items()}
-    torch.compile(moe_mlp, fullgraph=True, backend="aot_eager")(**given, compute="fp8_block").backward(d_out.bfloat16())
-    monkeypatch.setattr("moe_kernels.ops.quantized_layer._at_once", lambda *_: False)
-    for name, x in run(arguments, d_out, compute="fp8_block").items():
-        assert torch.equal(x, made[name]), name
-        assert x.stride() == made[name].stride()
-        assert name == "out" or torch.equal(given[name].grad, x)
-
-
 def test_operators_of_the_gradient() -> None:
     """Their fakes, and how they are registered."""
     x, y = torch.randn(T, H), torch.randn(T, I)
@@ -289,12 +280,6 @@ def test_operators_of_the_gradient() -> None:
         opcheck(torch.ops.moe_kernels.quantized_wgrad.default, given, test_utils=checks)
     given = (x[: T // 2], w, None, offsets, rows, None, True, torch.float32)
     opcheck(torch.ops.moe_kernels.quantized_grouped_gemm.default, given, test_utils=checks)
-    weights = [quantize(torch.randn(shape), "128x128") for shape in ((3, 256, H), (3, H, 128))]
-    saved = [x for data, scales, _ in weights for x in (data.mT.contiguous().view(torch.uint8), scales)]
-    hidden, preact, topk_weights = torch.randn(T // 2, H), torch.randn(T, 256), torch.rand(T // 2, 2)
-    given = (hidden, hidden, preact, topk_weights, offsets, rows, rows, *saved, torch.float32, torch.bfloat16)
-    spec = ("silu", True, False, 1.0, 1.0)
-    opcheck(torch.ops.moe_kernels.quantized_moe_mlp_backward.default, (*given, *spec), test_utils=checks)
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
@@ -462,11 +447,8 @@ def test_what_is_made_ahead() -> None:
         one(hidden).backward(torch.empty(64, 256, dtype=torch.bfloat16, device="meta"))
 
     wanted = [one.operator for one in collect([call])]
-    assert wanted.count("quantized_moe_mlp") == wanted.count("quantized_moe_mlp_backward") == 1
-    assert not {"quantized_wgrad", "quantized_grouped_gemm", "grouped_gemm_wgrad"} & {*wanted}
-    layer.compute = "fp8_rowwise"
-    wanted = [one.operator for one in collect([call])]
-    assert wanted.count("quantized_wgrad") == wanted.count("quantized_grouped_gemm") == 2
+    assert wanted.count("quantized_wgrad") == 2
+    assert wanted.count("quantized_grouped_gemm") == 2
     assert wanted.count("quantized_moe_mlp") == 1
     assert "grouped_gemm_wgrad" not in wanted
 

@@ -69,6 +69,14 @@ def test_what_is_not_finite_spoils_its_block_alone(format: str) -> None:
         assert (values[~values.isnan()] - 1).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("format", ["rowwise", "1x128", "128x128"])
+def test_of_whole_blocks_in_the_other_memory_order(format: str) -> None:
+    x = torch.randn(2, 256, 384, dtype=torch.bfloat16)
+    made, right = quantize(x.mT, format), quantize(x.mT.contiguous(), format)
+    assert torch.equal(made.data.view(torch.uint8), right.data.view(torch.uint8)) and made.data.is_contiguous()
+    assert torch.equal(made.scales, right.scales)
+
+
 def test_zeros_and_what_is_smaller_than_the_smallest_scale() -> None:
     x = torch.tensor([[0.0, -0.0], [2.0**-100, 2.0**-103], [1e-45, -1e-45]])
     data, scales, _ = quantize(x, "rowwise")

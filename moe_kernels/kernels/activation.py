@@ -15,25 +15,13 @@ import torch
 
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import decode_odd, divide, int32
-from moe_kernels.kernels.quantize import (
-    inverse,
-    largest_of_rows,
-    magnitude,
-    most_of,
-    most_of_columns,
-    plan_quantize,
-    scale_of,
-    scaled,
-)
-from moe_kernels.kernels.tiles import max_num_tiles
+from moe_kernels.kernels.inline import decode_odd
+from moe_kernels.kernels.quantize import inverse, largest_of_rows, plan_quantize, scale_of, scaled
 from moe_kernels.rules import by_rows
 from moe_kernels.rules import quantize as quantize_rules
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
-from moe_kernels.scaled import BLOCK, scales_shape
-
-_E4M3 = torch.float8_e4m3fn
+from moe_kernels.scaled import scales_shape
 
 
 def _erf(x: torch.Tensor) -> torch.Tensor:
@@ -237,128 +225,6 @@ def weighted_backward(
     return d_gate
 
 
-@kernel(lambda *_: quantize_rules.activation())
-def weighted_backward_quantized(
-    d_gate: torch.Tensor,  # [R, I] fp8, written, as d_up: the halves of [R, 2I]
-    d_up: torch.Tensor,
-    scales: torch.Tensor,  # [R, 2I / 128], written
-    gate_columns: torch.Tensor,  # [slots, I, 128] fp8, written, as up_columns: the halves of [slots, 2I, 128]
-    up_columns: torch.Tensor,
-    gate_scales: torch.Tensor,  # [slots, I], written, as up_scales: the halves of [slots, 2I]
-    up_scales: torch.Tensor,
-    weighted: torch.Tensor,  # [slots, I, 128] fp8, written
-    weighted_scales: torch.Tensor,  # [slots, I / 128], written
-    dots: torch.Tensor,  # [I / 128, R], written
-    gate: torch.Tensor,  # [R, I]
-    up: torch.Tensor,  # [R, I]
-    d_act: torch.Tensor,  # [R, I]
-    weights: torch.Tensor,  # [R]
-    row_to_slot: torch.Tensor,  # [R] int32
-    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, of tile_table for 128 rows
-    max_tiles: int,
-    largest: hl.constexpr,
-    name: hl.constexpr,
-    alpha: hl.constexpr,
-    limit: hl.constexpr,
-) -> torch.Tensor:
-    """What `weighted_backward` makes, quantised for both products that read it; I is a multiple of 128.
-
-    d_gate and d_up are quantised by rows, "1x128", and as X of `scaled_wgrad`; weighted act as Y of it. A program
-    per 128 rows of a group and 128 columns computes these twice, in parts: the scales of columns come from all rows.
-    The dots are those of its columns.
-    """
-    I = gate.size(1)  # noqa: E741
-    for tile_c, tile_t in hl.tile([I, max_tiles], block_size=[128, 1]):
-        num_tiles = tiles[0, 0]
-        t = int32(tile_t.id + 1, num_tiles)
-        if t <= num_tiles:
-            group = tiles[t, 0]
-            row0 = tiles[t, 1]
-            end = tiles[t, 2]
-            slot = (divide(row0, 128) + group).to(torch.int64)
-            block = tile_c.id
-            gate_most = hl.zeros([32, tile_c], dtype=torch.int32)
-            up_most = hl.zeros([32, tile_c], dtype=torch.int32)
-            act_most = hl.zeros([32, tile_c], dtype=torch.int32)
-            for part in hl.tile(4, block_size=1):
-                rows = row0 + part.id * 32 + hl.arange(32)
-                inside = rows < end
-                r = rows.to(torch.int64)
-                g = hl.load(gate, [r, tile_c], extra_mask=inside[:, None]).to(torch.float32)
-                u = hl.load(up, [r, tile_c], extra_mask=inside[:, None]).to(torch.float32)
-                d = hl.load(d_act, [r, tile_c], extra_mask=inside[:, None]).to(torch.float32)
-                routed = hl.load(row_to_slot, [rows], extra_mask=inside)
-                w = hl.load(weights, [routed], extra_mask=inside).to(torch.float32)[:, None]
-                act = activated(g, u, name, alpha, limit)
-                dg, du = _gated_backward(g, u, w * d, name, alpha, limit)
-                hl.store(dots, [block, rows], torch.sum(act * d, 1), extra_mask=inside)
-                none = hl.zeros([32], dtype=torch.int32)
-                dg = dg.to(gate.dtype).to(torch.float32)
-                scale = scale_of(largest_of_rows(dg, none), largest, False)
-                y = scaled(dg, inverse(scale)[:, None]).to(d_gate.dtype)
-                hl.store(d_gate, [r, tile_c], y, extra_mask=inside[:, None])
-                hl.store(scales, [r, block], scale, extra_mask=inside)
-                du = du.to(gate.dtype).to(torch.float32)
-                scale = scale_of(largest_of_rows(du, none), largest, False)
-                y = scaled(du, inverse(scale)[:, None]).to(d_gate.dtype)
-                hl.store(d_up, [r, tile_c], y, extra_mask=inside[:, None])
-                hl.store(scales, [r, I // 128 + block], scale, extra_mask=inside)
-                gate_most = torch.maximum(gate_most, magnitude(dg))
-                up_most = torch.maximum(up_most, magnitude(du))
-                act_most = torch.maximum(act_most, magnitude((w * act).to(gate.dtype)))
-            none_c = hl.zeros([tile_c], dtype=torch.int32)
-            scale_gate = scale_of(most_of_columns(gate_most, none_c), largest, False)
-            scale_up = scale_of(most_of_columns(up_most, none_c), largest, False)
-            scale_act = scale_of(most_of(act_most, group), largest, False)
-            hl.store(gate_scales, [slot, tile_c], scale_gate)
-            hl.store(up_scales, [slot, tile_c], scale_up)
-            hl.store(weighted_scales, [slot, block], scale_act)
-            for_gate = inverse(scale_gate)[None, :]
-            for_up = inverse(scale_up)[None, :]
-            for_act = inverse(scale_act)
-            for part in hl.tile(4, block_size=1):
-                inner = part.id * 32 + hl.arange(32)
-                rows = row0 + inner
-                inside = rows < end
-                r = rows.to(torch.int64)
-                g = hl.load(gate, [r, tile_c], extra_mask=inside[:, None]).to(torch.float32)
-                u = hl.load(up, [r, tile_c], extra_mask=inside[:, None]).to(torch.float32)
-                d = hl.load(d_act, [r, tile_c], extra_mask=inside[:, None]).to(torch.float32)
-                routed = hl.load(row_to_slot, [rows], extra_mask=inside)
-                w = hl.load(weights, [routed], extra_mask=inside).to(torch.float32)[:, None]
-                act = (w * activated(g, u, name, alpha, limit)).to(gate.dtype)
-                dg, du = _gated_backward(g, u, w * d, name, alpha, limit)
-                dg = scaled(dg.to(gate.dtype), for_gate).to(d_gate.dtype)
-                hl.store(gate_columns, [slot, tile_c, inner], dg.T)
-                du = scaled(du.to(gate.dtype), for_up).to(d_gate.dtype)
-                hl.store(up_columns, [slot, tile_c, inner], du.T)
-                hl.store(weighted, [slot, tile_c, inner], scaled(act, for_act).to(weighted.dtype).T)
-    return d_gate
-
-
-@kernel(lambda *_: quantize_rules.dots())
-def add_dots(
-    out: torch.Tensor,  # [R], written
-    dots: torch.Tensor,  # [parts, R]
-    row_to_slot: torch.Tensor,  # [R] int32
-    group_offsets: torch.Tensor,  # [E + 1] int32
-    programs: int,  # at least R; odd
-    odd_R: int,  # 2 * R + 1
-) -> torch.Tensor:
-    """out[slot] = the sum of the row's dots; zero at and past group_offsets[-1]."""
-    E = group_offsets.size(0) - 1
-    for tile_r in hl.tile(programs):
-        zero = hl.zeros([], dtype=torch.int32)
-        inside = tile_r.index < decode_odd(odd_R, zero)
-        kept = inside & (tile_r.index < group_offsets[E])
-        total = hl.zeros([tile_r], dtype=torch.float32)
-        for part in hl.grid(dots.size(0)):
-            total = total + hl.load(dots, [part, tile_r], extra_mask=kept)
-        slot = hl.load(row_to_slot, [tile_r], extra_mask=inside)
-        hl.store(out, [slot], total.to(out.dtype), extra_mask=inside)
-    return out
-
-
 def _gated_backward(
     gate: torch.Tensor, up: torch.Tensor, d: torch.Tensor, name: str, alpha: float, limit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -439,56 +305,13 @@ def plan_activate_backward(
     d_weights = builder.alloc(topk_weights.shape, topk_weights.dtype)
     if _is_empty(gate):
         builder.zero(d_weights)
+    if not topk_weights.is_contiguous():
+        R = topk_weights.flatten().size(0)
+        topk_weights = builder.call("contiguous", (topk_weights,), ((R,), topk_weights.dtype))
     written = (d_gate, d_up, weighted if weigh else None, d_weights.flatten())
-    arguments = (*written, gate, up, d_act, _flat(builder, topk_weights), row_to_slot, group_offsets)
+    arguments = (*written, gate, up, d_act, topk_weights.flatten(), row_to_slot, group_offsets)
     _launch(builder, weighted_backward, arguments, spec)
     return d_preact, d_preact_up, weighted, d_weights
-
-
-def write_quantized_backward(
-    builder: Builder,
-    preact: SymbolicTensor,  # [R, 2I], gate, then up; I a multiple of 128
-    d_act: SymbolicTensor,  # [R, I]
-    topk_weights: SymbolicTensor,  # [T, top_k]
-    row_to_slot: SymbolicTensor,  # [R]
-    group_offsets: SymbolicTensor,  # [E + 1]
-    tiles: SymbolicTensor,  # of `plan_table` for 128 rows
-    columns: tuple[SymbolicTensor, SymbolicTensor],  # of 2I columns, written
-    weighted: tuple[SymbolicTensor, SymbolicTensor],  # of I columns, written
-    spec: GLUSpec,
-) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
-    """The data `[R, 2I]` and scales of d_preact, "1x128", and the gradient of topk_weights.
-
-    `columns` get d_preact as X of `scaled_wgrad`, `weighted` get weighted act as Y of it.
-    """
-    R, I = d_act.shape  # noqa: E741
-    data, parts, largest = builder.alloc(preact.shape, _E4M3), I // BLOCK, torch.finfo(_E4M3).max
-    scales = builder.alloc((R * (2 * parts),), torch.float32).as_strided((R, 2 * parts), (1, R), 0)
-    dots = builder.alloc((R * parts,), torch.float32).as_strided((parts, R), (R, 1), 0)
-    d_weights = builder.alloc(topk_weights.shape, topk_weights.dtype)
-    written = (*_halves(data), scales, *_halves(columns[0]), *_halves(columns[1]), *weighted, dots)
-    read = (*_halves(preact), d_act, _flat(builder, topk_weights), row_to_slot, tiles)
-    constants = (max_num_tiles(R, group_offsets.size(0) - 1, BLOCK), largest, spec.activation, spec.alpha, spec.limit)
-    int64_index = needs_int64(data, scales, dots, preact, d_act, columns[1], weighted[1])
-    config = quantize_rules.activation()
-    builder.launch(weighted_backward_quantized, (*written, *read, *constants), config, int64_index=int64_index)
-    arguments = (d_weights.flatten(), dots, row_to_slot, group_offsets, R | 1, R * 2 + 1)
-    builder.launch(add_dots, arguments, quantize_rules.dots(), int64_index=needs_int64(dots))
-    return data, scales, d_weights
-
-
-def _halves(columns: SymbolicTensor) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """Of the second dimension."""
-    width = columns.size(1) // 2
-    return columns.narrow(1, 0, width), columns.narrow(1, width, width)
-
-
-def _flat(builder: Builder, topk_weights: SymbolicTensor) -> SymbolicTensor:
-    """[R]"""
-    if topk_weights.is_contiguous():
-        return topk_weights.flatten()
-    R = topk_weights.flatten().size(0)
-    return builder.call("contiguous", (topk_weights,), ((R,), topk_weights.dtype))
 
 
 def _is_empty(tensor: SymbolicTensor) -> bool:

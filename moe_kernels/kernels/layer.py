@@ -13,15 +13,14 @@ from typing import Any
 import torch
 
 from moe_kernels.glu import GLUSpec
-from moe_kernels.kernels import scaled_gemm, scaled_wgrad
-from moe_kernels.kernels.activation import write_activation, write_quantized_backward, write_scaled_activation
+from moe_kernels.kernels import scaled_gemm
+from moe_kernels.kernels.activation import write_activation, write_scaled_activation
 from moe_kernels.kernels.grouped_gemm import multiply
 from moe_kernels.kernels.one_token import multiply_one_token
 from moe_kernels.kernels.permute import combine, scatter, scatter_scaled
 from moe_kernels.kernels.quantize import plan_quantize
 from moe_kernels.kernels.route import sort_slots
 from moe_kernels.kernels.swiglu_ffn import fuses, multiply_activated
-from moe_kernels.kernels.tiles import plan_table
 from moe_kernels.rules.layer import one_token_is_faster
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, most
@@ -135,37 +134,6 @@ def plan_quantized_grouped_gemm(
     weight = _scaled_weight(builder, B, rowwise) if scales_B is None else (B.mT, scales_B.mT)
     scaled_gemm.multiply(builder, data, scales, *weight, group_offsets, bias, out)
     return out
-
-
-def plan_quantized_moe_mlp_backward(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[torch.dtype, torch.dtype, GLUSpec]
-) -> tuple[SymbolicTensor, ...]:
-    """Plan `reference.quantized_moe_mlp_backward`, of gate and up in halves of a multiple of 128 columns."""
-    d_out, hidden, preact, topk_weights, group_offsets, row_to_slot, slot_to_row, *weights = tensors
-    dtype_in, dtype_out, spec = options
-    data_in, scales_in, data_out, scales_out = weights
-    assert d_out is not None and hidden is not None and preact is not None and topk_weights is not None
-    assert group_offsets is not None and row_to_slot is not None and slot_to_row is not None
-    assert data_in is not None and scales_in is not None and data_out is not None and scales_out is not None
-    R, top_k, (E, H, W), I = slot_to_row.size(0), topk_weights.size(1), data_in.shape, data_out.size(1)  # noqa: E741
-    rows = scatter_scaled(builder, d_out, slot_to_row, group_offsets, top_k, "1x128")
-    d_act = builder.alloc((R, I), preact.dtype)
-    scaled_gemm.multiply(builder, *rows, data_out, scales_out.mT, group_offsets, None, d_act)
-    tiles = plan_table(builder, group_offsets, row_to_slot, BLOCK, zeros=False)
-    columns = scaled_wgrad.slots_of(builder, R, E, W, squares=False)
-    weighted = scaled_wgrad.slots_of(builder, R, E, I, squares=True)
-    routed = topk_weights, row_to_slot, group_offsets, tiles
-    *rows, d_weights = write_quantized_backward(builder, preact, d_act, *routed, columns, weighted, spec)
-    d_rows = builder.alloc((R, H), hidden.dtype)
-    scaled_gemm.multiply(builder, *rows, data_in, scales_in.mT, group_offsets, None, d_rows)
-    d_hidden = combine(builder, d_rows, None, slot_to_row, group_offsets, top_k, hidden.dtype)
-    listed = row_to_slot, R, tiles, E, top_k
-    d_in, d_down = builder.alloc((E, W, H), dtype_in), builder.alloc((E, H, I), dtype_out)
-    x = scaled_wgrad.quantize(builder, hidden, *listed, squares=True)
-    scaled_wgrad.multiply(builder, columns, x, group_offsets, R, d_in)
-    d = scaled_wgrad.quantize(builder, d_out, *listed, squares=False)
-    scaled_wgrad.multiply(builder, d, weighted, group_offsets, R, d_down)
-    return d_hidden, d_weights, d_in, d_down
 
 
 def _format(rowwise: bool) -> str:

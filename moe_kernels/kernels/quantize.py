@@ -41,16 +41,6 @@ def largest_of_columns(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("tl.max({0}, 0)", args=(magnitude(tile),), output_like=like)
 
 
-def most_of_columns(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The largest of each column; `like` [columns] int32."""
-    return hl.inline_triton("tl.max({0}, 0)", args=(bits,), output_like=like)
-
-
-def most_of(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The largest of all; `like` [] int32."""
-    return hl.inline_triton("tl.max({0})", args=(bits,), output_like=like)
-
-
 def largest_of(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The same of a whole tile; `like` [] int32."""
     return hl.inline_triton("tl.max({0})", args=(magnitude(tile),), output_like=like)

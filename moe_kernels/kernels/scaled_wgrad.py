@@ -158,8 +158,8 @@ def plan_quantized_wgrad(
         builder.zero(out)
         return out
     tiles = plan_table(builder, group_offsets, rows, BLOCK, zeros=False)
-    x = quantize(builder, X, x_slots, rows.size(0), tiles, G, top_k, squares=False)
-    y = quantize(builder, Y, y_slots, rows.size(0), tiles, G, top_k, squares=True)
+    x = _quantize(builder, X, x_slots, rows.size(0), tiles, G, top_k, squares=False)
+    y = _quantize(builder, Y, y_slots, rows.size(0), tiles, G, top_k, squares=True)
     multiply(builder, x, y, group_offsets, rows.size(0), out)
     return out
 
@@ -183,7 +183,7 @@ def multiply(
     builder.launch(scaled_wgrad, arguments, config, int64_index=int64_index)
 
 
-def quantize(
+def _quantize(
     builder: Builder,
     x: SymbolicTensor,  # [M, C], or tokens [T, C]
     row_to_slot: SymbolicTensor | None,  # [M]

@@ -18,8 +18,7 @@ those in fp8:
 
 `scaled_grouped_gemm` is grouped_gemm of fp8 operands with scales, and `scaled_moe_mlp` a layer with fp8 weights; they
 have no gradients. `quantized_moe_mlp` is moe_mlp with products in fp8, of operands that are quantised on the way. Its
-gradient is `quantized_moe_mlp_backward`, or made of `quantized_grouped_gemm` and `quantized_wgrad`. It refuses to be
-differentiated.
+gradient is made of `quantized_grouped_gemm` and `quantized_wgrad`, and refuses to be differentiated.
 `moe_mlp_of_one_token` is the same for one token, by two kernels of its own, without a gradient. The second order of
 `activate` goes through plain PyTorch. The functions of these names here are what the rest of the package calls. In
 eager mode they bypass torch.library, which costs the host more than some kernels take, unless a profiler is to show
@@ -32,7 +31,7 @@ from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.ops.quantize import quantize
 from moe_kernels.ops.quantized import quantized_grouped_gemm, quantized_wgrad
-from moe_kernels.ops.quantized_layer import quantized_moe_mlp, quantized_moe_mlp_backward
+from moe_kernels.ops.quantized_layer import quantized_moe_mlp
 from moe_kernels.ops.scaled import scaled_grouped_gemm
 from moe_kernels.ops.scaled_layer import scaled_moe_mlp
 
@@ -48,7 +47,6 @@ __all__ = [
     "quantize",
     "quantized_grouped_gemm",
     "quantized_moe_mlp",
-    "quantized_moe_mlp_backward",
     "quantized_wgrad",
     "route",
     "scaled_grouped_gemm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -117,16 +118,25 @@ def _transformed(
         saved = zip(ctx.saved_tensors, ctx.inputs, strict=True)
         inputs = [other if tensor is None else torch_internals.unpack_dual(tensor).primal for tensor, other in saved]
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        moved: list[bool] = []  # of the results those that have tangents
 
         def of_moving(*values: Tensor) -> Any:
             by_input = dict(zip(moving, values, strict=True))
-            return call(*(by_input.get(i, x) for i, x in enumerate(inputs)))
+            out = call(*(by_input.get(i, x) for i, x in enumerate(inputs)))
+            if isinstance(out, Tensor):
+                return out
+            moved[:] = [x.is_floating_point() for x in out]
+            return tuple(compress(out, moved))
 
         with torch_internals.enable_forward_mode(True):  # for transforms around this one
             out, pullback, *_ = torch.func.vjp(of_moving, *(inputs[i] for i in moving))
             zeros = torch.zeros_like(out) if isinstance(out, Tensor) else tuple(map(torch.zeros_like, out))
             adjoint: Any = torch.func.vjp(pullback, zeros)[1]
-            return adjoint(tuple(tangents[i] for i in moving))[0]
+            found = adjoint(tuple(tangents[i] for i in moving))[0]
+        if isinstance(found, Tensor):
+            return found
+        each = iter(found)
+        return tuple([next(each) if has_tangent else None for has_tangent in moved])
 
     return _function(
         name,

@@ -113,11 +113,11 @@ def _quantized_wgrad_fake(
     return X.new_empty((G, P, Q), dtype=out_dtype)
 
 
-def nothing_saved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
-def no_second_order(*_: Any) -> NoReturn:
+def _no_second_order(*_: Any) -> NoReturn:
     """The gradient of what makes gradients, and the tangent of both."""
     raise RuntimeError(
         "moe_mlp: with compute there are neither gradients of gradients nor forward-mode derivatives; "
@@ -137,20 +137,20 @@ def differentiable_once(gradient: Callable[..., tuple[Tensor | None, ...]]) -> C
     return refusing
 
 
-_first_order = define("first_order(Tensor x) -> Tensor", torch.clone, torch.empty_like, nothing_saved, no_second_order)
+_first_order = define("first_order(Tensor x) -> Tensor", torch.clone, torch.empty_like, _setup, _no_second_order)
 quantized_grouped_gemm = define(
     "quantized_grouped_gemm(Tensor A, Tensor B, Tensor? scales_B, Tensor group_offsets, Tensor? slot_to_row,"
     " Tensor? bias, bool rowwise, ScalarType out_dtype) -> Tensor",
     _quantized_grouped_gemm,
     _quantized_grouped_gemm_fake,
-    nothing_saved,
-    no_second_order,
+    _setup,
+    _no_second_order,
 )
 quantized_wgrad = define(
     "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_slots, Tensor? y_slots, bool transposed,"
     " ScalarType out_dtype) -> Tensor",
     _quantized_wgrad,
     _quantized_wgrad_fake,
-    nothing_saved,
-    no_second_order,
+    _setup,
+    _no_second_order,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +13,7 @@ from moe_kernels.ops.layer import activate_backward, dots_with_down_bias, down_b
 from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.ops.moves import combine_rows, scatter_rows
 from moe_kernels.ops.products import bias_gradient
-from moe_kernels.ops.quantized import (
-    differentiable_once,
-    no_second_order,
-    nothing_saved,
-    quantized_grouped_gemm,
-    quantized_wgrad,
-)
+from moe_kernels.ops.quantized import differentiable_once, quantized_grouped_gemm, quantized_wgrad
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
@@ -33,16 +26,6 @@ QUANTIZED_MOE_MLP = Operator(
     inputs=("hidden", "topk_weights", "group_offsets", "slot_to_row", "w_in", "w_out", "b_in", "b_out"),
     rows=("hidden", "topk_weights", "slot_to_row"),
     counts=lambda tensors, _: Counts(tensors[0].size(0), (tensors[3].size(0),), groups=tensors[4].size(0)),
-)
-QUANTIZED_MOE_MLP_BACKWARD = Operator(
-    "quantized_moe_mlp_backward",
-    planner="moe_kernels.kernels.layer",
-    inputs=(
-        *("d_out", "hidden", "preact", "topk_weights", "group_offsets", "row_to_slot", "slot_to_row"),
-        *("data_in", "scales_in", "data_out", "scales_out"),
-    ),
-    rows=("d_out", "hidden", "preact", "topk_weights", "row_to_slot", "slot_to_row"),
-    counts=lambda tensors, _: Counts(tensors[0].size(0), (tensors[6].size(0),), groups=tensors[7].size(0)),
 )
 
 
@@ -95,61 +78,6 @@ def _quantized_moe_mlp_fake(
     return hidden.new_empty(hidden.shape), *saved
 
 
-def _quantized_moe_mlp_backward(
-    d_out: Tensor,  # [T, H]
-    hidden: Tensor,  # [T, H]
-    preact: Tensor,  # [R, 2I]
-    topk_weights: Tensor,  # [T, top_k]
-    group_offsets: Tensor,  # [E + 1]
-    row_to_slot: Tensor,  # [R]
-    slot_to_row: Tensor,  # [R]
-    data_in: Tensor,  # [E, H, 2I] uint8, with its scales as `quantized_moe_mlp` returns it
-    scales_in: Tensor,
-    data_out: Tensor,  # [E, I, H] uint8
-    scales_out: Tensor,
-    dtype_in: torch.dtype,
-    dtype_out: torch.dtype,
-    *spec: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.quantized_moe_mlp_backward`."""
-    tensors = (d_out, hidden, preact, topk_weights, group_offsets, row_to_slot, slot_to_row)
-    weights, options = (data_in.view(_E4M3), scales_in, data_out.view(_E4M3), scales_out), (dtype_in, dtype_out)
-    if not use_kernels(hidden) or 0 in (*topk_weights.shape, *data_in.shape, *data_out.shape):
-        return reference.quantized_moe_mlp_backward(*tensors, *weights, *options, GLUSpec(*spec))
-    made: tuple[Tensor, Tensor, Tensor, Tensor]
-    made = cache.call(QUANTIZED_MOE_MLP_BACKWARD, (*tensors, *weights), (*options, GLUSpec(*spec)))
-    return made
-
-
-def _quantized_moe_mlp_backward_fake(
-    d_out: Tensor,
-    hidden: Tensor,
-    preact: Tensor,
-    topk_weights: Tensor,
-    group_offsets: Tensor,
-    row_to_slot: Tensor,
-    slot_to_row: Tensor,
-    data_in: Tensor,
-    scales_in: Tensor,
-    data_out: Tensor,
-    scales_out: Tensor,
-    dtype_in: torch.dtype,
-    dtype_out: torch.dtype,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made = [hidden.new_empty(hidden.shape), topk_weights.new_empty(topk_weights.shape)]
-    for data, dtype in ((data_in, dtype_in), (data_out, dtype_out)):
-        made.append(data.new_empty((data.size(0), data.size(2), data.size(1)), dtype=dtype))
-    return made[0], made[1], made[2], made[3]
-
-
-def _at_once(need: Sequence[bool], w_in: Tensor, w_out: Tensor, spec: Sequence[Any]) -> bool:
-    """Whether `quantized_moe_mlp_backward` makes what is needed: all of it, for gate and up in halves of blocks."""
-    _, gated, interleaved, *_ = spec
-    halves = gated and not interleaved and w_out.size(1) % BLOCK == 0
-    return halves and need[0] and need[1] and need[5] and need[6] and lies_transposed(w_in) and lies_transposed(w_out)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.rowwise, ctx.fp8_wgrad, ctx.save = inputs[:12]
     ctx.spec = inputs[12:]
@@ -162,7 +90,6 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     """Hidden states, and "rowwise" weights, are quantised again, along the dimensions contracted here.
 
-    Most layers in "fp8_block" take `quantized_moe_mlp_backward`, in which d_preact and weighted act exist in fp8 only.
     As in the gradient of `moe_mlp`, act is made again from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_out, b_in, b_out, *saved = ctx.saved_tensors
@@ -175,14 +102,6 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
     ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
     need, rowwise, top_k = ctx.needs_input_grad, ctx.rowwise, topk_weights.size(1)
     result: list[Tensor | None] = [None] * len(need)
-    plain = ctx.save and not rowwise and ctx.fp8_wgrad and b_in is None and b_out is None and d_preact is None
-    if plain and d_out is not None and _at_once(need, w_in, w_out, ctx.spec):
-        routed = topk_weights, group_offsets, row_to_slot, slot_to_row
-        result[0], result[1], d_in, d_down = quantized_moe_mlp_backward(
-            d_out, hidden, preact, *routed, *weights, w_in.dtype, w_out.dtype, *ctx.spec
-        )
-        result[5], result[6] = d_in.mT, d_down.mT
-        return tuple(result)
     if not ctx.save:
         preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, rowwise, hidden.dtype)
         d_preact = None  # of an empty tensor
@@ -232,16 +151,6 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
     return tuple(result)
 
 
-quantized_moe_mlp_backward = define(
-    "quantized_moe_mlp_backward(Tensor d_out, Tensor hidden, Tensor preact, Tensor topk_weights, Tensor group_offsets,"
-    " Tensor row_to_slot, Tensor slot_to_row, Tensor data_in, Tensor scales_in, Tensor data_out, Tensor scales_out,"
-    " ScalarType dtype_in, ScalarType dtype_out, str activation, bool gated, bool interleaved, float alpha,"
-    " float limit) -> (Tensor, Tensor, Tensor, Tensor)",
-    _quantized_moe_mlp_backward,
-    _quantized_moe_mlp_backward_fake,
-    nothing_saved,
-    no_second_order,
-)
 quantized_moe_mlp = define(
     "quantized_moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot,"
     " Tensor slot_to_row, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, bool rowwise, bool fp8_wgrad,"

@@ -39,16 +39,6 @@ def parts_of_a_row(K: int, parts: int) -> Config:
     return Config(block_sizes=[block], num_warps=max(1, block * width // (32 * _OF_A_THREAD)))
 
 
-def activation() -> Config:
-    """For 128 rows of a group and 128 columns, in two loops over 32 rows, loaded ahead."""
-    return Config(block_sizes=[], num_warps=16, range_num_stages=[0, 3, 3])
-
-
-def dots() -> Config:
-    """For sums of some rows."""
-    return Config(block_sizes=[BLOCK], num_warps=4)
-
-
 def height(int64_index: bool) -> int:
     """Rows of a square that are quantised at once; 64-bit addresses take registers."""
     return 32 if int64_index else 64

@@ -93,7 +93,7 @@ def test_as_the_twins(compute: str, options: dict[str, Any], device: str, monkey
 
 
 @pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
-def test_gradients_at_once(activation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_of_whole_blocks(activation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of gate and up in halves of 128 columns, with more than 128 tokens of an expert, and scattered weights."""
     arguments = make(T=150, top_k=2, H=136, I=128, E=3, dtype=torch.float16, device=device)
     arguments["topk_weights"] = arguments["topk_weights"].T.contiguous().T
@@ -250,9 +250,9 @@ def test_products_of_more_than_2_to_the_31_elements(M: int, K: int, N: int, G: i
     B = torch.empty(G, N, K, dtype=torch.bfloat16, device=device).normal_(std=K**-0.5).mT
     group_offsets = torch.zeros(G + 1, dtype=torch.int32, device=device)
     group_offsets[-2], group_offsets[-1] = M - 128, M
-    out = quantized_grouped_gemm(A, B, group_offsets, None, None, rowwise, torch.bfloat16)
+    out = quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, torch.bfloat16)
     last = torch.tensor([0, 128], device=device)
-    right = reference.quantized_grouped_gemm(A[-128:], B[-1:], last, None, None, rowwise, torch.bfloat16)
+    right = reference.quantized_grouped_gemm(A[-128:], B[-1:], None, last, None, None, rowwise, torch.bfloat16)
     assert (out[-128:] - right).double().norm() < 2**-7 * right.double().norm()
 
 
@@ -302,7 +302,7 @@ def test_sizes_of_models(
     made, right = run(arguments, d_out, compute=compute), run(arguments, d_out)
     for name, x in made.items():
         error, size = (y.double().flatten(1).norm(dim=1) for y in (x - right[name], right[name]))
-        assert error.norm() < 0.08 * size.norm(), name
+        assert error.norm() < (0.2 if x.numel() <= 8 else 0.08) * size.norm(), name  # sums of few terms may cancel
         # Of each token, or each expert's weight; gradients of few terms, which may cancel, beside the largest.
         assert (error < 0.25 * size + 0.05 * size.max()).all(), name
     for _ in range(3):

@@ -48,7 +48,7 @@ def columns(x: Tensor, group_offsets: Tensor, row_to_slot: Tensor | None, square
         tokens, offsets, to_slot = inputs
         first = tokens if to_slot is None else to_slot
         table = tiles.plan_table(builder, offsets, first, BLOCK, zeros=False)
-        return scaled_wgrad.quantize(builder, tokens, to_slot, first.size(0), table, G, 2, squares)
+        return scaled_wgrad._quantize(builder, tokens, to_slot, first.size(0), table, G, 2, squares)
 
     globals()["plan_columns"] = draw
     names = ("x", "group_offsets", "row_to_slot")
@@ -174,10 +174,13 @@ def test_more_than_2_to_the_31_elements(M: int, T: int, P: int, Q: int, G: int, 
     torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
     X = torch.empty(T, P, device=device, dtype=torch.bfloat16).normal_()
     Y = torch.empty(M, Q, device=device, dtype=torch.bfloat16).normal_()
-    tokens = torch.arange(M, dtype=torch.int32, device=device) % T
+    row = torch.arange(M, dtype=torch.int32, device=device)
+    tokens, top_k = row % T, M // T
     group_offsets = torch.zeros(G + 1, dtype=torch.int32, device=device)
     group_offsets[-2], group_offsets[-1] = M - 300, M
-    out = quantized_wgrad(X, Y, group_offsets, tokens if T < M else None, None, False, torch.bfloat16)
+    out = quantized_wgrad(
+        X, Y, group_offsets, tokens * top_k + row // T if T < M else None, None, False, torch.bfloat16
+    )
     for g, start, end, columns in ((G - 1, M - 300, M, slice(None)), (G - 2, 0, M - 300, slice(-16, None))):
         rows = X[:, columns][tokens[start:end].long()]
         assert_right(out[g : g + 1, columns], rows, Y[start:end], offsets_of([0, end - start], device), None, None)

@@ -13,9 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import FP8_STACK, empty, lowered, ptxas_says, requests
 
-from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.quantized import QUANTIZED_GROUPED_GEMM, QUANTIZED_WGRAD
-from moe_kernels.ops.quantized_layer import QUANTIZED_MOE_MLP_BACKWARD
 
 I32 = torch.int32
 
@@ -67,31 +65,6 @@ def test_large_spans() -> None:
     assert "tl.int64" in reports_of(600_000, 4096, 128, 8)[1]["code"]
     report = reports_of(256, 65536, 65536, 2)[-1]
     assert report["name"] == "scaled_wgrad" and "tl.int64" in report["code"]
-
-
-@pytest.mark.parametrize(
-    ("T", "top_k", "H", "I", "E"), [(8192, 8, 2048, 768, 128), (4096, 2, 4096, 14336, 8), (4096, 8, 7168, 2048, 32)]
-)
-def test_gradients_at_once(T: int, top_k: int, H: int, I: int, E: int) -> None:  # noqa: E741
-    """One kernel reads the preactivation, and writes no gradient of it but in fp8."""
-    R, e4m3, f32 = T * top_k, torch.float8_e4m3fn, torch.float32
-    tensors = (
-        *(empty(T, H), empty(T, H), empty(R, 2 * I), empty(T, top_k, dtype=f32), empty(E + 1, dtype=I32)),
-        *(empty(R, dtype=I32), empty(R, dtype=I32)),
-        *(empty(E, H, 2 * I, dtype=e4m3), empty(E, 2 * I // 128, H // 128, dtype=f32)),
-        *(empty(E, I, H, dtype=e4m3), empty(E, H // 128, I // 128, dtype=f32)),
-    )
-    options = (torch.bfloat16, torch.bfloat16, GLUSpec("silu", True, False, 1.0, 1.0))
-    asked_for = requests(QUANTIZED_MOE_MLP_BACKWARD, tensors, options)
-    found = {request.kernel.name: lowered(request) for request in asked_for}
-    names = [request.kernel.name for request in asked_for]
-    product, wgrad = ["tile_table", "promoted_persistent"], ["quantize_columns", "scaled_wgrad"]
-    made = ["tile_table", "weighted_backward_quantized", "add_dots"]
-    assert names == ["scatter_quantized", *product, *made, *product, "combine_rows", *wgrad, *wgrad]
-    assert all(report["stack"] <= FP8_STACK for report in found.values())
-    report = found["weighted_backward_quantized"]
-    assert report["regs"] <= 128 and "cp.async" in report["ptx"]
-    assert "cvt.rn.satfinite.e4m3x2.f32" in report["ptx"]
 
 
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
