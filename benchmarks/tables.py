@@ -497,14 +497,14 @@ def start_up(measured: Record) -> str:
 def overview(folder: Path) -> str:
     """The main results in `folder`, in five lines."""
 
-    def times(suite: str, name: str, layout: str) -> tuple[str, list[str]]:
+    def times(suite: str, name: str, layout: str) -> tuple[Record, list[str]]:
         results = Results.read(folder / f"{suite}.json")
         records = [r for r in results.records if (r["case"], r["layout"], r["timing"]) == (name, layout, "graph")]
         us = {record["provider"]: record["us"] for record in records if record["us"] is not None}
         base, ours = roles(suite)
         best = min(_others(suite, us), key=us.__getitem__)
         cells = [f"**{_number(us[ours])} us**", *(f"{_number(us[p])} us, {_code(p)}" for p in (best, base))]
-        return _where(results.meta), cells
+        return results.meta, cells
 
     lines = {
         "layer forward, 8192 tokens": ("ffn", "qwen3_30b, T = 8192", "[E, 2I, H]"),
@@ -513,7 +513,10 @@ def overview(folder: Path) -> str:
         "one product, 65536 rows": ("table", "qwen3_up", "[G, N, K] transposed"),
     }
     found = {text: times(*asked) for text, asked in lines.items()}
-    where = "; ".join(dict.fromkeys(where for where, _ in found.values()))
+    dates: dict[str, list[str]] = {}
+    for meta, _ in found.values():
+        dates.setdefault(_where(meta | {"date": ""}), []).append(meta["date"])
+    where = "; ".join(f"{machine}{' and '.join(sorted(set(days)))}" for machine, days in dates.items())
     first = json.loads((folder / "start_up.json").read_text(encoding="utf-8"))["layer, caches filled"]
     seconds = f"**{_number(first['first grouped_gemm'], 2)} s**"
     rows = [[text, *cells] for text, (_, cells) in found.items()]
