@@ -36,7 +36,7 @@ FIELDS = (
 )
 
 
-_LOAD = "load"  # of `in_turns`
+_LOAD = "load"  # the key of the dense products among the calls
 
 
 class GpuLostError(RuntimeError):

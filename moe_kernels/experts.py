@@ -236,9 +236,9 @@ def _quantized_moe_mlp(
     if checks.validation_enabled(validate):
         checks.validate_ids(topk_ids, w_gate_up.size(0))
     parameters = (w_gate_up.mT, w_down.mT, biases[0], biases[2])
-    save_preact = differentiated(hidden, topk_weights, *parameters)
+    save = differentiated(hidden, topk_weights, *parameters)
     routing = ops.route(topk_ids, w_gate_up.size(0))
-    options = (compute == "fp8_rowwise", fp8_wgrad, save_preact, *spec)
+    options = (compute == "fp8_rowwise", fp8_wgrad, save, *spec)
     out: Tensor = ops.quantized_moe_mlp(hidden, topk_weights, *routing, *parameters, *options)[0]
     return out
 

@@ -634,6 +634,7 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 64, "M": 512, "G": 8, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 16, "M": 128, "G": 8, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 8, "M": 64, "G": 8, "gpu": GPU}, ("basic", 16, [16, 128, 16, 128], 4, 4)),
+        ({"rows": 16, "M": 32, "G": 2, "gpu": GPU}, ("basic", 32, [32, 128, 4, 128], 4, 3)),  # of rows that are there
         ({"rows": 128, "M": 1024, "G": 8, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
         ({"rows": 64, "M": 512, "G": 8, "K": 7168, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
@@ -652,6 +653,8 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 4, "M": 512, "K": 512}, ("persistent", 64, [256, 64], 4, 5)),
         ({"rows": 32, "M": 4096, "K": 512}, ("persistent", 64, [256, 64], 4, 5)),
         ({"rows": 64, "M": 8192, "K": 512}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 1, "M": 32, "G": 32, "N": 2048, "K": 512}, ("basic", 32, [32, 128, 64, 128], 4, 3)),
+        ({"rows": 4, "M": 512, "N": 64, "K": 512}, ("basic", 32, [32, 64, 256, 128], 4, 3)),
         ({"rows": 0, "M": 64, "K": 512}, ("basic", 32, [32, 128, 256, 128], 4, 3)),
         ({"rows": 0, "M": 16}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
         ({"rows": 128, "M": 16384, "K": 768}, ("persistent", 128, [256, 64], 8, 4)),
@@ -684,7 +687,7 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     if choice.variant != "tails":  # which has an argument for it
         grouped = choice.variant == "basic" or rules.row_group(problem) == 4
         assert values["l2_groupings"] == [4 if grouped else 16]
-    few_tiles = problem.G == 8 and problem.gpu is not None
+    few_tiles = problem.G == 8 and problem.gpu is GPU and problem.K == 7168 and problem.rows >= 128
     assert rules.row_group(problem) == (4 if problem.rows < 512 and not few_tiles else 16)
     assert rules.why_illegal(choice, problem) is None
 
@@ -929,3 +932,8 @@ def test_a_varied_entry_that_does_not_work_gives_way_to_the_rule(
     with pytest.warns(RuntimeWarning, match=r"varied, float16.*shared memory") as caught:
         varied_launch(operands, operands, [torch.empty_like(x) for x in operands])
     assert len(caught) == 1 and tried == [tuned.config, varied.rule(problem).config]
+
+
+def test_gpus_with_little_shared_memory_do_without_tma() -> None:
+    """The stages of what is read by TMA do not fit there."""
+    assert [name for name, gpu in targets.KNOWN.items() if gpu.has_tma] == ["h100", "h200", "b200"]

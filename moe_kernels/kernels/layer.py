@@ -105,8 +105,10 @@ def plan_quantized_moe_mlp(
         other_order = builder.alloc(w.shape, _E4M3) if save and not rowwise else None
         data, scales = _scaled_weight(builder, w, rowwise, other_order)
         weights.append((data, scales))
-        empty = builder.alloc((0,), _E4M3), builder.alloc((0,), torch.float32)
-        saved += empty if other_order is None else (other_order, scales)
+        if other_order is None:
+            saved += builder.alloc((0,), _E4M3), builder.alloc((0,), torch.float32)
+        else:
+            saved += other_order, scales
     routed = hidden, topk_weights, group_offsets, slot_to_row
     out, preact = _scaled_layer(builder, *routed, weights, biases, rowwise, spec)
     return out, preact if save else builder.alloc((0,), preact.dtype), *saved

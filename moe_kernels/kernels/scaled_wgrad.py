@@ -41,7 +41,7 @@ def quantize_columns(
     tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, of tile_table for 128 rows
     max_tiles: int,
     top_k: hl.constexpr,
-    squares: hl.constexpr,  # of 128 rows and 128 columns have a scale
+    squares: hl.constexpr,  # one scale for 128 rows and 128 columns
     largest: hl.constexpr,
 ) -> torch.Tensor:
     """A program per 128 rows of a group and block of their columns, of 128 for squares."""
@@ -71,7 +71,7 @@ def quantize_columns(
 
 
 def _computed_here(x: torch.Tensor, inline_ptx: bool) -> torch.Tensor:
-    """`x`, of which nothing is computed in front of a loop, and kept in registers during it."""
+    """`x`, so that the compiler computes what depends on it behind a loop, and not in front of it."""
     if not inline_ptx:
         return x
     return hl.inline_triton(
@@ -160,27 +160,15 @@ def plan_quantized_wgrad(
     tiles = plan_table(builder, group_offsets, rows, BLOCK, zeros=False)
     x = _quantize(builder, X, x_slots, rows.size(0), tiles, G, top_k, squares=False)
     y = _quantize(builder, Y, y_slots, rows.size(0), tiles, G, top_k, squares=True)
-    multiply(builder, x, y, group_offsets, rows.size(0), out)
-    return out
-
-
-def multiply(
-    builder: Builder,
-    x: tuple[SymbolicTensor, SymbolicTensor],  # data and scales, as `scaled_wgrad` takes X
-    y: tuple[SymbolicTensor, SymbolicTensor],
-    group_offsets: SymbolicTensor,  # [G + 1]
-    M: Any,
-    out: SymbolicTensor,  # [G, P, Q], written
-) -> None:
-    """Write the product of what `quantize_columns` made."""
-    group_offsets, width = searchable(builder, group_offsets, M)
+    group_offsets, width = searchable(builder, group_offsets, rows.size(0))
     width = max(width, 128) if width else 0  # ptxas spills a few bytes with 16
-    constants = (M * 2 + 1, width, rules.HALF, builder.gpu.backend == "cuda")
+    constants = (rows.size(0) * 2 + 1, width, rules.HALF, builder.gpu.backend == "cuda")
     # Slots and groups are told apart in 64 bits.
     arguments = (x[0], y[0], x[1], y[1], group_offsets, replace(out, few_groups=True), *constants)
     int64_index = needs_int64(out.select(0, 0), group_offsets, x[1], y[1])
-    config = rules.product(out.size(2), out.size(0), tma=builder.gpu.has_tma and not int64_index)
+    config = rules.product(Q, G, tma=builder.gpu.has_tma and not int64_index)
     builder.launch(scaled_wgrad, arguments, config, int64_index=int64_index)
+    return out
 
 
 def _quantize(
@@ -194,15 +182,11 @@ def _quantize(
     squares: bool,
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
     """Data and scales, as `quantize_columns`."""
-    data, scales = slots_of(builder, M, G, x.size(1), squares)
-    arguments = (data, scales, x, row_to_slot, tiles, max_num_tiles(M, G, BLOCK), top_k, squares, _LARGEST)
+    slots, C = M // BLOCK + G, x.size(1)
+    blocks = -(-C // BLOCK)
+    data = replace(builder.alloc((slots, blocks * BLOCK, BLOCK), torch.float8_e4m3fn), few_groups=True)
+    scales = builder.alloc((slots, blocks if squares else C), torch.float32)
+    constants = (1 if row_to_slot is None else top_k, squares, _LARGEST)
+    arguments = (data, scales, x, row_to_slot, tiles, max_num_tiles(M, G, BLOCK), *constants)
     builder.launch(quantize_columns, arguments, rules.columns(squares), int64_index=needs_int64(x, scales))
     return data, scales
-
-
-def slots_of(builder: Builder, M: Any, G: int, C: int, squares: bool) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """New data `[slots, C up to a multiple of 128, 128]` and scales `[slots, ..]`."""
-    slots, blocks = M // BLOCK + G, -(-C // BLOCK)
-    data = builder.alloc((slots, blocks * BLOCK, BLOCK), torch.float8_e4m3fn)
-    scales = builder.alloc((slots, blocks if squares else C), torch.float32)
-    return replace(data, few_groups=True), scales

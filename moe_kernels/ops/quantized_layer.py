@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import activate_backward, dots_with_down_bias, down_bias_gradient, weight_gradient
-from moe_kernels.ops.library import check_rows, define, use_kernels
+from moe_kernels.ops.library import check_rows, define, needs, use_kernels
 from moe_kernels.ops.moves import combine_rows, scatter_rows
 from moe_kernels.ops.products import bias_gradient
 from moe_kernels.ops.quantized import differentiable_once, quantized_grouped_gemm, quantized_wgrad
@@ -44,7 +44,7 @@ def _quantized_moe_mlp(
     save: bool,
     *spec: Any,
 ) -> tuple[Tensor, ...]:
-    """As `reference.quantized_moe_mlp`, with what is in fp8 as uint8, which has no gradients and can be added up."""
+    """As `reference.quantized_moe_mlp`, with fp8 data as uint8: autograd and vmap refuse fp8."""
     tensors = (hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, b_in, b_out)
     if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_in.shape, *w_out.shape):
         made = reference.quantized_moe_mlp(*tensors, rowwise, save, GLUSpec(*spec))
@@ -82,7 +82,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     *tensors, ctx.rowwise, ctx.fp8_wgrad, ctx.save = inputs[:12]
     ctx.spec = inputs[12:]
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*tensors, *(output[1:] if ctx.save else [None] * 5))
+    preact, *weights = output[1:] if ctx.save else [None] * 5
+    # Only the gradient of hidden states multiplies with w_in.
+    ctx.save_for_backward(*tensors, preact, *(needs(ctx, 0, x) for x in weights[:2]), *weights[2:])
     ctx.set_materialize_grads(False)
 
 
@@ -93,12 +95,13 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
     As in the gradient of `moe_mlp`, act is made again from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_out, b_in, b_out, *saved = ctx.saved_tensors
-    preact, *weights = saved
-    del saved
+    preact, data_in, scales_in, data_out, scales_out = saved
     by_in, by_out = (w_in.mT, None), (w_out.mT, None)
     if ctx.save and not ctx.rowwise:
-        data_in, scales_in, data_out, scales_out = weights
-        by_in, by_out = (data_in.view(_E4M3).mT, scales_in), (data_out.view(_E4M3).mT, scales_out)
+        by_out = data_out.view(_E4M3).mT, scales_out
+        if data_in is not None:
+            by_in = data_in.view(_E4M3).mT, scales_in
+    del saved, data_in, data_out
     ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
     need, rowwise, top_k = ctx.needs_input_grad, ctx.rowwise, topk_weights.size(1)
     result: list[Tensor | None] = [None] * len(need)
@@ -114,7 +117,7 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
         )
         d_preact = d_preact_by_act if d_preact is None else d_preact + d_preact_by_act
         del d_act, d_preact_by_act
-    del preact
+    del preact, by_out
     if d_preact is None:
         return tuple(result)
     routing = slot_to_row, group_offsets, top_k
@@ -122,6 +125,7 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
         d_sorted = quantized_grouped_gemm(d_preact, *by_in, group_offsets, None, None, rowwise, hidden.dtype)
         result[0] = combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
+    del by_in
     if need[5] and not ctx.fp8_wgrad:
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         result[5] = weight_gradient(rows, d_preact, group_offsets, w_in)

@@ -82,7 +82,7 @@ _TF32: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 32, 4, 3), 1
 _IEEE: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 16, 4, 3), 128: (64, 16, 8, 3)}
 
 PERSISTENT_FROM_ROWS = 128
-LARGE_WEIGHTS = 2 << 30  # bytes: reading them takes most of the time, up to 255 rows per group
+LARGE_WEIGHTS = 2 << 30  # bytes: reading them takes most of the time, up to 127 or 255 rows per group
 SHORT = 512  # Along so small a K, a tile ends before its loads are under way: persistent loops begin the next one's.
 # The kernels that are what is asked for.
 _KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
@@ -149,7 +149,7 @@ def persistent_from_rows(problem: Problem) -> int:
     """The mean rows per group from which on the persistent kernels are faster; see benchmarks/notes.md."""
     if not _tensor_cores_by_tma(problem) or _few_tiles(problem):
         return PERSISTENT_FROM_ROWS
-    if problem.K <= SHORT:
+    if problem.K <= SHORT and problem.N > 64 and problem.M >= 64:
         return 1
     if _large_weights(problem):
         return 256 if problem.K >= 4096 else 128
@@ -158,8 +158,10 @@ def persistent_from_rows(problem: Problem) -> int:
 
 def row_group(problem: Problem) -> int:
     """In persistent kernels, so many row tiles below each other come before those in the next column."""
-    # Few rows: tiles of different groups, which share no weights. The fewer groups are read at once, the better.
-    return 4 if problem.rows < 512 and not _few_tiles(problem) else 16
+    # Few rows: tiles of different groups, which share no weights. The fewer groups are read at once, the better, unless
+    # tiles are so few that most are under way at once.
+    together = _few_tiles(problem) and _persistent_height(problem) == 64
+    return 4 if problem.rows < 512 and not together else 16
 
 
 def _large_weights(problem: Problem) -> bool:
@@ -235,11 +237,11 @@ def _basic_height(problem: Problem) -> int:
         return 64
     if not _tensor_cores_by_tma(problem):
         return basic_height(problem.rows)
-    if _few_tiles(problem):
-        return 16 if problem.rows < 16 else 64 if problem.rows < 128 else 128
-    # A weight takes longer to read than 64 rows to multiply; if there are many weights, longer than 128 rows.
-    if problem.rows < 8:
-        return 32 if problem.M >= 32 else 16  # at least as many rows as TMA reads together
+    if _few_tiles(problem) or problem.rows < 8:
+        few = 16 if problem.rows < 16 and _few_tiles(problem) else 32 if problem.rows < 8 else 64
+        height = few if problem.rows < 128 else 128
+        return next(h for h in (height, 32, 16) if h <= max(problem.M, 16))  # TMA reads at most all rows together
+    # A weight takes longer to read than 64 rows to multiply; weights of over 2 GiB longer than 128 rows.
     return 64 if problem.rows < (32 if _large_weights(problem) else 128) else 128
 
 

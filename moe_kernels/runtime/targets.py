@@ -30,7 +30,8 @@ class Gpu:
 
     @property
     def has_tma(self) -> bool:
-        return self.backend == "cuda" and self.capability >= (9, 0)
+        """Whether kernels use TMA: what they have under way by it takes more shared memory than GPUs of sm120 have."""
+        return self.backend == "cuda" and self.capability >= (9, 0) and self.shared_memory >= 200 << 10
 
     @property
     def has_e4m3(self) -> bool:

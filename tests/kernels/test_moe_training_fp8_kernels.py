@@ -92,13 +92,12 @@ def test_as_the_twins(compute: str, options: dict[str, Any], device: str, monkey
     assert not made["w_down"][2].any()
 
 
-@pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
-def test_halves_of_whole_blocks(activation: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of gate and up in halves of 128 columns, with more than 128 tokens of an expert, and scattered weights."""
+def test_whole_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more than 128 tokens of an expert, and strided weights of tokens."""
     arguments = make(T=150, top_k=2, H=136, I=128, E=3, dtype=torch.float16, device=device)
     arguments["topk_weights"] = arguments["topk_weights"].T.contiguous().T
     d_out = torch.randn(150, 136, device=device)
-    made = assert_as_twins(arguments, d_out, monkeypatch, compute="fp8_block", activation=activation, limit=0.7)
+    made = assert_as_twins(arguments, d_out, monkeypatch, compute="fp8_block")
     assert not made["w_down"][2].any()
 
 

@@ -13,7 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import FP8_STACK, empty, lowered, requests
 
+from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.quantize import QUANTIZE, QUANTIZE_WEIGHTS
+from moe_kernels.ops.quantized_layer import QUANTIZED_MOE_MLP
 from moe_kernels.runtime.signature import Operator
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -65,3 +67,16 @@ def test_wide_accesses(operator: Operator, x: torch.Tensor, format: str, kernel:
 @pytest.mark.parametrize("x", [empty(4096, 97), empty(600_000, 4099)], ids=["narrow", "int64"])
 def test_any_width(x: torch.Tensor, format: str) -> None:
     assert report_of(QUANTIZE, x, format, E5M2)["regs"] <= 255
+
+
+def test_weights_in_both_orders() -> None:
+    """Those of a layer that is trained in fp8: loads and stores of 16 bytes along either order."""
+    w_in, w_out = empty(128, 1536, 2048).mT, empty(128, 2048, 768).mT
+    maps = (empty(129, dtype=torch.int32), empty(512, dtype=torch.int32))
+    tensors = (empty(64, 2048), empty(64, 8, dtype=F32), *maps, w_in, w_out, None, None)
+    steps = requests(QUANTIZED_MOE_MLP, tensors, (False, True, GLUSpec("silu", True, False, 1.0, 1.0)))
+    squares = [step for step in steps if step.kernel.name == "quantize_squares"]
+    assert len(squares) == 2
+    for report in map(lowered, squares):
+        assert report["stack"] == 0 and report["regs"] <= 64
+        assert [access[:9] for access in narrow_accesses(report)] == ["st.global"]  # of scales
