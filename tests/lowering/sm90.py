@@ -29,6 +29,7 @@ from moe_kernels.runtime.signature import Operator, symbolic
 
 # A WGMMA instruction after whose accumulator comes a list of registers, not the descriptor of shared memory.
 FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^;{]*\{[^;}]*\},\s*\{")
+TRITON_3_6 = (requirements.minor(triton.__version__) or (0, 0)) <= (3, 6)
 TRITON_3_9 = (requirements.minor(triton.__version__) or (0, 0)) >= (3, 9)
 # Bytes of a thread's registers that ptxas of Triton 3.9 keeps in memory in fp8 kernels at most.
 FP8_STACK = 24 if TRITON_3_9 else 0

@@ -135,12 +135,12 @@ def test_odd_addresses(monkeypatch: pytest.MonkeyPatch, variant: str, unaligned:
 
 
 def test_weights_of_more_than_2_to_the_31_elements_keep_tma(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rows, variant, name, loads in (
-        (128, "basic", "jagged", 2),
-        (128, "persistent", "jagged_persistent", 2),
-        (256, "persistent", "jagged_tails", 4),
+    for G, rows, K, variant, name, loads in (
+        (512, 128, 4096, "basic", "jagged", 2),
+        (2560, 128, 512, "persistent", "jagged_persistent", 2),
+        (512, 256, 4096, "persistent", "jagged_tails", 4),
     ):
-        report = compiled(monkeypatch, variant, (512, 512 * rows, 2048, 4096))[name]
+        report = compiled(monkeypatch, variant, (G, G * rows, 2048, K))[name]
         assert len(re.findall(r"_desc\w*\.load\(", report["code"])) == loads
         assert_lean(report)
 

@@ -25,7 +25,8 @@ F32 = torch.float32
 def report_of(operator: Operator, x: torch.Tensor, format: str, dtype: torch.dtype = E4M3) -> dict[str, Any]:
     (request,) = requests(operator, (x,), (format, dtype, False))
     report = lowered(request)
-    assert report["stack"] <= FP8_STACK
+    whole = x.size(-1) % 16 == 0  # else it is stored byte by byte, with an address each
+    assert report["stack"] <= (FP8_STACK if whole else 4 * FP8_STACK)
     assert "div.rn.f32" in report["ptx"]
     assert f"cvt.rn.satfinite.{ {E4M3: 'e4m3x2', E5M2: 'e5m2x2'}[dtype] }.f32" in report["ptx"]
     assert not re.search(r"mul\.[\w.]*ftz|div\.full", report["ptx"])  # exact, and not without subnormals
@@ -78,5 +79,5 @@ def test_weights_in_both_orders() -> None:
     squares = [step for step in steps if step.kernel.name == "quantize_squares"]
     assert len(squares) == 2
     for report in map(lowered, squares):
-        assert report["stack"] == 0 and report["regs"] <= 64
+        assert report["stack"] == 0 and report["regs"] <= 72
         assert [access[:9] for access in narrow_accesses(report)] == ["st.global"]  # of scales
