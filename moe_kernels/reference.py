@@ -683,18 +683,21 @@ def quantized_moe_mlp(
         unless `save`.
     """
     dtype, top_k = hidden.dtype, topk_weights.shape[1]
-    preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, rowwise, dtype)
-    act = activate(preact.float(), None, spec)
-    rows = quantized_grouped_gemm(act, w_out, None, group_offsets, None, b_out, rowwise, dtype)
-    out = combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
-    saved = [preact if save else preact.new_empty(0)]
+    weights: list[tuple[Tensor, Tensor | None]] = []
+    saved: list[Tensor] = []
     for w in (w_in, w_out):
         if save and not rowwise:
             data, scales, _ = quantize(w.mT, "128x128")
+            weights.append((data.mT, scales.mT))
             saved += data.mT.contiguous(), scales
         else:
+            weights.append((w, None))
             saved += w.new_empty(0, dtype=torch.float8_e4m3fn), w.new_empty(0, dtype=torch.float32)
-    return out, *saved
+    preact = quantized_grouped_gemm(hidden, *weights[0], group_offsets, slot_to_row, b_in, rowwise, dtype)
+    act = activate(preact.float(), None, spec)
+    rows = quantized_grouped_gemm(act, *weights[1], group_offsets, None, b_out, rowwise, dtype)
+    out = combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
+    return out, preact if save else preact.new_empty(0), *saved
 
 
 def _accumulation_dtype(*operands: Tensor) -> torch.dtype:

@@ -32,7 +32,7 @@ from moe_kernels.scaled import BLOCK
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-@kernel(lambda data, scales, x, *_: rules.columns(scales.size(1) < x.size(1)))
+@kernel(lambda data, scales, x, row_to_slot, tiles, max_tiles, top_k, squares, largest: rules.columns(squares))
 def quantize_columns(
     data: torch.Tensor,  # [slots, C up to a multiple of 128, 128] fp8, written
     scales: torch.Tensor,  # [slots, C], or [slots, C / 128 rounded up] of squares; written

@@ -237,12 +237,14 @@ def _basic_height(problem: Problem) -> int:
         return 64
     if not _tensor_cores_by_tma(problem):
         return basic_height(problem.rows)
-    if _few_tiles(problem) or problem.rows < 8:
-        few = 16 if problem.rows < 16 and _few_tiles(problem) else 32 if problem.rows < 8 else 64
-        height = few if problem.rows < 128 else 128
-        return next(h for h in (height, 32, 16) if h <= max(problem.M, 16))  # TMA reads at most all rows together
+    few_tiles = _few_tiles(problem)
+    if few_tiles and problem.rows < 16:
+        return 16
     # A weight takes longer to read than 64 rows to multiply; weights of over 2 GiB longer than 128 rows.
-    return 64 if problem.rows < (32 if _large_weights(problem) else 128) else 128
+    tall = 32 if _large_weights(problem) and not few_tiles else 128
+    height = 32 if problem.rows < 8 else 64 if problem.rows < tall else 128
+    # TMA reads at most all rows together.
+    return max(16, min(height, problem.M)) if few_tiles or problem.rows < 8 else height
 
 
 def _addressing(problem: Problem, variant: str, block_m: int) -> Addressing:
