@@ -66,10 +66,10 @@ def _interpret(function: Any, grid: tuple[int, ...], *arguments: Any) -> None:
 @contextmanager
 def _lean() -> Iterator[None]:
     """Triton's interpreter for one launch, without what takes most of its time: it would replace the functions of its
-    language again at every call of a device function, and look for overflows that it reports in debug mode only. And
-    with exact bfloat16 and fp8 in products, and exact casts of them: it would multiply raw bits of bfloat16, lose the
-    NaN of fp8, and truncate where it should round. Casts to fp8 saturate as a GPU's do. It still adds raw bits, so
-    kernels compute in float32. Masks may be integers, which Triton 3.9 refuses.
+    language again at every call of a device function, look for overflows that it reports in debug mode only, and make
+    the same types anew for every value. And with exact bfloat16 and fp8 in products, and exact casts of them: it would
+    multiply raw bits of bfloat16, lose the NaN of fp8, and truncate where it should round. Casts to fp8 saturate as a
+    GPU's do. It still adds raw bits, so kernels compute in float32. Masks may be integers, which Triton 3.9 refuses.
     """
     replace, done = interpreter._patch_lang, set()
     builder = interpreter.interpreter_builder
@@ -119,7 +119,35 @@ def _lean() -> Iterator[None]:
     def masked_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         return store(ptrs, value, truth(mask), *rest)
 
+    dtypes: dict[str, Any] = {}
+    blocks: dict[Any, dict[str, Any]] = {}  # the attributes of a block's type
+    values: dict[str, dict[str, Any]] = {}  # those that values of a type share
+    dtype_of, init_block, init_value = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
+
+    def dtype_once(of: Any) -> Any:
+        if of.name not in dtypes:
+            dtypes[of.name] = dtype_of(of)
+        return dtypes[of.name]
+
+    def init_block_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in blocks:
+            init_block(self, element_ty, shape)
+            blocks[key] = vars(self)
+        self.__dict__ = blocks[key]
+
+    def init_value_once(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in values:
+            init_value(self, handle, type)
+            values[type.name] = dict(vars(self))
+        self.__dict__ = values[type.name] | {"handle": handle, "type": type}
+
     builders = dict(create_dot=exact_dot, cast_impl=cast_exactly, create_fp_to_fp=cast_fp8_exactly, options=options)
     masks = dict(create_masked_load=masked_load, create_masked_store=masked_store)
-    with replaced(builder, **builders, **masks), replaced(interpreter, _patch_lang=replace_once):
+    with (
+        replaced(builder, **builders, **masks),
+        replaced(interpreter, _patch_lang=replace_once, _get_np_dtype=dtype_once),
+        replaced(tl.block_type, __init__=init_block_once),
+        replaced(tl.tensor, __init__=init_value_once),
+    ):
         yield
