@@ -5,6 +5,8 @@ from __future__ import annotations
 import helion.language as hl
 import torch
 
+from moe_kernels.runtime.compile import SAME
+
 
 def decode_odd(odd: int, like: torch.Tensor) -> torch.Tensor:
     """n for `odd` = 2 * n + 1. Triton compiles anew for arguments that are 1 or a multiple of 16; this never is."""
@@ -27,8 +29,10 @@ def multiple(a: torch.Tensor, b: int) -> torch.Tensor:
 
 
 def unmasked(tile: torch.Tensor) -> torch.Tensor:
-    """`tile` itself, hidden from Helion's mask propagation: a masked load would not be made by TMA."""
-    return hl.inline_triton("{0}", args=(tile,), output_like=tile)
+    """`tile` itself, of a product's operand that TMA reads. TMA gives zeros outside of a tensor; Helion does not know
+    that, and would load what it has to mask in another way.
+    """
+    return hl.inline_triton(SAME, args=(tile,), output_like=tile)
 
 
 def histogram(values: torch.Tensor, width: int, counted: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from typing import Any
 
 import helion
 import helion._compiler.compile_environment as helion_environment
+import helion.language as hl
 import helion.runtime.kernel as helion_kernel
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -40,6 +41,7 @@ from moe_kernels.runtime.plan import Alloc, Builder, Call, Constant, Descriptor,
 from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, least, most
 from moe_kernels.runtime.targets import Gpu
 
+SAME = "{0}"  # the inline Triton of an operand of a product that is zero where its tile exceeds the tensor
 _EXAMPLE_ROWS = 256  # of tensors to compile for; a TMA descriptor's block may not have more rows than its tensor
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "launch_cooperative_grid", "waves_per_eu")
 _TYPES = {
@@ -282,6 +284,7 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
     with ExitStack() as stack:
         tensors = stack.enter_context(_example_tensors(gpu))
         stack.enter_context(_without_symmetric_memory())
+        stack.enter_context(replaced(hl.inline_triton, _get_masked_value=_value_outside))
         args = tuple(tensors(x) if isinstance(x, _Example) else x for x in examples)
         bound = _variant(request.kernel, request.int64_index, request.tf32).bind(args)
         code = bound.to_triton_code(helion.Config(**config))
@@ -293,6 +296,13 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
     module._helion_tensor_descriptor = _HostDescriptor
     made: Callable[..., Any] = getattr(module, request.kernel.fn.__name__)
     return made
+
+
+def _value_outside(node: Any) -> float | None:
+    """Of inline Triton, where its tile exceeds the tensor. Helion 1.5.1 would set to zero what may be something else
+    there, which takes operands of WGMMA through registers: slow, and not sound with Triton 3.6 (its issue 9433).
+    """
+    return 0 if node.args[0] == SAME else None
 
 
 def _supported(config: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
