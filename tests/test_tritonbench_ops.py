@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -13,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from processes import python_path
 from torch import Tensor
 
 import tritonbench_ops
 from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for
 from tritonbench_ops import cases, providers
+from tritonbench_ops.__main__ import run
 
 ROWS = (5, 0, 3, 17)
 K, N = 24, 40
@@ -181,27 +179,20 @@ def test_extent() -> None:
     assert cases.extent([8, 2, 4]) == "2..8"
 
 
-def command(*arguments: str, cwd: Path, hide: bool = True) -> subprocess.CompletedProcess[str]:
-    """The command on a machine without a GPU, where TritonBench is not to be found."""
-    code = "import sys; from tritonbench_ops.__main__ import run; sys.exit(run())"
-    if hide:
-        code = f"import sys; sys.modules['tritonbench'] = None; {code}"
-    env = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": python_path(),
-    }
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
-    )
+@pytest.fixture
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, on a machine without a GPU, where TritonBench is not to be found."""
+    monkeypatch.setitem(sys.modules, "tritonbench", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_the_command_says_how_to_install_tritonbench(tmp_path: Path) -> None:
-    done = command("--op", "grouped_gemm", "--device", "cpu", cwd=tmp_path)
-    assert done.returncode == 2
-    assert (
-        "git clone https://github.com/meta-pytorch/tritonbench && pip install --no-deps -e tritonbench" in done.stderr
-    )
+@pytest.mark.usefixtures("bare_machine")
+def test_the_command_says_how_to_install_tritonbench(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--op", "grouped_gemm", "--device", "cpu"]) == 2
+    how = "git clone https://github.com/meta-pytorch/tritonbench && pip install --no-deps -e tritonbench"
+    assert how in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -212,10 +203,12 @@ def test_the_command_says_how_to_install_tritonbench(tmp_path: Path) -> None:
         (["--op", "a,b", "--device", "cpu", "--output-json", "x"], "--output-dir takes a file of each"),
     ),
 )
-def test_the_command_refuses(arguments: list[str], text: str, tmp_path: Path) -> None:
-    done = command(*arguments, cwd=tmp_path)
-    assert done.returncode == 2 and text in done.stderr
-    assert not list(tmp_path.iterdir())
+def test_the_command_refuses(
+    arguments: list[str], text: str, bare_machine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert text in capsys.readouterr().err
+    assert not list(bare_machine.iterdir())
 
 
 def test_register_says_how_to_install_tritonbench(monkeypatch: pytest.MonkeyPatch) -> None:
