@@ -16,12 +16,12 @@ from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed
 from moe_kernels.testing import assert_grouped_gemm_close, make_inputs
 
-SIZES = {
+SIZES = {  # of 10 or of 42 groups: a kernel is compiled for their number
     "tails and whole tiles": [300, 20, 0, 128, 65, 64, 1, 129, 192, 193],
-    "tails alone": [40, 3, 64, 0, 50],
-    "no tails": [128, 256, 100, 65],
-    "one large group": [1400, 30, 0, 7],
-    "many tails": [*[7] * 40, 200],
+    "tails alone": [40, 3, 64, 0, 50, *[0] * 5],
+    "no tails": [128, 256, 100, 65, *[0] * 6],
+    "one large group": [1400, 30, 0, 7, *[0] * 6],
+    "many tails": [*[7] * 40, 200, 0],
     "more whole tiles than are grouped": [*[65] * 37, *[3] * 5],
 }
 
