@@ -34,7 +34,7 @@ TRITON_3_6 = (requirements.minor(triton.__version__) or (0, 0)) <= (3, 6)
 TRITON_3_9 = (requirements.minor(triton.__version__) or (0, 0)) >= (3, 9)
 HELION_1_5_0 = version("helion") == "1.5.0"
 # Bytes of a thread's registers that ptxas keeps in memory in fp8 kernels at most.
-FP8_STACK = 24 if TRITON_3_9 else 0 if HELION_1_5_0 else 8
+FP8_STACK = 24 if TRITON_3_9 else 0
 H200 = targets.KNOWN["h200"]
 pretend(H200)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import FP8_STACK, empty, lowered, requests
+from sm90 import FP8_STACK, HELION_1_5_0, empty, lowered, requests
 
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.scaled_layer import SCALED_MOE_MLP
@@ -118,7 +118,7 @@ def test_one_token(layer: tuple[int, int, int, int, int], format: str, spec: GLU
     assert [request.kernel.name for request in found] == ["first_half", "second_half"]
     for request in found:
         report = lowered(request)
-        assert report["stack"] == 0
+        assert report["stack"] <= (0 if HELION_1_5_0 else 8)
         assert report["regs"] <= 64
         assert report["shared"] <= 4096
         assert "cvt.rn.f16x2.e4m3x2" in report["ptx"]
