@@ -81,7 +81,6 @@ def test_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(cli, "_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

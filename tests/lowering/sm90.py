@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from moe_kernels.runtime.signature import Operator, symbolic
 FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^;{]*\{[^;}]*\},\s*\{")
 TRITON_3_6 = (requirements.minor(triton.__version__) or (0, 0)) <= (3, 6)
 TRITON_3_9 = (requirements.minor(triton.__version__) or (0, 0)) >= (3, 9)
-HELION_1_5_0 = version("helion") == "1.5.0"
+HELION_1_5_0 = requirements.installed("helion") == "1.5.0"
 # Bytes of a thread's registers that ptxas keeps in memory in fp8 kernels at most.
 FP8_STACK = 24 if TRITON_3_9 else 0
 H200 = targets.KNOWN["h200"]
