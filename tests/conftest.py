@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
+
+# Compilers make many objects that live on. Looking for cycles among these takes a tenth of the tests' time.
+gc.set_threshold(100_000, 50, 100)
 
 LONGEST = ("test_interpreter.py", "test_lowering.py", "test_ahead.py")
 TOGETHER = "test_ahead.py"  # its tests share a fixture that takes minutes

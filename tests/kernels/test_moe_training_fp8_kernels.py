@@ -53,7 +53,10 @@ def by_twins(
 def assert_as_twins(
     arguments: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[str, Tensor]:
-    """Within the error of the twins in their dtype, twice, which is mostly that of roundings the other way."""
+    """Within the error of the twins in their dtype, twice, and what one element of act makes, rounded the other way.
+
+    That is up to 2^-4 of the element, which may be most of a token's result.
+    """
     made = run(arguments, d_out, **options)
     twins = by_twins(arguments, d_out, monkeypatch, **options)
     exact = {name: x.float() if x.is_floating_point() else x for name, x in arguments.items()}
@@ -63,8 +66,10 @@ def assert_as_twins(
         size, error, twins_error = (
             y.norm(dim=1) for y in (exactly, *(z.cpu().double().flatten(1) - exactly for z in (x, twins[name])))
         )
-        budget = 2 * twins_error.norm() + 2**-8 * size.norm()
+        budget = 2 * twins_error.norm() + 2**-8 * size.norm() + 2**-4 * size.max()
         assert error.norm() <= budget, f"{name}: error {error.norm()}, budget {budget}"
+        typical = 2 * twins_error.median() + 2**-6 * size.median()
+        assert error.median() <= typical, f"{name}: median error {error.median()}, budget {typical}"
         assert 0 < budget < size.norm() / 10, name
         # Of each token, or each expert's weight.
         assert (error <= 0.15 * size + budget / 4).all(), f"{name}: errors {error}, of {size}"
@@ -301,7 +306,7 @@ def test_sizes_of_models(
     made, right = run(arguments, d_out, compute=compute), run(arguments, d_out)
     for name, x in made.items():
         error, size = (y.double().flatten(1).norm(dim=1) for y in (x - right[name], right[name]))
-        assert error.norm() < (0.2 if x.numel() <= 8 else 0.08) * size.norm(), name  # sums of few terms may cancel
+        assert error.norm() < (0.3 if x.numel() <= 8 else 0.08) * size.norm(), name  # sums of few terms may cancel
         # Of each token, or each expert's weight; gradients of few terms, which may cancel, beside the largest.
         assert (error < 0.25 * size + 0.05 * size.max()).all(), name
     for _ in range(3):
