@@ -21,7 +21,7 @@ import torch
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_wgrad import searchable
 from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
-from moe_kernels.kernels.quantize import inverse, largest_of, largest_of_columns, scale_of, scaled
+from moe_kernels.kernels.quantize import inverse, largest_of, largest_of_columns, magnitude, scale_of, scaled
 from moe_kernels.kernels.scaled_gemm import product_of, scaled_sum
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules
@@ -44,7 +44,9 @@ def quantize_columns(
     squares: hl.constexpr,  # one scale for 128 rows and 128 columns
     largest: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per 128 rows of a group and block of their columns, of 128 for squares."""
+    """A program per 128 rows of a group and block of their columns, of 128 for squares. It reads them twice, the second
+    time from the cache: this takes fewer registers than to keep them.
+    """
     C = x.size(1)
     for tile_c, tile_t in hl.tile([C, max_tiles], block_size=[None, 1]):
         num_tiles = tiles[0, 0]
@@ -52,22 +54,42 @@ def quantize_columns(
         if t <= num_tiles:
             group = tiles[t, 0]
             row0 = tiles[t, 1]
-            rows = row0 + hl.arange(128)
-            inside = rows < tiles[t, 2]
-            if row_to_slot is not None:
-                rows = divide(hl.load(row_to_slot, [rows], extra_mask=inside), top_k)
-            tile = hl.load(x, [rows.to(torch.int64), tile_c], extra_mask=inside[:, None])
+            end = tiles[t, 2]
             slot = (divide(row0, 128) + group).to(torch.int64)
+            magnitudes = magnitude(_rows(x, row0 + hl.arange(128), end, tile_c, row_to_slot, top_k))
             if squares:
-                scale = scale_of(largest_of(tile, group), largest, False)
-                y = scaled(tile, inverse(scale))
+                scale = scale_of(largest_of(magnitudes, group), largest, False)
                 hl.store(scales, [slot, tile_c.id], scale)
             else:
-                scale = scale_of(largest_of_columns(tile, hl.zeros([tile_c], dtype=torch.int32)), largest, False)
-                y = scaled(tile, inverse(scale)[None, :])
+                scale = scale_of(largest_of_columns(magnitudes, hl.zeros([tile_c], dtype=torch.int32)), largest, False)
                 hl.store(scales, [slot, tile_c], scale)
-            hl.store(data, [slot, tile_c, hl.arange(128)], y.to(data.dtype).T)
+            factor = inverse(scale) if squares else inverse(scale).unsqueeze(0)
+            rows = row0 + 4 * hl.arange(32)
+            a = scaled(_rows(x, rows, end, tile_c, row_to_slot, top_k), factor).to(data.dtype)
+            b = scaled(_rows(x, rows + 1, end, tile_c, row_to_slot, top_k), factor).to(data.dtype)
+            c = scaled(_rows(x, rows + 2, end, tile_c, row_to_slot, top_k), factor).to(data.dtype)
+            d = scaled(_rows(x, rows + 3, end, tile_c, row_to_slot, top_k), factor).to(data.dtype)
+            hl.store(data, [slot, tile_c, hl.arange(128)], _columns(a, b, c, d))
     return data
+
+
+def _rows(
+    x: torch.Tensor, rows: torch.Tensor, end: torch.Tensor, tile_c: Any, row_to_slot: torch.Tensor | None, top_k: int
+) -> torch.Tensor:
+    """Rows of x, or tokens of rows; zeros from `end` on."""
+    inside = rows < end
+    if row_to_slot is not None:
+        rows = divide(hl.load(row_to_slot, [rows], extra_mask=inside), top_k)
+    return hl.load(x, [rows.to(torch.int64), tile_c], extra_mask=inside.unsqueeze(1))
+
+
+def _columns(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """`[C, 4 * n]` from every fourth row of it each, `[n, C]`, which begin with rows 0, 1, 2 and 3.
+
+    So a thread has four elements of a column next to each other when they are transposed through shared memory, and not
+    one.
+    """
+    return hl.join(hl.join(a.T, c.T), hl.join(b.T, d.T)).reshape(a.size(1), 4 * a.size(0))
 
 
 def _computed_here(x: torch.Tensor, inline_ptx: bool) -> torch.Tensor:

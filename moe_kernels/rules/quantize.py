@@ -1,24 +1,22 @@
-"""Configs of the kernels that quantise: 32 elements to a thread, which read 64 bytes or more ahead of their use."""
+"""Configs of the kernels that quantise: 32 or 64 elements to a thread, which reads them all ahead of their use."""
 
 from __future__ import annotations
 
 from moe_kernels.rules.config import Config
 from moe_kernels.scaled import BLOCK
 
-AT_ONCE = 8192  # elements of a row that a program holds
+AT_ONCE = 16384  # elements of a row that a program holds
 _OF_A_PROGRAM = 4096
 _OF_A_THREAD = 32
-
-
-def _config(rows: int, columns: int) -> Config:
-    return Config(block_sizes=[columns, rows], num_warps=max(1, rows * columns // (32 * _OF_A_THREAD)))
 
 
 def one_pass(width: int, transposed: bool) -> Config:
     """For tiles of this width, in which a row's part has a scale."""
     columns = width_of_part(width, 1)
     # Where rows lie next to each other in memory, 64 of them are a line of it.
-    return _config(max(64 if transposed else 1, _OF_A_PROGRAM // columns), columns)
+    rows = max(64 if transposed else 1, _OF_A_PROGRAM // columns)
+    of_a_thread = _OF_A_THREAD if transposed else 2 * _OF_A_THREAD
+    return Config(block_sizes=[columns, rows], num_warps=max(1, rows * columns // (32 * of_a_thread)))
 
 
 def two_passes(transposed: bool) -> Config:

@@ -13,9 +13,9 @@ HALF = 64  # rows of half a tile of the result
 
 
 def columns(squares: bool) -> Config:
-    """For blocks of 128 rows, 32 elements to a thread."""
+    """For blocks of 128 rows, 64 elements to a thread."""
     width = BLOCK if squares else BLOCK // 2
-    return Config(block_sizes=[width], num_warps=width // 8)
+    return Config(block_sizes=[width], num_warps=width // 16)
 
 
 def product(Q: int, G: int, tma: bool) -> Config:
@@ -29,6 +29,6 @@ def product(Q: int, G: int, tma: bool) -> Config:
         num_stages=num_stages,
         pid_type="persistent_interleaved",
         num_sm_multiplier=2,
-        l2_groupings=[8],
+        l2_groupings=[4],
         **options,
     )

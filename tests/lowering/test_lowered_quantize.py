@@ -44,7 +44,8 @@ def narrow_accesses(report: dict[str, Any]) -> list[str]:
         (QUANTIZE, empty(65536, 2880), "rowwise", "quantize_parts"),
         (QUANTIZE, empty(65536, 7168), "rowwise", "quantize_parts"),
         (QUANTIZE, empty(65536, 2048, dtype=F32), "rowwise", "quantize_parts"),
-        (QUANTIZE, empty(65536, 14336), "rowwise", "quantize_rows"),
+        (QUANTIZE, empty(65536, 14336), "rowwise", "quantize_parts"),
+        (QUANTIZE, empty(65536, 18432), "rowwise", "quantize_rows"),
         (QUANTIZE, empty(65536, 7168), "1x128", "quantize_parts"),
         (QUANTIZE, empty(600_000, 4096), "1x128", "quantize_parts"),  # more than 2^31 elements
         (QUANTIZE_WEIGHTS, empty(128, 1536, 2048), "128x128", "quantize_squares"),

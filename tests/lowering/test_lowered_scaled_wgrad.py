@@ -50,7 +50,7 @@ def test_products(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 8], ids=["rows", "tokens"])
 def test_quantising(top_k: int) -> None:
-    """Accesses of 16 bytes, but for the list of tiles, the map and the scales."""
+    """Accesses of 16 bytes, but for the list of tiles, the map and the scales; transposed four elements at a time."""
     table, *columns, _ = reports_of(32768, 4096, 2048, 32, top_k=top_k)
     assert table["name"] == "tile_table"
     assert [report["name"] for report in columns] == ["quantize_columns"] * 2
@@ -61,6 +61,7 @@ def test_quantising(top_k: int) -> None:
         accesses = re.findall(r"(?:ld|st)\.global[\w.:]*", report["ptx"])
         assert sum(".v4" in access for access in accesses) >= 4, accesses
         assert all("b8" not in access and "b16" not in access for access in accesses), accesses
+        assert not re.search(r"(?:ld|st)\.shared\.(?:v2\.)?b8\b", report["ptx"])
 
 
 def test_large_spans() -> None:
