@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -11,3 +13,17 @@ ROOT = Path(__file__).resolve().parents[1]
 def python_path(*first: Path) -> str:
     """PYTHONPATH with these folders and the checkout before what it has, by which Helion may be found."""
     return os.pathsep.join(filter(None, (*map(str, first), str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def run_tests(files: list[Path], environment: dict[str, str]) -> None:
+    """Run these files of tests by a pytest of their own, and assert that they pass.
+
+    The process ends without freeing what compilers have made, which takes 20 s.
+    """
+    program = "import os, sys, pytest; code = pytest.main(); sys.stdout.flush(); sys.stderr.flush(); os._exit(code)"
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    run = [sys.executable, "-c", program, *options, *map(str, files)]
+    environment = environment | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(run, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout

@@ -6,11 +6,10 @@ They are as few as keep two workers evenly busy: each imports Helion, and compil
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_tests
 
 from moe_kernels import requirements
 
@@ -28,9 +27,4 @@ def why_not() -> str:
 @pytest.mark.skipif("numpy" in why_not(), reason=why_not())
 @pytest.mark.parametrize("part", range(2))
 def test_kernels_in_the_interpreter(part: int) -> None:
-    files = map(str, FILES[part::2])
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
-    result = subprocess.run(run, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    run_tests(FILES[part::2], os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
