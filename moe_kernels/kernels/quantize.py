@@ -36,14 +36,14 @@ def largest_of_rows(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("tl.max({0}, 1)", args=(magnitude(tile),), output_like=like)
 
 
-def largest_of_columns(magnitudes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The largest of each column's magnitudes; `like` [columns] int32."""
-    return hl.inline_triton("tl.max({0}, 0)", args=(magnitudes,), output_like=like)
+def largest_of_columns(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same of columns; `like` [columns] int32."""
+    return hl.inline_triton("tl.max({0}, 0)", args=(magnitude(tile),), output_like=like)
 
 
-def largest_of(magnitudes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The largest of all; `like` [] int32."""
-    return hl.inline_triton("tl.max({0})", args=(magnitudes,), output_like=like)
+def largest_of(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same of a whole tile; `like` [] int32."""
+    return hl.inline_triton("tl.max({0})", args=(magnitude(tile),), output_like=like)
 
 
 def _as_float(bits: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def quantize_squares(
         R, g = _rows(programs, odd_R, zero), tile_g.id + zero
         rows = tile_r.index
         tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
-        scale = scale_of(largest_of(magnitude(tile), zero), largest, power_of_two)
+        scale = scale_of(largest_of(tile, zero), largest, power_of_two)
         hl.store(scales, [g * of_group + tile_r.id * parts + tile_k.id], scale)
         factor = inverse(scale)
         for part in hl.static_range(128 // height):

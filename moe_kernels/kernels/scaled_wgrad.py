@@ -21,7 +21,7 @@ import torch
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_wgrad import searchable
 from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
-from moe_kernels.kernels.quantize import inverse, largest_of, largest_of_columns, magnitude, scale_of, scaled
+from moe_kernels.kernels.quantize import inverse, largest_of, largest_of_columns, scale_of, scaled
 from moe_kernels.kernels.scaled_gemm import product_of, scaled_sum
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules
@@ -56,12 +56,12 @@ def quantize_columns(
             row0 = tiles[t, 1]
             end = tiles[t, 2]
             slot = (divide(row0, 128) + group).to(torch.int64)
-            magnitudes = magnitude(_rows(x, row0 + hl.arange(128), end, tile_c, row_to_slot, top_k))
+            tile = _rows(x, row0 + hl.arange(128), end, tile_c, row_to_slot, top_k)
             if squares:
-                scale = scale_of(largest_of(magnitudes, group), largest, False)
+                scale = scale_of(largest_of(tile, group), largest, False)
                 hl.store(scales, [slot, tile_c.id], scale)
             else:
-                scale = scale_of(largest_of_columns(magnitudes, hl.zeros([tile_c], dtype=torch.int32)), largest, False)
+                scale = scale_of(largest_of_columns(tile, hl.zeros([tile_c], dtype=torch.int32)), largest, False)
                 hl.store(scales, [slot, tile_c], scale)
             factor = inverse(scale) if squares else inverse(scale).unsqueeze(0)
             rows = row0 + 4 * hl.arange(32)
