@@ -89,7 +89,7 @@ def test(combination: tuple[str, ...], parts: list[str]) -> None:
 def run(python: str, arguments: list[str], variables: dict[str, str]) -> str:
     """The last line that pytest prints."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | variables
+    env |= {"CUDA_VISIBLE_DEVICES": ""} | variables
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     print(done.stdout[-4000:], done.stderr[-2000:], file=sys.stderr, flush=True)

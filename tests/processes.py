@@ -23,7 +23,6 @@ def run_tests(files: list[Path], environment: dict[str, str]) -> None:
     program = "import os, sys, pytest; code = pytest.main(); sys.stdout.flush(); sys.stderr.flush(); os._exit(code)"
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     run = [sys.executable, "-c", program, *options, *map(str, files)]
-    environment = environment | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(run, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert " passed" in result.stdout
