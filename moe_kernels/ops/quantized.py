@@ -48,7 +48,7 @@ QUANTIZED_WGRAD = Operator(
 
 def _quantized_grouped_gemm(
     A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
-    B: Tensor,  # [G, K, N], in fp8 if it has scales
+    B: Tensor,  # [G, K, N], fp8 data as uint8 if it has scales
     scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)]
     group_offsets: Tensor,  # [G + 1]
     slot_to_row: Tensor | None,  # [M]
@@ -56,6 +56,8 @@ def _quantized_grouped_gemm(
     rowwise: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [M, N]
+    if scales_B is not None:
+        B = B.view(torch.float8_e4m3fn)  # here, since PyTorch 2.11 has no such view under vmap
     M = (A if slot_to_row is None else slot_to_row).size(0)
     if not use_kernels(A) or 0 in (M, *A.shape, *B.shape):
         return reference.quantized_grouped_gemm(A, B, scales_B, group_offsets, slot_to_row, bias, rowwise, out_dtype)

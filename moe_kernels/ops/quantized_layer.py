@@ -19,7 +19,6 @@ from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
 from moe_kernels.scaled import BLOCK
 
-_E4M3 = torch.float8_e4m3fn
 QUANTIZED_MOE_MLP = Operator(
     "quantized_moe_mlp",
     planner="moe_kernels.kernels.layer",
@@ -51,7 +50,7 @@ def _quantized_moe_mlp(
     else:
         check_rows("topk_ids", slot_to_row.size(0))
         made = cache.call(QUANTIZED_MOE_MLP, tensors, (rowwise, save, GLUSpec(*spec)))
-    return tuple([x.view(torch.uint8) if x.dtype == _E4M3 else x for x in made])
+    return tuple([x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in made])
 
 
 def _quantized_moe_mlp_fake(
@@ -98,9 +97,9 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
     preact, data_in, scales_in, data_out, scales_out = saved
     by_in, by_out = (w_in.mT, None), (w_out.mT, None)
     if ctx.save and not ctx.rowwise:
-        by_out = data_out.view(_E4M3).mT, scales_out
+        by_out = data_out.mT, scales_out
         if data_in is not None:
-            by_in = data_in.view(_E4M3).mT, scales_in
+            by_in = data_in.mT, scales_in
     del saved, data_in, data_out
     ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
     need, rowwise, top_k = ctx.needs_input_grad, ctx.rowwise, topk_weights.size(1)
