@@ -109,9 +109,8 @@ def test_info_names_the_entry_and_its_distance(
 ) -> None:
     """As on a GPU with one tuned entry, near the second of the typical shapes."""
     gpu = targets.Gpu("NVIDIA Test 9000", "cuda", 90, 132, 232448)
-    problem = rules.Problem(
-        512, 65536, 1536, 1792, 128, torch.bfloat16, False, True, True, True, False, False, False, False
-    )
+    by_tma = dict.fromkeys(("tma_A", "tma_B", "tma_out"), True)
+    problem = rules.Problem(512, 65536, 1536, 1792, 128, torch.bfloat16, tf32=False, has_bias=False, **by_tma)
     by_rule = rules.rule(problem)
     made = entries.Entry(
         by_rule.variant,

@@ -40,9 +40,6 @@ PROBLEM = rules.Problem(
     tma_A=True,
     tma_B=True,
     tma_out=True,
-    int64_A=False,
-    int64_B=False,
-    int64_out=False,
     has_bias=False,
     gpu=GPU,
 )
@@ -99,7 +96,7 @@ def choose_quietly(problem: rules.Problem = PROBLEM, variant: str = "auto") -> r
 
 
 def uniform_problem(**changed: Any) -> uniform.Problem:
-    flags = dict.fromkeys(("tf32", "int64_A", "int64_B", "int64_out", "a_columns", "b_columns"), False)
+    flags = dict.fromkeys(("tf32", "a_columns", "b_columns"), False)
     flags |= dict.fromkeys(("bmm", "flat", "tma_A", "tma_B", "tma_out"), True)
     made = uniform.Problem(8, 512, 64, 512, torch.bfloat16, torch.bfloat16, **flags, gpu=GPU)
     return replace(made, **changed)

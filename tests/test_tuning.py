@@ -27,7 +27,7 @@ TASKS = [search.Task(4, 512, 96, 64, "float32", transposed) for transposed in (F
 
 
 def problem_of(rows: int, M: int, N: int, K: int, G: int, dtype: torch.dtype, **changed: Any) -> rules.Problem:
-    flags = dict.fromkeys(("tf32", "int64_A", "int64_B", "int64_out", "has_bias"), False)
+    flags = dict.fromkeys(("tf32", "has_bias"), False)
     flags |= dict.fromkeys(("tma_A", "tma_B", "tma_out"), True)
     return rules.Problem(rows, M, N, K, G, dtype, **flags | changed)
 

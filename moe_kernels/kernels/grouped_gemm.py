@@ -47,12 +47,6 @@ def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.
         G=G,
         dtype=dtype,
         tf32=rules.tf32_allowed(dtype),
-        tma_A=False,
-        tma_B=False,
-        tma_out=False,
-        int64_A=False,
-        int64_B=False,
-        int64_out=False,
         has_bias=bias is not None,
     )
     return rules.rule(by_pointers, variant).config

@@ -57,12 +57,6 @@ def _preset(
         block_scaled=scales_B.shape[1:] != (B.size(1), 1),
         fast=fast,
         out_dtype=out.dtype,
-        tma_A=False,
-        tma_B=False,
-        tma_out=False,
-        int64_A=False,
-        int64_B=False,
-        int64_out=False,
         has_bias=bias is not None,
     )
     return scaled_rules.rule(problem, variant).config

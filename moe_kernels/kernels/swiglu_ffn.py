@@ -36,7 +36,6 @@ def _by_pointers(A: torch.Tensor, weight: torch.Tensor, E: int, rest: tuple[Any,
     """The problem without TMA, for direct calls of the kernels."""
     row_to_slot, gate_bias, up_bias, act, preact_gate, _ = rest[2:8]
     dtype = torch.promote_types(A.dtype, weight.dtype)
-    nothing = dict.fromkeys(("paired", "tma_A", "tma_B", "tma_out", "int64_A", "int64_B", "int64_out"), False)
     return swiglu_rules.Problem(
         rows=rules.floor_power_of_2(act.size(0) // E),
         M=rules.floor_power_of_2(act.size(0)),
@@ -48,7 +47,7 @@ def _by_pointers(A: torch.Tensor, weight: torch.Tensor, E: int, rest: tuple[Any,
         gathered=row_to_slot is not None,
         keeps=preact_gate is not None,
         biases=(gate_bias is not None) + (up_bias is not None),
-        **nothing,
+        paired=False,
     )
 
 

@@ -23,8 +23,20 @@ _T = TypeVar("_T")
 _C = TypeVar("_C")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """What the operands of a product and its result allow, in a problem of any operator."""
+
+    tma_A: bool = False  # A, or the rows of the left operand, can be read by TMA
+    tma_B: bool = False  # so can the weights
+    tma_out: bool = False  # what is written can be, by TMA
+    int64_A: bool = False  # addresses in A, or in the offsets, scales or biases, do not fit into 32 bits
+    int64_B: bool = False
+    int64_out: bool = False
+
+
 @dataclass(frozen=True)
-class Problem:
+class Problem(Access):
     """The properties that a choice may depend on. All but `rows`, a power of two, are fixed for a layer."""
 
     rows: int  # mean rows per group, rounded down to a power of two; 0 if less than 1
@@ -34,12 +46,6 @@ class Problem:
     G: int
     dtype: torch.dtype  # of the product: the operands' common type
     tf32: bool  # fp32 products may use tf32
-    tma_A: bool  # A_packed can be read by TMA
-    tma_B: bool
-    tma_out: bool  # out can be written by TMA
-    int64_A: bool  # addresses in A_packed, the offsets or the bias do not fit into 32 bits
-    int64_B: bool
-    int64_out: bool
     has_bias: bool
     transposed: bool = False  # B lies in memory as [G, N, K]
     out_dtype: torch.dtype | None = None  # of the result, where it is not `dtype`
@@ -258,8 +264,8 @@ def _addressing(problem: Problem, variant: str, block_m: int) -> Addressing:
     return addressing(problem, tma_A, tma_B, tma_out)
 
 
-def addressing(problem: Any, tma_A: bool, tma_B: bool, tma_out: bool) -> Addressing:
-    """By TMA what is said to be, unless something else in a `problem`, of any operator, needs 64 bits."""
+def addressing(problem: Access, tma_A: bool, tma_B: bool, tma_out: bool) -> Addressing:
+    """By TMA what is said to be, unless something else in a `problem` needs 64 bits."""
     if (problem.int64_A and not tma_A) or (problem.int64_B and not tma_B) or (problem.int64_out and not tma_out):
         # Helion makes no descriptors where it computes in 64 bits.
         return Addressing(False, False, False, int64_index=True)

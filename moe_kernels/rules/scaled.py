@@ -16,7 +16,7 @@ PERSISTENT_FROM_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(rules.Access):
     """The properties that a choice may depend on."""
 
     rows: int  # mean rows per group, rounded down to a power of two; 0 if less than 1
@@ -27,12 +27,6 @@ class Problem:
     block_scaled: bool
     fast: bool  # sums stay in the tensor cores
     out_dtype: torch.dtype
-    tma_A: bool  # A can be read by TMA
-    tma_B: bool
-    tma_out: bool  # out can be written by TMA
-    int64_A: bool  # addresses in A, the scales, the offsets or the bias do not fit into 32 bits
-    int64_B: bool
-    int64_out: bool
     has_bias: bool
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moe_kernels.rules import (
+    Access,
     Addressing,
     addressing,
     basic_height,
@@ -19,7 +20,7 @@ from moe_kernels.rules.config import Config
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Access):
     """The properties that a choice may depend on."""
 
     rows: int  # mean rows per expert, rounded down to a power of two; 0 if less than 1
@@ -33,12 +34,6 @@ class Problem:
     keeps: bool  # what act is made of is written too
     biases: int
     paired: bool  # the persistent kernel takes the weights
-    tma_A: bool  # rows can be read by TMA
-    tma_B: bool  # so can both weights
-    tma_out: bool  # everything that is written can be, and TMA clips it
-    int64_A: bool  # addresses in A, the indices of its rows, the offsets or biases do not fit into 32 bits
-    int64_B: bool
-    int64_out: bool  # nor those in what is written
 
 
 @dataclass(frozen=True)

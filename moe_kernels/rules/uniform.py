@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(rules.Access):
     """The properties that a choice may depend on."""
 
     G: int
@@ -32,12 +32,6 @@ class Problem:
     tf32: bool  # fp32 products may use tf32
     bmm: bool  # torch.bmm gives this result, and copies no operand
     flat: bool  # the groups of each tensor lie one below the other, as one matrix
-    tma_A: bool  # A can be read by TMA
-    tma_B: bool
-    tma_out: bool  # out can be written by TMA
-    int64_A: bool  # A's addresses do not fit into 32 bits
-    int64_B: bool
-    int64_out: bool
     a_columns: bool  # A lies in memory as [G, K, M]
     b_columns: bool  # B lies in memory as [G, N, K]
     gpu: Gpu | None = None  # None leaves the choice to the rule

@@ -131,7 +131,7 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
 
 
 def problem_of(rows: int, M: int, N: int, K: int, G: int, dtype: torch.dtype, **changed: Any) -> rules.Problem:
-    flags = dict.fromkeys(("tf32", "int64_A", "int64_B", "int64_out", "has_bias"), False)
+    flags = dict.fromkeys(("tf32", "has_bias"), False)
     flags |= dict.fromkeys(("tma_A", "tma_B", "tma_out"), True)
     return rules.Problem(rows, M, N, K, G, dtype, **flags | changed)
 
