@@ -1,13 +1,16 @@
 """fp8 beside bfloat16: grouped products, quantisation, the forward pass of layers, and training steps of layers.
 
-    python -m benchmarks.fp8 [--part product|layer|training] [--rounds N] [--jobs N] [--tiny] [--json FILE]
+    python -m benchmarks.fp8 [--part product|layer|training] [--rounds N] [--jobs N] [--load] [--tiny] [--json FILE]
 
 Operands of products are quantised beforehand; layers quantise their activations inside. Training is a layer's forward
 and backward pass, which quantise all operands inside, and the gradients of each weight alone. The providers of a case
-take turns with a cold L2 cache, as CUDA-graph replays. The result of each product is compared with the product of the
-dequantised operands first. `torch._scaled_grouped_mm` has scales per row.
+take turns with a cold L2 cache, as CUDA-graph replays; with --load, dense products of about 50 ms take a turn, too,
+which hold the GPU at its power limit. Host microseconds are those of eager calls. The result of each product is
+compared with the product of the dequantised operands first, other results with those in bfloat16; a wrong one is not
+timed. `torch._scaled_grouped_mm` has scales per row, DeepGEMM 1x128 and 128x128, triton_kernels one per tensor.
 
-On a GPU all parts together write benchmarks/results/<gpu>/fp8.json. --tiny shows on a CPU that the script works.
+On a GPU this writes benchmarks/results/<gpu>/fp8.json, or fp8-load.json; with --part, the other parts stay as they are
+in it, if they are of the same GPU and versions. --tiny shows on a CPU that the script works.
 """
 
 from __future__ import annotations
@@ -16,27 +19,33 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import inputs as given
 from benchmarks import run, tables
+from benchmarks.operators import OPERATORS, launch_alone
 from benchmarks.suites import SUITES, Case
 from benchmarks.suites import layer as layer_case
 from benchmarks.wide import largest_error
-from moe_kernels import dequantize, grouped_gemm, grouped_gemm_wgrad, moe_mlp, ops, quantize, route
+from moe_kernels import dequantize, grouped_gemm, grouped_gemm_wgrad, moe_mlp, ops, permute, quantize, route
 from moe_kernels.models import positive
+from moe_kernels.ops.library import use_kernels
+from moe_kernels.ops.quantized import QUANTIZED_GROUPED_GEMM, QUANTIZED_WGRAD
 from moe_kernels.scaled import ScaledTensor
-from moe_kernels.testing import make_experts, make_tokens
-from moe_kernels.timing import Call, captured, interleaved
+from moe_kernels.timing import Call, captured, host_microseconds
+from tritonbench_ops import ffn
+from tritonbench_ops.baselines import FP8_PEERS, Provider, ScaledInputs
 
 PRODUCTS = SUITES["table"].cases(("gnk",))
 LAYERS = SUITES["ffn"].shapes
@@ -45,39 +54,82 @@ PARTS = ("product", "layer", "training")
 TINY_PRODUCTS = (Case("tiny", 3, 40, 48, 160, layout="gnk"),)
 TINY_LAYERS = (layer_case("tiny", 5, 32, 16, 4, 2),)
 TINY_TRAINED = (layer_case("tiny", 64, 64, 48, 4, 2),)
-LARGEST_GRADIENT_ERROR = 0.08  # relative to the norm of what bfloat16 gives
+TRANSFORMERS = replace(OPERATORS["ffn"].providers["transformers"], label="transformers, bfloat16")
+LARGEST_DIFFERENCE = 0.08  # of layers and gradients, relative to the norm of what bfloat16 gives
 LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm; tensor cores add up fp8 in fewer bits than float32 has
 
 
-def product_calls(case: Case, device: torch.device) -> tuple[dict[str, Call], dict[str, Tensor], dict[str, int]]:
-    """The calls of a case, what products among them should give, and the bytes that quantisations move."""
+class Products(NamedTuple):
+    """The calls of a case, those of quantisations and of a copy among them."""
+
+    calls: dict[str, Call]
+    checks: dict[str, Callable[[Any], float]]  # of products: the largest relative error of a row of a call's result
+    moved: dict[str, int]  # bytes, of quantisations and the copy
+    errors: dict[str, str]  # of peers that cannot be prepared
+
+
+def product_calls(case: Case, device: torch.device) -> Products:
     W = given.weights(case, device, per_group=True).mT  # [G, N, K]
     inputs = given.packed(case, W.mT, device)
-    A, offsets, offs = inputs.A, inputs.group_offsets, inputs.offs
+    A, offsets, offs, sizes = inputs.A, inputs.group_offsets, inputs.offs, inputs.sizes
     rows, rows_W = quantize(A, "rowwise"), quantize(W, "rowwise")
     blocks, blocks_W = quantize(A, "1x128"), quantize(W, "128x128")
-    calls: dict[str, Call] = {}
+    (one, scale), (one_W, scale_W) = map(_with_one_scale, (A, W))
+    expected = {
+        "bfloat16": _product(A, W, sizes),
+        "rowwise": _product(dequantize(rows), rows_W, sizes),
+        "1x128 by 128x128": _product(dequantize(blocks), blocks_W, sizes),
+        "one scale": _product(one, one_W, sizes).mul_(scale * scale_W),
+    }
+    found = Products({}, {}, {}, {})
+
+    def add(label: str, operands: str, call: Call, result: Callable[[Any], Tensor] = lambda out: out) -> None:
+        found.calls[label] = call
+        found.checks[label] = lambda out: largest_error(result(out), expected[operands])
+
     if device.type == "cuda":
         scales = rows.scales.flatten(), rows_W.scales.flatten(1)
-        calls["torch._grouped_mm, bfloat16"] = lambda: torch._grouped_mm(A, W.mT, offs)
+        add("torch._grouped_mm, bfloat16", "bfloat16", lambda: torch._grouped_mm(A, W.mT, offs))
         for label, fast in (("fast accumulation", True), ("exact", False)):
             options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
-            calls[f"torch._scaled_grouped_mm, {label}"] = partial(
-                torch._scaled_grouped_mm, rows.data, rows_W.data.mT, *scales, offs, **options
-            )
-    calls["grouped_gemm, bfloat16"] = lambda: grouped_gemm(A, W.mT, offsets)
-    calls["grouped_gemm, rowwise, fast_accumulation"] = lambda: grouped_gemm(
-        rows, rows_W.mT, offsets, fast_accumulation=True
-    )
-    calls["grouped_gemm, rowwise"] = lambda: grouped_gemm(rows, rows_W.mT, offsets)
-    calls["grouped_gemm, 1x128 by 128x128"] = lambda: grouped_gemm(blocks, blocks_W.mT, offsets)
-    calls["quantize, rowwise"] = lambda: quantize(A, "rowwise")
-    calls["quantize, 1x128"] = lambda: quantize(A, "1x128")
-    expected = {"bfloat16": _product(A, W, inputs.sizes)}
-    for name, a, w in (("rowwise", rows, rows_W), ("128x128", blocks, blocks_W)):
-        expected[name] = _product(dequantize(a), w, inputs.sizes)
-    moved = {name: A.numel() * 3 + 4 * scaled.scales.numel() for name, scaled in (("rowwise", rows), ("1x128", blocks))}
-    return calls, expected, moved
+            multiply = partial(torch._scaled_grouped_mm, rows.data, rows_W.data.mT, *scales, offs, **options)
+            add(f"torch._scaled_grouped_mm, {label}", "rowwise", multiply)
+    scaled = {
+        "1x128 by 128x128": (blocks.data, blocks_W.data.mT, blocks.scales, blocks_W.scales.mT),
+        "one scale": (one, one_W.mT, scale, scale_W),
+    }
+    for operands, provider in FP8_PEERS.items():
+        theirs = ScaledInputs(*scaled[operands], offsets, sizes)
+        for label, call in call_of(provider, theirs, found.errors).items():
+            add(label, operands, call, partial(provider.result, theirs))
+    rowwise = partial(grouped_gemm, rows, rows_W.mT, offsets)
+    add("grouped_gemm, bfloat16", "bfloat16", partial(grouped_gemm, A, W.mT, offsets))
+    add("grouped_gemm, rowwise, fast_accumulation", "rowwise", partial(rowwise, fast_accumulation=True))
+    add("grouped_gemm, rowwise", "rowwise", rowwise)
+    add("grouped_gemm, 1x128 by 128x128", "1x128 by 128x128", partial(grouped_gemm, blocks, blocks_W.mT, offsets))
+    for format, made in (("rowwise", rows), ("1x128", blocks)):
+        found.calls[f"quantize, {format}"] = partial(quantize, A, format)
+        found.moved[f"quantize, {format}"] = A.numel() * 3 + 4 * made.scales.numel()
+    source = torch.zeros(found.moved["quantize, rowwise"] // 2, dtype=torch.int8, device=device)
+    found.calls["copy"] = partial(torch.empty_like(source).copy_, source)
+    found.moved["copy"] = 2 * len(source)
+    return found
+
+
+def call_of(provider: Provider, inputs: Any, errors: dict[str, str]) -> dict[str, Call]:
+    """The call of a peer by its label; none if it is not installed, or cannot be prepared, which `errors` gets."""
+    if provider.installed:
+        try:
+            return {provider.label: provider.make(inputs)}
+        except Exception as error:
+            errors[provider.label] = _reason(error)
+    return {}
+
+
+def _with_one_scale(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Data in fp8 and the scale `[1]` of all of it."""
+    scale = x.abs().amax().float().view(1) / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).to(torch.float8_e4m3fn), scale
 
 
 def _product(A: Tensor, W: Tensor | ScaledTensor, sizes: Sequence[int]) -> Tensor:
@@ -90,26 +142,47 @@ def _product(A: Tensor, W: Tensor | ScaledTensor, sizes: Sequence[int]) -> Tenso
     return out
 
 
-def layer_calls(case: Case, device: torch.device) -> dict[str, Call]:
-    """The forward pass of a layer, with weights in bfloat16 and in fp8."""
-    T, H = case.M // case.top_k, case.K
-    hidden, ids, topk_weights = make_tokens(T, H, case.G, case.top_k, dtype=torch.bfloat16, device=device)
-    weights = make_experts(case.G, H, case.N, dtype=torch.bfloat16, device=device)
-    calls: dict[str, Call] = {"moe_mlp, bfloat16": lambda: moe_mlp(hidden, ids, topk_weights, *weights)}
-    for format in ("rowwise", "128x128"):
+def layer_of(case: Case, device: torch.device) -> ffn.Layer:
+    return given.layer(case, given.experts(case, device), device, trains=False)
+
+
+def layer_calls(layer: ffn.Layer) -> dict[str, Call]:
+    """The forward pass with weights in bfloat16 and in fp8, and tokens in the experts' order, quantised or not."""
+    hidden, ids, topk_weights = layer.hidden, layer.topk_ids, layer.topk_weights
+    weights = layer.w_gate_up, layer.w_down
+    routing, top_k = route(ids, topk_weights, len(layer.w_down)), ids.size(1)
+    calls: dict[str, Call] = {
+        "moe_mlp, bfloat16": lambda: moe_mlp(hidden, ids, topk_weights, *weights),
+        "permute, bfloat16": lambda: permute(hidden, routing),
+    }
+    for format, of_rows in (("rowwise", "rowwise"), ("128x128", "1x128")):
         scaled: Any = [quantize(w, format) for w in weights]
         calls[f"moe_mlp, {format}"] = partial(moe_mlp, hidden, ids, topk_weights, *scaled)
+        if use_kernels(hidden):
+            first = scaled[0].mT
+            operands = hidden, first.data, first.scales, routing.group_offsets, routing.slot_to_row, None
+            options = format == "rowwise", hidden.dtype, top_k
+            calls[f"permute, {of_rows}"] = _permute_quantized(operands, options, of_rows)
     return calls
 
 
-def training_calls(case: Case, device: torch.device) -> dict[str, Call]:
+def _permute_quantized(operands: Sequence[Tensor | None], options: Any, format: str) -> Call:
+    """The first launch of a product of tokens."""
+    launch, (data, scales, *_) = launch_alone(QUANTIZED_GROUPED_GEMM, operands, options, 0)
+
+    def call() -> ScaledTensor:
+        launch()
+        return ScaledTensor(data, scales, format)
+
+    return call
+
+
+def training_calls(layer: ffn.Layer) -> dict[str, Call]:
     """The forward and backward pass of a layer, and its weights' gradients alone, in bfloat16 and in fp8."""
-    T, H, width = case.M // case.top_k, case.K, case.N
-    tokens = make_tokens(T, H, case.G, case.top_k, dtype=torch.bfloat16, device=device)
-    hidden, ids, topk_weights = tokens
-    weights = make_experts(case.G, H, width, dtype=torch.bfloat16, device=device)
-    leaves = [x.detach().requires_grad_() for x in (hidden, topk_weights, *weights)]
-    d_out, d_preact, act = (torch.randn(n, m, device=device).bfloat16() for n, m in _shapes(T, H, width, case.M))
+    hidden, ids, topk_weights, d_out = layer.hidden, layer.topk_ids, layer.topk_weights, layer.d_out
+    (E, _, width), (R, top_k) = layer.w_down.shape, (ids.numel(), ids.size(1))
+    leaves = [x.detach().requires_grad_() for x in (hidden, topk_weights, layer.w_gate_up, layer.w_down)]
+    d_preact, act = (torch.randn(R, n, device=hidden.device).bfloat16() for n in (2 * width, width))
 
     def step(options: dict[str, Any]) -> list[Tensor]:
         with torch.enable_grad():
@@ -120,23 +193,21 @@ def training_calls(case: Case, device: torch.device) -> dict[str, Call]:
     for compute in ("fp8_rowwise", "fp8_block"):
         calls[f"step, {compute}"] = partial(step, {"compute": compute})
     calls["step, fp8_block, bfloat16 wgrad"] = partial(step, {"compute": "fp8_block", "fp8_wgrad": False})
-    routing = route(ids, topk_weights, case.G)
-    offsets = routing.group_offsets
-    slots = routing.row_to_slot
-    rows, d_rows = (x[slots.long() // case.top_k] for x in (hidden, d_out))
-    bfloat16 = torch.bfloat16
-    calls["wgrad of gate and up, bfloat16"] = lambda: grouped_gemm_wgrad(d_preact, rows, offsets)
-    calls["wgrad of gate and up, fp8"] = lambda: (
-        ops.quantized_wgrad(hidden, d_preact, offsets, slots, None, True, bfloat16).mT
-    )
-    calls["wgrad of down, bfloat16"] = lambda: grouped_gemm_wgrad(d_rows, act, offsets)
-    calls["wgrad of down, fp8"] = lambda: ops.quantized_wgrad(act, d_out, offsets, None, slots, True, bfloat16).mT
+    routing = route(ids, topk_weights, E)
+    offsets, slots = routing.group_offsets, routing.row_to_slot
+    rows, d_rows = (x[slots.long() // top_k] for x in (hidden, d_out))
+    in_bfloat16 = {"gate and up": (d_preact, rows), "down": (d_rows, act)}
+    in_fp8 = {
+        "gate and up": (d_preact, hidden, offsets, None, slots),
+        "down": (d_out, act, offsets, slots, None),
+    }
+    for name, operands in in_fp8.items():
+        calls[f"wgrad of {name}, bfloat16"] = partial(grouped_gemm_wgrad, *in_bfloat16[name], offsets)
+        calls[f"wgrad of {name}, fp8"] = partial(ops.quantized_wgrad, *operands, False, torch.bfloat16)
+        if use_kernels(hidden):
+            label = f"wgrad of {name}, fp8, quantised beforehand"
+            calls[label] = launch_alone(QUANTIZED_WGRAD, operands, (torch.bfloat16, top_k), -1)[0]
     return calls
-
-
-def _shapes(T: int, H: int, width: int, R: int) -> tuple[tuple[int, int], ...]:
-    """Of the gradients of a layer's result and preactivation, and of act."""
-    return (T, H), (R, 2 * width), (R, width)
 
 
 def prepared(call: Call, device: torch.device) -> Call:
@@ -145,47 +216,74 @@ def prepared(call: Call, device: torch.device) -> Call:
     return call if device.type == "cpu" else captured(call)
 
 
+def checked(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls whose results are close to those of the first of their kind, and what is wrong with others.
+
+    A kind is what a label has before its first comma.
+    """
+    right, errors, expected = dict[str, Call](), dict[str, str](), dict[str, list[Tensor]]()
+    for label, call in calls.items():
+        try:
+            made = call()
+            parts = [dequantize(made)] if isinstance(made, ScaledTensor) else made if isinstance(made, list) else [made]
+            pairs = zip(parts, expected.setdefault(label.split(",")[0], parts), strict=True)
+            difference = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+            if not difference < LARGEST_DIFFERENCE:
+                raise AssertionError(f"wrong: {difference:.1e} of the norm")
+            right[label] = call
+        except Exception as error:
+            errors[label] = _reason(error)
+    return right, errors
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def host_times(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
+    """Of eager calls of ours that a user makes."""
+    ours = {label: call for label, call in calls.items() if label.startswith(("grouped_gemm", "moe_mlp"))}
+    return {label: round(host_microseconds(repeat(call, 3 * rounds), device), 1) for label, call in ours.items()}
+
+
 @torch.no_grad()
-def measure_product(case: Case, rounds: int, device: torch.device) -> run.Record:
-    calls, expected, moved = product_calls(case, device)
-    timed, errors = dict[str, Call](), dict[str, str]()
+def measure_product(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
+    calls, checks, moved, errors = product_calls(case, device)
+    right, timed, rel_err = dict[str, Call](), dict[str, Call](), dict[str, float]()
     for label, call in calls.items():
         try:
             out = call()
-            if isinstance(out, Tensor):
-                name = "128x128" if "128x128" in label else "bfloat16" if "bfloat16" in label else "rowwise"
-                error = largest_error(out, expected[name])
+            if label in checks:
+                error = checks[label](out)
                 if not error < LARGEST_ERROR:
                     raise AssertionError(f"wrong: relative error {error:.1e} of a row")
+                rel_err[label] = float(f"{error:.2e}")
             del out
             timed[label] = prepared(call, device)
+            right[label] = call
         except Exception as error:
-            errors[label] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    us = interleaved(timed, rounds, device)
-    rates = {name: round(bytes_moved / us[f"quantize, {name}"] / 1e3, 1) for name, bytes_moved in moved.items()}
-    return _record(case, "product", us, errors) | {"quantize_gbps": rates}
+            errors[label] = _reason(error)
+    host = host_times(right, rounds, device)
+    us = run.in_turns(timed, rounds, device, load=load)
+    rates = {label: round(n / us[label] / 1e3, 1) for label, n in moved.items() if label in us}
+    gbps = {label.removeprefix("quantize, "): rate for label, rate in rates.items()}
+    return _record(case, "product", us, errors) | {"rel_err": rel_err, "host_us": host, "quantize_gbps": gbps}
 
 
 @torch.no_grad()
-def measure_layer(case: Case, rounds: int, device: torch.device) -> run.Record:
-    us = interleaved({name: prepared(call, device) for name, call in layer_calls(case, device).items()}, rounds, device)
-    return _record(case, "layer", us, {})
+def measure_layer(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
+    layer, errors = layer_of(case, device), dict[str, str]()
+    calls, wrong = checked(call_of(TRANSFORMERS, layer, errors) | layer_calls(layer))
+    host = host_times(calls, rounds, device)
+    timed = {name: prepared(call, device) for name, call in calls.items()}
+    us = run.in_turns(timed, rounds, device, load=load)
+    return _record(case, "layer", us, errors | wrong) | {"host_us": host}
 
 
-def measure_training(case: Case, rounds: int, device: torch.device) -> run.Record:
-    calls = training_calls(case, device)
-    errors, expected = dict[str, str](), dict[str, list[Tensor]]()
-    for label, call in calls.items():
-        made = call()
-        parts = made if isinstance(made, list) else [made]
-        right = expected.setdefault(label.split(",")[0], parts)
-        error = max(
-            float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(parts, right, strict=True)
-        )
-        if not error < LARGEST_GRADIENT_ERROR:
-            errors[label] = f"wrong: {error:.1e} of the norm"
-    expected.clear()
-    us = interleaved({name: prepared(call, device) for name, call in calls.items()}, rounds, device)
+def measure_training(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
+    calls, errors = checked(training_calls(layer_of(case, device)))
+    timed = {name: prepared(call, device) for name, call in calls.items()}
+    us = run.in_turns(timed, rounds, device, load=load)
     products = {"wgrad of gate and up": 4, "wgrad of down": 2}  # FLOPs of a row and an element of a weight
     flops = {name: factor * case.M * case.N * case.K for name, factor in products.items()}
     rates = {label: round(flops[label.split(",")[0]] / t / 1e6) for label, t in us.items() if label.startswith("wgrad")}
@@ -202,9 +300,11 @@ def _record(case: Case, kind: str, us: dict[str, float], errors: dict[str, str])
 def compile_one(kind: str, case: Case) -> None:
     """Call everything once, which leaves its binaries in the caches on disk."""
     device = torch.device("cuda")
-    others = {"layer": layer_calls, "training": training_calls}
-    made = product_calls(case, device)[0] if kind == "product" else others[kind](case, device)
-    for call in made.values():
+    if kind == "product":
+        calls = product_calls(case, device).calls
+    else:
+        calls = {"layer": layer_calls, "training": training_calls}[kind](layer_of(case, device))
+    for call in calls.values():
         with suppress(Exception):
             call()
     torch.cuda.synchronize()
@@ -212,9 +312,10 @@ def compile_one(kind: str, case: Case) -> None:
 
 def speedups(record: run.Record) -> str:
     """Each provider's speedup over the first one."""
-    first, *others = record["us"].items()
-    cells = [f"{label} {first[1] / us:.2f}" for label, us in others if not label.startswith(("quantize", "wgrad"))]
-    return f"{record['case']}: {first[0]} {first[1]:.1f} us; " + ", ".join(cells)
+    us = record["us"]
+    base, *others = tables.fp8_labels([record])
+    cells = [f"{label} {us[base] / us[label]:.2f}" for label in others]
+    return f"{record['case']}: {base} {us[base]:.1f} us; " + ", ".join(cells)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -223,15 +324,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", choices=PARTS, help="default: all")
     parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
+    parser.add_argument("--load", action="store_true", help="with dense products in turns: sustained clocks")
     parser.add_argument("--tiny", action="store_true", help="small cases, also on a CPU")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/fp8.json, on a GPU")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/fp8[-load].json, on a GPU")
     options = parser.parse_args(argv)
     if not (options.tiny or torch.cuda.is_available()):
         parser.error("needs a CUDA GPU; --tiny runs without")
     begun = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     command = shlex.join(["python", "-m", "benchmarks.fp8", *(sys.argv[1:] if argv is None else argv)])
-    meta = run.meta(device, command)
+    meta = run.meta(device, command) | ({"load": True} if options.load else {})
     cases = dict(
         zip(
             PARTS,
@@ -240,6 +342,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     jobs = [(part, case) for part in PARTS if options.part in (None, part) for case in cases[part]]
+    for provider in (*FP8_PEERS.values(), TRANSFORMERS):
+        if not provider.installed:
+            print(f"{provider.label}: left out, {provider.package} is not installed", flush=True)
     if options.jobs and device.type == "cuda":
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
             for done in [pool.submit(compile_one, *job) for job in jobs]:
@@ -247,25 +352,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
     results = run.Results(meta)
     file, folder = options.json, run.folder(meta)
-    if file is None and folder and not (options.tiny or options.part):
-        file = folder / "fp8.json"
+    if file is None and folder and not options.tiny:
+        file = folder / ("fp8-load.json" if options.load else "fp8.json")
     measures = {"product": measure_product, "layer": measure_layer, "training": measure_training}
     for part, case in jobs:
-        record = measures[part](case, options.rounds, device)
+        record = measures[part](case, options.rounds, device, options.load)
         results.records.append(record)
         print(f"[{run.elapsed(begun)}] {speedups(record)}", flush=True)
         for label, error in record["errors"].items():
             print(f"  {label}: {error}", flush=True)
-        if "quantize_gbps" in record:
-            print("  quantize, GB/s:", record["quantize_gbps"], flush=True)
-        if "wgrad_tflops" in record:
-            print("  TFLOP/s:", record["wgrad_tflops"], flush=True)
+        for field in ("rel_err", "host_us", "quantize_gbps", "wgrad_tflops"):
+            if field in record:
+                print(f"  {field}: {record[field]}", flush=True)
         if file is not None:
+            if options.part:
+                results.keep(file, "part")
             results.write(file)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     print(f"\n{tables.markdown(results)}")
-    ours = ("grouped_gemm", "step", "wgrad")
+    ours = ("grouped_gemm", "quantize", "moe_mlp", "permute", "step", "wgrad")
     return int(any(label.startswith(ours) for record in results.records for label in record["errors"]))
 
 

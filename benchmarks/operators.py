@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,9 @@ import moe_kernels
 from benchmarks import inputs as given
 from benchmarks.suites import Case
 from moe_kernels.ops.products import GROUPED_GEMM
-from moe_kernels.runtime import cache
+from moe_kernels.runtime import cache, signature
 from moe_kernels.runtime.emit import emit
-from moe_kernels.runtime.plan import Alloc, Plan
-from moe_kernels.runtime.signature import signature
+from moe_kernels.runtime.plan import Alloc, Launch, Plan
 from moe_kernels.timing import Call
 from tritonbench_ops import baselines, ffn
 from tritonbench_ops.baselines import PEERS, Inputs, Provider
@@ -51,15 +50,26 @@ def _ours(name: str) -> Callable[[Inputs], Call]:
 def _without_table(inputs: Inputs) -> Call:
     """The persistent kernel by itself: the list of tiles is made beforehand, and no row outside the groups zeroed."""
     tensors, options = (inputs.A, inputs.B, inputs.group_offsets, None), (inputs.A.dtype, "persistent")
-    cache.find(GROUPED_GEMM, tensors, options)(*tensors)
-    entry = cache.plans.get(signature(GROUPED_GEMM, tensors, options))
+    return launch_alone(GROUPED_GEMM, tensors, options, -1)[0]
+
+
+def launch_alone(
+    operator: signature.Operator, tensors: signature.Tensors, options: Any, which: int
+) -> tuple[Call, Sequence[Tensor]]:
+    """The launch number `which` of an operator's plan by itself, and the memory that the whole plan has filled for it.
+
+    The memory is in the order of the plan. The call returns the plan's results.
+    """
+    cache.find(operator, tensors, options)(*tensors)
+    entry = cache.plans.get(signature.signature(operator, tensors, options))
     assert entry is not None
-    plan, device = entry.plan, inputs.A.device
+    plan, device = entry.plan, next(x.device for x in tensors if x is not None)
     made = sorted(step.variable for step in plan.steps if isinstance(step, Alloc))
     memory = emit(replace(plan, results=tuple(made)), entry.launchers, device)(*tensors)
     names = tuple(f"made {variable}" for variable in made)  # the first variables after the inputs
-    kernel = emit(Plan((*plan.inputs, *names), plan.steps[-1:], plan.results), entry.launchers, device)
-    return lambda: kernel(*tensors, *memory)
+    launch = [step for step in plan.steps if isinstance(step, Launch)][which]
+    kernel = emit(Plan((*plan.inputs, *names), (launch,), plan.results), entry.launchers, device)
+    return lambda: kernel(*tensors, *memory), memory
 
 
 def _grouped(per_group: bool, layouts: dict[str, str], baseline: str, providers: dict[str, Provider]) -> Operator:

@@ -290,44 +290,190 @@ def _wide_tables(results: Results) -> list[str]:
     return lines
 
 
+_WITHOUT_DECODING = "geometric mean without decoding"
+_ROWWISE, _BLOCKS = "grouped_gemm, rowwise", "grouped_gemm, 1x128 by 128x128"
+_DECODING = {"decode_qwen3": 2.7, "decode_dsv3": 2.9}
+_STEPS = {
+    **dict.fromkeys(("mixtral, T = 4096", "dsv3_ep, T = 4096"), 1.25),
+    **dict.fromkeys(("qwen3_30b, T = 8192", "olmoe, T = 4096"), 1.1),
+}
+_PREFILL = ("qwen3_30b, T = 8192", "mixtral, T = 4096", "dsv3_ep, T = 4096", "olmoe, T = 4096")
+_FP8_TARGETS: dict[str, dict[str, dict[str, float]]] = {  # of speedups: over what, of what, in which case
+    "torch._grouped_mm, bfloat16": {
+        f"{_ROWWISE}, fast_accumulation": {_WITHOUT_DECODING: 1.95} | _DECODING,
+        _ROWWISE: {_WITHOUT_DECODING: 1.5} | _DECODING,
+        _BLOCKS: {_WITHOUT_DECODING: 1.65} | _DECODING,
+    },
+    "transformers, bfloat16": {
+        "moe_mlp, rowwise": dict(zip(_PREFILL, (3.5, 2.4, 2.8, 3.2), strict=True)),
+        "moe_mlp, 128x128": dict(zip(_PREFILL, (3.35, 2.1, 2.4, 2.95), strict=True)),
+    },
+    "step, bfloat16": {"step, fp8_rowwise": _STEPS, "step, fp8_block": _STEPS},
+}
+_FP8_LAYER_US = {"qwen3_30b, T = 1": 27, "qwen3_30b, T = 16": 95, "qwen3_30b, T = 64": 140}
+_QUANTIZE_GBPS, _PERMUTE_PERCENT, _WGRAD_TFLOPS = 3700, 10, 800
+
+
 def _fp8_tables(results: Results) -> list[str]:
-    """Of fp8.py: speedups of products, rates of quantisation, and speedups of layers and of training steps."""
+    """Of fp8.py: products, quantisation, layers, training steps, weights' gradients, and the host's time."""
     parts = _fp8_parts(results)
-    lines = [f"{_where(results.meta)}, as CUDA-graph replays with a cold L2 cache, in short bursts."]
-    for part, about in (
-        ("product", "Products of operands that were quantised beforehand"),
-        ("layer", "The forward pass of layers, which quantise their activations"),
-        ("training", "The forward and backward pass of layers, which quantise all operands"),
-    ):
-        records = parts[part]
-        if not records:
-            continue
-        base, *labels = _fp8_labels(records)
-        rates = {name: f"`quantize`, {name}, GB/s" for name in records[0].get("quantize_gbps", {})}
-        rates |= {name: f"{name}, TFLOP/s" for name in records[0].get("wgrad_tflops", {})}
-        head = [f"case ({operator_of('table' if part == 'product' else 'ffn').dimensions})", f"{_code(base)} us"]
-        head += [*(f"{_code(label)} speedup" for label in labels), *rates.values()]
-        rows = []
-        for r in records:
-            row = [f"{r['case']} ({', '.join(str(r[d]) for d in 'GMNK')})", _number(r["us"].get(base))]
-            row += [_number(_fp8_speedup(r, label, base), 2) for label in labels]
-            found = r.get("quantize_gbps", {}) | r.get("wgrad_tflops", {})
-            rows.append(row + [_number(found.get(name), 0) for name in rates])
-        if part == "product":
-            means = [_number(_fp8_mean(parts["many rows"], label, base), 2) for label in labels]
-            rows.append(["geometric mean without decoding", "", *means, *([""] * len(rates))])
-        lines += ["", f"{about}; speedup: over {_code(base)} in the same run.", "", *_markdown_rows(head, rows)]
+    regime = "under load" if results.meta.get("load") else "in short bursts"
+    lines = [
+        f"{_where(results.meta)}, as CUDA-graph replays with a cold L2 cache, {regime}. In brackets: targets.",
+        *_fp8_products(parts),
+        *_fp8_quantisation(parts),
+        *_fp8_layers(parts["layer"]),
+        *_fp8_training(parts["training"]),
+        *_fp8_host_times(results.records),
+    ]
     failed = {(label, error) for record in results.records for label, error in record["errors"].items()}
     for label, error in sorted(failed):
         lines += ["", f"Not timed in all cases: {_code(label)}: {error}."]
     return lines
 
 
+def _fp8_products(parts: dict[str, list[Record]]) -> list[str]:
+    """Ours, then others', with geometric means, and the largest errors where they are known."""
+    records = parts["product"]
+    if not records:
+        return []
+    base, *labels = fp8_labels(records)
+    lines = []
+    for whose, ours in (("Our products", True), ("PyTorch's and other libraries' products", False)):
+        shown = [label for label in labels if label.startswith("grouped_gemm") == ours]
+        if not shown:
+            continue
+        rows = [_fp8_row(record, shown, base) for record in records]
+        means = [
+            _beside(_fp8_mean(parts["many rows"], label, base), _fp8_target(_WITHOUT_DECODING, label, base))
+            for label in shown
+        ]
+        rows.append([_WITHOUT_DECODING, "", *means])
+        worst = [max((r.get("rel_err", {}).get(label, 0.0) for r in records), default=0.0) for label in shown]
+        if any(worst):
+            rows.append(["largest error of a row", "", *(f"{error:.1e}" if error else "-" for error in worst)])
+        about = f"{whose} of operands that were quantised beforehand; speedup: over {_code(base)} in the same run."
+        if any(label.startswith("DeepGEMM") for label in shown):
+            about += " DeepGEMM: groups padded beforehand; the masked form where they have few rows."
+        lines += ["", about, "", *_markdown_rows(_fp8_head("table", shown, base), rows)]
+    return lines
+
+
+def _fp8_quantisation(parts: dict[str, list[Record]]) -> list[str]:
+    """Rates of quantising rows and of a copy, and the time of quantising in permute."""
+    lines = []
+    if records := [r for r in parts["product"] if r.get("quantize_gbps")]:
+        names = list(records[0]["quantize_gbps"])
+        rows = []
+        for r in records:
+            found, target = r["quantize_gbps"], _QUANTIZE_GBPS if r in parts["many rows"] else None
+            cells = [_beside(found.get(name), None if name == "copy" else target, 0) for name in names]
+            rows.append([f"{r['case']} ({r['M']}, {r['K']})", *cells])
+        head = ["case (M, K)", *("a copy" if name == "copy" else f"`quantize`, {name}" for name in names)]
+        about = "Quantising rows, GB/s of all that is read and written; the copy moves as many bytes."
+        lines += ["", about, "", *_markdown_rows(head, rows)]
+    formats = ("rowwise", "1x128")
+    if records := [r for r in parts["layer"] if any(f"permute, {name}" in r["us"] for name in formats)]:
+        rows = []
+        for r in records:
+            base, few = r["us"].get("permute, bfloat16"), r["case"] in _FP8_LAYER_US
+            row = [_fp8_case(r), _number(base)]
+            for name in formats:
+                us = r["us"].get(f"permute, {name}")
+                more = 100 * (us / base - 1) if us and base else None
+                text = "-" if more is None else f"{more:+.0f}%"
+                row.append(text if few else f"{text} (+{_PERMUTE_PERCENT}%)")
+            rows.append(row)
+        head = [f"case ({operator_of('ffn').dimensions})", "`permute`, bfloat16, us", *(f"{n}, more" for n in formats)]
+        about = "Tokens in the order of the experts, by one kernel, as they are or quantised on the way."
+        lines += ["", about, "", *_markdown_rows(head, rows)]
+    return lines
+
+
+def _fp8_layers(records: Sequence[Record]) -> list[str]:
+    if not records:
+        return []
+    base, *labels = fp8_labels(records)
+    rows = []
+    for r in records:
+        best = min(
+            (us for label, us in r["us"].items() if label in ("moe_mlp, rowwise", "moe_mlp, 128x128")), default=None
+        )
+        rows.append([*_fp8_row(r, labels, base), _beside(best, _FP8_LAYER_US.get(r["case"]), None)])
+    about = (
+        f"The forward pass of layers, which quantise their activations; speedup: over {_code(base)} in the same run. "
+        "us in fp8: of the faster format."
+    )
+    return ["", about, "", *_markdown_rows([*_fp8_head("ffn", labels, base), "us in fp8"], rows)]
+
+
+def _fp8_training(records: Sequence[Record]) -> list[str]:
+    """Steps, and weights' gradients."""
+    if not records:
+        return []
+    base, *labels = fp8_labels(records)
+    about = (
+        "The forward and backward pass of layers, which quantise all operands; "
+        f"speedup: over {_code(base)} in the same run."
+    )
+    rows = [_fp8_row(record, labels, base) for record in records]
+    lines = ["", about, "", *_markdown_rows(_fp8_head("ffn", labels, base), rows)]
+    names = list(records[0]["wgrad_tflops"])
+    rows = [
+        [_fp8_case(r)]
+        + [
+            _beside(r["wgrad_tflops"].get(name), _WGRAD_TFLOPS if name.endswith("beforehand") else None, 0)
+            for name in names
+        ]
+        for r in records
+    ]
+    head = [f"case ({operator_of('ffn').dimensions})", *(name.removeprefix("wgrad of ") for name in names)]
+    about = (
+        "Weights' gradients, TFLOP/s; in fp8 with the quantisation of both operands, unless that was done beforehand."
+    )
+    return [*lines, "", about, "", *_markdown_rows(head, rows)]
+
+
+def _fp8_host_times(records: Sequence[Record]) -> list[str]:
+    times: dict[str, list[float]] = {}
+    for record in records:
+        for label, us in record.get("host_us", {}).items():
+            times.setdefault(label, []).append(us)
+    if not times:
+        return []
+    rows = [[_code(label), *(_number(of(us), 0) for of in (statistics.median, max))] for label, us in times.items()]
+    about = "The host's microseconds for an eager call, over all cases."
+    return ["", about, "", *_markdown_rows(["call", "median", "largest"], rows)]
+
+
+def _fp8_case(record: Record) -> str:
+    return f"{record['case']} ({', '.join(str(record[d]) for d in 'GMNK')})"
+
+
+def _fp8_head(suite: str, labels: Sequence[str], base: str) -> list[str]:
+    speedups = (f"{_code(label)} speedup" for label in labels)
+    return [f"case ({operator_of(suite).dimensions})", f"{_code(base)} us", *speedups]
+
+
+def _fp8_row(record: Record, labels: Sequence[str], base: str) -> list[str]:
+    cells = [_beside(_fp8_speedup(record, label, base), _fp8_target(record["case"], label, base)) for label in labels]
+    return [_fp8_case(record), _number(record["us"].get(base)), *cells]
+
+
+def _fp8_target(case: str, label: str, base: str) -> float | None:
+    return _FP8_TARGETS.get(base, {}).get(label, {}).get(case)
+
+
+def _beside(value: float | None, target: float | None, digits: int | None = 2) -> str:
+    """ "1.60 (1.65)" """
+    return _number(value, digits) + ("" if target is None else f" ({target:g})")
+
+
 def _short_fp8_table(results: Results) -> list[str]:
     """A line per provider of products: its mean speedup in training, and those of the cases of decoding."""
     parts = _fp8_parts(results)
     many_rows, decoding = parts["many rows"], parts["decoding"]
-    base, *labels = _fp8_labels(parts["product"])
+    base, *labels = fp8_labels(parts["product"])
     head = [
         f"speedup over {_code(base)}",
         f"{len(many_rows)} cases of training, geometric mean",
@@ -348,10 +494,10 @@ def _fp8_parts(results: Results) -> dict[str, list[Record]]:
     return parts | {"many rows": [r for r in parts["product"] if r not in decoding], "decoding": decoding}
 
 
-def _fp8_labels(records: Sequence[Record]) -> list[str]:
-    """The labels of what multiplies, the baseline first."""
+def fp8_labels(records: Sequence[Record]) -> list[str]:
+    """The labels of products, layers or steps, the baseline first."""
     labels = dict.fromkeys(label for r in records for label in r["us"])
-    return [label for label in labels if not label.startswith(("quantize", "wgrad"))]
+    return [label for label in labels if not label.startswith(("quantize", "copy", "permute", "wgrad"))]
 
 
 def _fp8_speedup(record: Record, label: str, base: str) -> float | None:

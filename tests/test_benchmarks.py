@@ -23,11 +23,12 @@ import torch
 import moe_kernels
 import tritonbench_ops
 from benchmarks import __main__ as cli
-from benchmarks import run, tables
+from benchmarks import fp8, run, tables
 from benchmarks.inputs import sample
 from benchmarks.operators import OPERATORS, Operator
 from benchmarks.suites import SUITES, Case, Suite, layer, of_shapes, several
-from moe_kernels import requirements
+from moe_kernels import dequantize, requirements
+from moe_kernels.scaled import ScaledTensor
 from moe_kernels.testing import group_sizes_for
 from moe_kernels.timing import Call
 from tritonbench_ops import ffn, peers
@@ -721,12 +722,34 @@ class Peer:
         assert B.is_contiguous()
         self.m_grouped_bf16_gemm_nn_contiguous(A, B.transpose(1, 2).contiguous(), out, groups)
 
+    def m_grouped_fp8_gemm_nt_contiguous(self, a: Any, b: Any, out: Any, groups: Any) -> None:
+        assert a[1].mT.is_contiguous() and b[0].is_contiguous() and b[1].is_contiguous()
+        W = dequantize(ScaledTensor(*b, "128x128"))
+        self.m_grouped_bf16_gemm_nt_contiguous(dequantize(ScaledTensor(*a, "1x128")), W, out, groups)
+
+    def fp8_m_grouped_gemm_nt_masked(self, a: Any, b: Any, out: Any, sizes: Any, expected_rows: int) -> None:
+        assert sizes.dtype == torch.int32 and expected_rows > 0 and a[0].shape[:2] == out.shape[:2]
+        groups = torch.arange(len(sizes)).int().repeat_interleave(out.size(1))
+        flat = a[0].flatten(0, 1), a[1].flatten(0, 1).mT.contiguous().mT
+        self.m_grouped_fp8_gemm_nt_contiguous(flat, b, out.flatten(0, 1), groups)
+        for rows, size in zip(out, sizes.tolist(), strict=True):
+            rows[size:] = math.nan
+
     def make_ragged_tensor_metadata(self, sizes: Any, rows: int) -> Any:
         assert sizes.dtype == torch.int32 and rows >= sizes.sum()
         return argparse.Namespace(slice_sizes=sizes)
 
-    def matmul(self, a: Any, b: Any, bias: None, a_ragged_metadata: Any) -> Any:
-        return torch._grouped_mm(a, b, a_ragged_metadata.slice_sizes.cumsum(0).int())
+    def matmul(self, a: Any, b: Any, bias: None, a_ragged_metadata: Any, precision_config: Any = None) -> Any:
+        ends = a_ragged_metadata.slice_sizes.cumsum(0).int()
+        if precision_config is None:
+            return torch._grouped_mm(a, b, ends)
+        assert b.stride(1) == 1 and a.dtype == b.dtype == torch.float8_e4m3fn
+        scale, other = (data.scale for data in vars(precision_config.flex_ctx).values())
+        assert scale.shape == other.shape == (1,)
+        out = torch._grouped_mm(a.bfloat16(), b.bfloat16(), ends)
+        return (out * (scale * other)).to(precision_config.out_dtype)
+
+    InFlexData = FlexCtx = PrecisionConfig = staticmethod(argparse.Namespace)
 
     def compute_expt_data(self, sizes: Any, experts: int, rows: int) -> Any:
         assert len(sizes) == experts
@@ -736,8 +759,8 @@ class Peer:
         assert sizes is metadata.slice_sizes and len(sizes) == experts and top_k == 1
         return metadata
 
-    def matmul_ogs(self, x: Any, w: Any, bias: None, routing_data: Any) -> Any:
-        return self.matmul(x, w, bias, routing_data)[None]
+    def matmul_ogs(self, x: Any, w: Any, bias: None, routing_data: Any, precision_config: Any = None) -> Any:
+        return self.matmul(x, w, bias, routing_data, precision_config)[None]
 
 
 @pytest.mark.parametrize("absent", [(), ("triton_kernels.matmul",), ("triton_kernels.matmul", "ragged metadata")])
@@ -754,6 +777,22 @@ def test_peers_get_what_they_take(layout: str, absent: tuple[str, ...], monkeypa
     assert len(records) == 4
     for found in records:
         assert found["error"] is None and found["us"] > 0, found
+
+
+# In groups of more and of fewer rows than DeepGEMM's blocks, and for both versions of triton_kernels.
+@pytest.mark.parametrize(("M", "absent"), [(40, ()), (20, ("triton_kernels.matmul",))])
+def test_peers_get_what_they_take_in_fp8(M: int, absent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> Any:
+        if name in absent:
+            raise ModuleNotFoundError
+        return Peer()
+
+    monkeypatch.setattr(peers, "import_module", import_module)
+    installed = {key: replace(provider, package=None) for key, provider in fp8.FP8_PEERS.items()}
+    monkeypatch.setattr(fp8, "FP8_PEERS", installed)
+    record = fp8.measure_product(replace(fp8.TINY_PRODUCTS[0], M=M), 1, CPU, load=False)
+    labels = {provider.label for provider in installed.values()}
+    assert not record["errors"] and labels < record["us"].keys() and labels < record["rel_err"].keys()
 
 
 def test_an_absent_package_is_no_provider() -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 import torch.distributed as dist
 from processes import python_path
 
-from benchmarks import convergence, fp8, plots, report, run
+from benchmarks import convergence, fp8, plots, report, run, tables
+from moe_kernels import ops, quantize
+from tritonbench_ops.baselines import Provider
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs pip install -e '.[transformers]'"
@@ -156,22 +159,60 @@ def test_expert_parallel(tmp_path: Path) -> None:
     assert all(row in done.stdout for row in rows)
 
 
-def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A peer that cannot be prepared is no error of the run; kernels by themselves are the reference here."""
+
+    def broken(inputs: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    def alone(operator: Any, tensors: Any, options: Any, which: int) -> Any:
+        if operator is fp8.QUANTIZED_WGRAD:
+            return lambda: ops.quantized_wgrad(*tensors, False, torch.bfloat16), ()
+        hidden, _, _, group_offsets, slot_to_row, _ = tensors
+        rowwise, dtype, top_k = options
+        rows = ops.scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, dtype)
+        return lambda: None, quantize(rows, "rowwise" if rowwise else "1x128")[:2]
+
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(fp8, "use_kernels", lambda *_: True)
+    monkeypatch.setattr(fp8, "launch_alone", alone)
+    peers = {"one scale": Provider("broken", broken), "1x128 by 128x128": Provider("peer", broken, "no_such_package")}
+    monkeypatch.setattr(fp8, "FP8_PEERS", peers)
+    monkeypatch.setattr(fp8, "TRANSFORMERS", replace(fp8.TRANSFORMERS, make=lambda layer: lambda: layer.hidden))
     file = tmp_path / "fp8.json"
-    assert fp8.main(["--tiny", "--rounds", "1", "--json", str(file)]) == 0
-    product, layer, training = run.Results.read(file).records
-    assert not product["errors"] and not layer["errors"] and not training["errors"]
-    assert all(product["us"][f"grouped_gemm, {name}"] > 0 for name in ("rowwise", "1x128 by 128x128"))
-    assert layer["us"].keys() == {"moe_mlp, bfloat16", "moe_mlp, rowwise", "moe_mlp, 128x128"}
+    assert fp8.main(["--tiny", "--rounds", "1", "--load", "--json", str(file)]) == 0
+    assert "peer: left out, no_such_package is not installed" in capsys.readouterr().out
+    results = run.Results.read(file)
+    product, layer, training = results.records
+    assert results.meta["load"] and not layer["errors"] and not training["errors"]
+    assert product["errors"] == {"broken": "RuntimeError: no compiler"}
+    products = {"grouped_gemm, bfloat16", "grouped_gemm, rowwise, fast_accumulation", "grouped_gemm, rowwise"}
+    products |= {"grouped_gemm, 1x128 by 128x128"}
+    assert product["rel_err"].keys() == product["host_us"].keys() == products < product["us"].keys()
+    assert all(0 < error < fp8.LARGEST_ERROR for error in product["rel_err"].values())
+    assert product["quantize_gbps"].keys() == {"rowwise", "1x128", "copy"}
+    layers = {"moe_mlp, bfloat16", "moe_mlp, rowwise", "moe_mlp, 128x128"}
+    moves = {"permute, bfloat16", "permute, rowwise", "permute, 1x128"}
+    assert layer["us"].keys() == layers | moves | {"transformers, bfloat16"} and layer["host_us"].keys() == layers
     steps = ("bfloat16", "fp8_rowwise", "fp8_block", "fp8_block, bfloat16 wgrad")
     assert [label for label in training["us"] if label.startswith("step")] == [f"step, {name}" for name in steps]
-    assert len(training["wgrad_tflops"]) == 4
+    assert len(training["wgrad_tflops"]) == 6
     text = table_of(file, tmp_path)
     assert "| tiny (3, 40, 48, 160) |" in text and "| tiny, T = 5 (4, 10, 16, 32) |" in text
-    assert "| tiny, T = 64 (4, 128, 48, 64) |" in text
-    assert not plots.pictures(run.Results.read(file), tmp_path)
+    assert "| tiny, T = 64 (4, 128, 48, 64) |" in text and "under load" in text
+    assert all(line.count(" | ") < tables.SHORT for line in text.splitlines())
+    assert not plots.pictures(results, tmp_path)
+    # One part again, beside the others of before.
+    assert fp8.main(["--tiny", "--rounds", "1", "--load", "--json", str(file), "--part", "layer"]) == 0
+    assert sorted(r["part"] for r in run.Results.read(file).records) == ["layer", "product", "training"]
+
+
+def test_wrong_results_are_not_timed() -> None:
+    right, wrong = torch.ones(3), torch.zeros(3)
+    calls = {"a, bfloat16": lambda: right, "a, fp8": lambda: wrong, "b": lambda: [wrong[:0], right]}
+    timed, errors = fp8.checked(calls)
+    assert timed.keys() == {"a, bfloat16"} and errors["a, fp8"] == "AssertionError: wrong: 1.0e+00 of the norm"
 
 
 def test_convergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

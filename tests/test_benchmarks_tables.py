@@ -165,30 +165,52 @@ def test_markdown_of_the_wide_set() -> None:
 
 
 def test_markdown_of_fp8() -> None:
-    """Decoding is no part of the mean; a layer has a baseline of its own; what failed has a line."""
-    names = ("torch._grouped_mm, bfloat16", "grouped_gemm, rowwise", "quantize, rowwise")
+    """Decoding is no part of the mean; a layer has a baseline of its own; targets are in brackets."""
+    names = ("torch._grouped_mm, bfloat16", "grouped_gemm, rowwise", "DeepGEMM", "quantize, rowwise")
     sizes = {"G": 8, "M": 64, "N": 32, "K": 16, "sizes": "softmax", "suite": "fp8", "errors": {}}
     products = [
         sizes | {"part": "product", "case": case, "us": dict(zip(names, us, strict=False))} | {"quantize_gbps": rates}
         for case, us, rates in (
-            ("a_up", (100.0, 50.0, 9.0), {"rowwise": 3000.4}),
-            ("b_up", (80.0, 10.0, 9.0), {"rowwise": 2000.0}),
+            ("a_up", (100.0, 50.0, 40.0, 9.0), {"rowwise": 3000.4, "copy": 4000.0}),
+            ("b_up", (80.0, 10.0, 40.0, 9.0), {"rowwise": 2000.0}),
             ("c_up", (80.0,), {"rowwise": 2000.0}),
-            ("decode_a", (90.0, 30.0, 9.0), {"rowwise": 100.0}),
+            ("decode_dsv3", (90.0, 30.0, 40.0, 9.0), {"rowwise": 100.0}),
         )
     ]
+    products[0] |= {"rel_err": {"grouped_gemm, rowwise": 1e-3}, "host_us": {"grouped_gemm, rowwise": 20.0}}
+    products[1] |= {"rel_err": {"grouped_gemm, rowwise": 3e-3}, "host_us": {"grouped_gemm, rowwise": 30.0}}
     products[2]["errors"] = {"grouped_gemm, rowwise": "RuntimeError: no"}
-    layer = sizes | {"part": "layer", "case": "a, T = 4", "us": {"moe_mlp, bfloat16": 30.0, "moe_mlp, rowwise": 20.0}}
-    found = results_of(*products, layer)
+    us = {"transformers, bfloat16": 30.0, "moe_mlp, rowwise": 20.0, "moe_mlp, 128x128": 15.0}
+    layer = sizes | {"part": "layer", "case": "qwen3_30b, T = 16", "us": us}
+    moved = {"permute, bfloat16": 10.0, "permute, rowwise": 12.0}
+    layers = [layer, layer | {"case": "mixtral, T = 4096", "us": us | moved}]
+    step = {"part": "training", "case": "mixtral, T = 4096", "us": {"step, bfloat16": 30.0, "step, fp8_block": 20.0}}
+    rates = {"wgrad of down, bfloat16": 600, "wgrad of down, fp8, quantised beforehand": 790}
+    found = results_of(*products, *layers, sizes | step | {"wgrad_tflops": rates})
     lines = tables.markdown(found).splitlines()
-    assert "| a_up (8, 64, 32, 16) | 100 | 2.00 | 3000 |" in lines
-    assert "| c_up (8, 64, 32, 16) | 80.0 | - | 2000 |" in lines
-    assert "| geometric mean without decoding |  | 4.00 |  |" in lines
-    assert "| a, T = 4 (8, 64, 32, 16) | 30.0 | 1.50 |" in lines
-    assert "Not timed in all cases: `grouped_gemm`, rowwise: RuntimeError: no." in lines
+    for line in (
+        "| a_up (8, 64, 32, 16) | 100 | 2.00 |",
+        "| c_up (8, 64, 32, 16) | 80.0 | - |",
+        "| decode_dsv3 (8, 64, 32, 16) | 90.0 | 3.00 (2.9) |",
+        "| geometric mean without decoding |  | 4.00 (1.5) |",
+        "| largest error of a row |  | 3.0e-03 |",
+        "| a_up (8, 64, 32, 16) | 100 | 2.50 |",
+        "| geometric mean without decoding |  | 2.24 |",
+        "| a_up (64, 16) | 3000 (3700) | 4000 |",
+        "| decode_dsv3 (64, 16) | 100 | - |",
+        "| qwen3_30b, T = 16 (8, 64, 32, 16) | 30.0 | 1.50 | 2.00 | 15.0 (95) |",
+        "| mixtral, T = 4096 (8, 64, 32, 16) | 30.0 | 1.50 (2.4) | 2.00 (2.1) | 15.0 |",
+        "| mixtral, T = 4096 (8, 64, 32, 16) | 10.0 | +20% (+10%) | - (+10%) |",
+        "| mixtral, T = 4096 (8, 64, 32, 16) | 30.0 | 1.50 (1.25) |",
+        "| mixtral, T = 4096 (8, 64, 32, 16) | 600 | 790 (800) |",
+        "| `grouped_gemm`, rowwise | 25 | 30 |",
+        "Not timed in all cases: `grouped_gemm`, rowwise: RuntimeError: no.",
+    ):
+        assert line in lines, line
     short = tables.markdown(found, short=True).splitlines()
-    head = "| speedup over `torch._grouped_mm`, bfloat16 | 3 cases of training, geometric mean | decode_a |"
-    assert [line for line in short if line.startswith("| ")] == [head, "| `grouped_gemm`, rowwise | 4.00 | 3.00 |"]
+    head = "| speedup over `torch._grouped_mm`, bfloat16 | 3 cases of training, geometric mean | decode_dsv3 |"
+    rows = ["| `grouped_gemm`, rowwise | 4.00 | 3.00 |", "| DeepGEMM | 2.24 | 2.25 |"]
+    assert [line for line in short if line.startswith("| ")] == [head, *rows]
 
 
 def convergence_results() -> run.Results:

@@ -50,6 +50,18 @@ class Inputs:
         return self.group_offsets[1:].contiguous()
 
 
+@dataclass(frozen=True)
+class ScaledInputs:
+    """The same in fp8: a scale for each block, or one for each operand."""
+
+    A: Tensor  # [M, K]
+    B: Tensor  # [G, K, N], the transpose of [G, N, K]
+    scales_A: Tensor  # [M, K / 128 rounded up], or [1]
+    scales_B: Tensor  # [G, K / 128 rounded up, N / 128 rounded up], or [1]
+    group_offsets: Tensor  # [G + 1] int32
+    sizes: list[int]
+
+
 def grouped_mm(inputs: Inputs) -> Call:
     offs = inputs.offs
     return lambda: torch._grouped_mm(inputs.A, inputs.B, offs)
@@ -96,5 +108,14 @@ PEERS = {
     ),
     "triton_kernels": Provider(
         "triton_kernels, metadata made beforehand", peers.triton_kernels, "triton_kernels", result=peers.without_batch
+    ),
+}
+
+FP8_PEERS = {  # by the formats of their operands
+    "1x128 by 128x128": Provider(
+        "DeepGEMM, 1x128 by 128x128", peers.deep_gemm_fp8, "deep_gemm", result=peers.without_padding
+    ),
+    "one scale": Provider(
+        "triton_kernels, one scale per tensor", peers.triton_kernels_fp8, "triton_kernels", result=peers.without_batch
     ),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -32,8 +33,7 @@ def deep_gemm(inputs: Any) -> Call:
     """DeepGEMM (https://github.com/deepseek-ai/DeepGEMM): each group's rows padded to its block height beforehand."""
     module = import_module("deep_gemm")
     positions, groups = _padded(inputs.sizes, _alignment(module))
-    A = inputs.A.new_zeros(len(groups), inputs.A.size(1))
-    A[positions.to(A.device)] = inputs.A[: len(positions)]
+    A = _with_padding(inputs.A, positions, len(groups))
     out: Tensor = A.new_empty(len(groups), inputs.B.size(2))
     row_to_group = groups.to(A.device)
     if inputs.B.stride(2) == 1:
@@ -48,27 +48,66 @@ def deep_gemm(inputs: Any) -> Call:
     return call
 
 
+def deep_gemm_fp8(inputs: Any) -> Call:
+    """DeepGEMM with scales of 1x128 and 128x128, rows padded as above; its masked form for groups of few rows."""
+    module = import_module("deep_gemm")
+    G, block = len(inputs.sizes), _alignment(module)
+    few_rows = len(inputs.A) < G * block
+    positions, groups = _padded(inputs.sizes, block, few_rows)
+    shape = (G, len(groups) // G) if few_rows else (len(groups),)
+    A = _with_padding(inputs.A.view(torch.uint8), positions, len(groups)).view(inputs.A.dtype).view(*shape, -1)
+    scales = _with_padding(inputs.scales_A, positions, len(groups)).view(*shape, -1)
+    operands = (A, scales.mT.contiguous().mT), (inputs.B.mT, inputs.scales_B.mT)
+    out = A.new_empty(*A.shape[:-1], inputs.B.size(2), dtype=torch.bfloat16)
+    row_to_group, sizes = groups.to(A.device), inputs.group_offsets.diff()
+    expected_rows = max(len(inputs.A) // G, 1)
+
+    def call() -> Tensor:
+        if few_rows:
+            module.fp8_m_grouped_gemm_nt_masked(*operands, out, sizes, expected_rows)
+        else:
+            module.m_grouped_fp8_gemm_nt_contiguous(*operands, out, row_to_group)
+        return out
+
+    return call
+
+
 def without_padding(inputs: Any, out: Tensor) -> Tensor:
-    """The rows of `deep_gemm`'s result that are none of the padding."""
-    positions, _ = _padded(inputs.sizes, _alignment(import_module("deep_gemm")))
-    rows: Tensor = out[positions.to(out.device)]
+    """The rows of the results above that are none of the padding."""
+    positions, _ = _padded(inputs.sizes, _alignment(import_module("deep_gemm")), of_one_size=out.dim() == 3)
+    rows: Tensor = out.flatten(0, -2)[positions.to(out.device)]
     return rows
 
 
 def triton_kernels(inputs: Any) -> Call:
     """triton_kernels (https://github.com/triton-lang/triton, python/triton_kernels): its lists of tiles beforehand."""
+    return _triton_kernels(inputs, lambda module: {})
+
+
+def triton_kernels_fp8(inputs: Any) -> Call:
+    """The same with one scale for each operand."""
+    scale = import_module("triton_kernels.numerics").InFlexData
+
+    def options(module: Any) -> dict[str, Any]:
+        scales = module.FlexCtx(lhs_data=scale(scale=inputs.scales_A), rhs_data=scale(scale=inputs.scales_B))
+        return {"precision_config": module.PrecisionConfig(flex_ctx=scales, out_dtype=torch.bfloat16)}
+
+    return _triton_kernels(inputs, options)
+
+
+def _triton_kernels(inputs: Any, options: Callable[[Any], dict[str, Any]]) -> Call:
     tensor, sizes, G = import_module("triton_kernels.tensor"), inputs.group_offsets.diff(), len(inputs.sizes)
     if hasattr(tensor, "make_ragged_tensor_metadata"):
         metadata = tensor.make_ragged_tensor_metadata(sizes, len(inputs.A))
     else:  # the one that vLLM has
         metadata = import_module("triton_kernels.routing").compute_expt_data(sizes, G, len(inputs.A))
     try:
-        matmul = import_module("triton_kernels.matmul").matmul
+        module = import_module("triton_kernels.matmul")
+        multiply = partial(module.matmul, inputs.A, inputs.B, None, a_ragged_metadata=metadata)
     except ModuleNotFoundError:  # up to the one that belongs to triton 3.6
         module = import_module("triton_kernels.matmul_ogs")
-        routing = module.RoutingData(None, sizes, G, 1, metadata)
-        return lambda: module.matmul_ogs(inputs.A, inputs.B, None, routing)
-    return lambda: matmul(inputs.A, inputs.B, None, a_ragged_metadata=metadata)
+        multiply = partial(module.matmul_ogs, inputs.A, inputs.B, None, module.RoutingData(None, sizes, G, 1, metadata))
+    return partial(multiply, **options(module))
 
 
 def without_batch(inputs: Any, out: Tensor) -> Tensor:
@@ -82,9 +121,18 @@ def _alignment(module: Any) -> int:
     return rows
 
 
-def _padded(sizes: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
+def _with_padding(x: Tensor, positions: Tensor, rows: int) -> Tensor:
+    """Zeros `[rows, ..]` with the first rows of `x` at `positions`."""
+    padded = x.new_zeros(rows, x.size(1))
+    padded[positions.to(x.device)] = x[: len(positions)]
+    return padded
+
+
+def _padded(sizes: Sequence[int], block: int, of_one_size: bool = False) -> tuple[Tensor, Tensor]:
     """Where each row goes [M], and each padded row's group [padded M] int32, -1 for padding."""
     lengths = [-(-size // block) * block for size in sizes]
+    if of_one_size:
+        lengths = [max(lengths)] * len(lengths)
     starts = [0, *accumulate(lengths)]
     groups = torch.full((starts[-1],), -1, dtype=torch.int32)
     for g, size in enumerate(sizes):

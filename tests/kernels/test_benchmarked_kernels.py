@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as cli
-from benchmarks import run
+from benchmarks import fp8, run
 from benchmarks.operators import OPERATORS
 from benchmarks.suites import Case, layer
 
@@ -23,6 +23,22 @@ def test_the_kernel_without_its_table(device: str, layout: str) -> None:
     operator.check(out, inputs)
     out.zero_()
     operator.check(call(), inputs)
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_fp8_by_themselves(device: str) -> None:
+    """Quantising in permute, and weights' gradients of operands quantised beforehand; zeros would be wrong."""
+    [case], where = fp8.TINY_LAYERS, torch.device(device)
+    layer = fp8.layer_of(case, where)
+    calls = fp8.layer_calls(layer) | fp8.training_calls(layer)
+    calls = {label: call for label, call in calls.items() if label.startswith(("permute", "wgrad"))}
+    made = {label: call() for label, call in calls.items()}
+    for label in ("permute, rowwise", "permute, 1x128"):
+        made[label].data.view(torch.uint8).zero_()
+    for name in ("gate and up", "down"):
+        made[f"wgrad of {name}, fp8, quantised beforehand"].zero_()
+    right, errors = fp8.checked(calls)
+    assert len(right) == 9 and not errors
 
 
 @pytest.mark.gpu
