@@ -80,6 +80,8 @@ class MoE(nn.Module):
         top_k: int,
         renormalize: bool,
         activation: str | None = None,
+        compute: str | None = None,
+        fp8_wgrad: bool = True,
     ) -> MoE:
         """The layer of experts that are modules, with trainable copies of their weights.
 
@@ -89,7 +91,7 @@ class MoE(nn.Module):
                 and `down_proj`; or without a gate `up_proj` and `down_proj`, `fc1` and `fc2`, or
                 `nn.Sequential(Linear, activation, Linear)`.
             router: `[E, H]`, or the module without a bias that has it as its weight; None for a random one.
-            top_k, renormalize: as for the class.
+            top_k, renormalize, compute, fp8_wgrad: as for the class.
             activation: as for `swiglu_ffn`. By default each expert is called with random hidden states, in float64 and
                 with the weights of the first, to find out which one all of them have, and that they compute nothing
                 else. Experts whose activation is given are not called.
@@ -105,8 +107,8 @@ class MoE(nn.Module):
         if activation is None:
             activation = expert_modules.activation_of(modules, stacked)
         E, H, I = stacked.w_down.shape  # noqa: E741
-        gated = stacked.gated
-        layer = cls(H, I, E, top_k, activation=activation, gated=gated, renormalize=renormalize, device="meta")
+        options: dict[str, Any] = {"activation": activation, "gated": stacked.gated, "renormalize": renormalize}
+        layer = cls(H, I, E, top_k, compute=compute, fp8_wgrad=fp8_wgrad, device="meta", **options)
         layer.w_gate_up, layer.w_down = nn.Parameter(stacked.w_gate_up), nn.Parameter(stacked.w_down)
         if router is None:
             layer.router = nn.Parameter(stacked.w_down.new_empty(E, H))

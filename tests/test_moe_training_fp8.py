@@ -421,6 +421,21 @@ def test_layer(compute: str) -> None:
         assert layer(hidden).isfinite().all()
 
 
+def test_layer_from_experts() -> None:
+    experts = [torch.nn.Sequential(*(torch.nn.Linear(*s, bias=False) for s in ((H, I), (I, H)))) for _ in range(E)]
+    for expert in experts:
+        expert.insert(1, torch.nn.ReLU())
+    options = {"top_k": TOP_K, "renormalize": True}
+    layer = MoE.from_experts(experts, torch.randn(E, H), **options, compute="fp8_block", fp8_wgrad=False)
+    assert (layer.compute, layer.fp8_wgrad) == ("fp8_block", False)
+    exact = MoE.from_experts(experts, layer.router, **options)
+    hidden = torch.randn(T, H)
+    with torch.no_grad():
+        assert 0.005 < difference(layer(hidden), exact(hidden)) < 0.08
+    with pytest.raises(ValueError, match="compute"):
+        MoE.from_experts(experts, **options, compute="fp8")
+
+
 def test_compiled_without_graph_breaks_for_any_number_of_tokens() -> None:
     torch._dynamo.reset()
     layer = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block")
