@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from moe_kernels import requirements
 from moe_kernels.integrations import torchtitan as integration
@@ -88,6 +91,65 @@ def test_the_same_as_its_own_experts() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_the_same_as_its_own_experts_on_the_gpu() -> None:
     check("cuda")
+
+
+class Float8TrainingWeightWrapperTensor(Tensor):
+    """As torchao's: the weight itself, for which PyTorch's products run in fp8. A cast is one, too."""
+
+    __module__ = "torchao.prototype.moe_training.tensor"
+
+    @staticmethod
+    def __new__(cls, weight: Tensor) -> Float8TrainingWeightWrapperTensor:
+        return Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)  # type: ignore[no-any-return,attr-defined]
+
+    def __init__(self, weight: Tensor):
+        self._data = weight
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return tree_map_only(Tensor, cls, function(*tree_map_only(cls, lambda x: x._data, args), **(kwargs or {})))
+
+
+@needs_torchtitan
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_torchao_has_wrapped_are_refused(dtype: torch.dtype) -> None:
+    from torchtitan.models.common.moe import GroupedExperts
+
+    config = integration.grouped_experts(GroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E))
+    experts = config.build().to(dtype)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.2)
+    x, sizes = torch.randn(R, D, dtype=torch.bfloat16), torch.tensor(SIZES)
+    assert experts(x, sizes).any()
+    for name, weight in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(Float8TrainingWeightWrapperTensor(weight.detach())))
+        with pytest.raises(TypeError, match=r"Float8TrainingWeightWrapper.*leave .*Float8GroupedExpertsConverter"):
+            experts(x, sizes)
+        setattr(experts, name, weight)
+
+
+@needs_torchtitan
+def test_experts_that_a_converter_has_made_keep_their_forward() -> None:
+    """A converter, such as to fp8, derives a class, and runs before overrides."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    class Float8GroupedExperts(GroupedExperts):
+        @dataclass(kw_only=True, slots=True)
+        class Config(GroupedExperts.Config):
+            pass
+
+    config = Float8GroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E)
+    whole = RoutedExperts.Config(
+        inner_experts=config, token_dispatcher=LocalTokenDispatcher.Config(num_experts=E, top_k=2)
+    )
+    assert apply_overrides(OverrideConfig(imports=[NAME]), whole) == []
+    assert type(whole.inner_experts.build()) is Float8GroupedExperts
 
 
 @needs_torchtitan

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import quantize, reference
+from moe_kernels import dequantize, quantize, reference
 from moe_kernels.ahead import collect, layers_of
 from moe_kernels.integrations import transformers as integration
 
@@ -45,9 +45,12 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def save(name: str, folder: Path, scale_fmt: str) -> None:
-    """A checkpoint with the names of published ones: each expert's weights in fp8, and their scales."""
-    plain = tiny_models.make(name, 0.07, hidden_size=256, moe_intermediate_size=256)
+def save(name: str, folder: Path, scale_fmt: str, hidden_size: int = 256) -> Any:
+    """A checkpoint with the names of published ones: each expert's weights in fp8, and their scales. And its model.
+
+    Experts alone: for every nn.Linear in fp8, transformers loads kernels through the package `kernels`, by a network.
+    """
+    plain = tiny_models.make(name, 0.07, hidden_size=hidden_size, moe_intermediate_size=256)
     plain.save_pretrained(folder)
     state = load_file(folder / WEIGHTS)
     experts = [weight for weight in state if ".mlp.experts." in weight]
@@ -66,10 +69,11 @@ def save(name: str, folder: Path, scale_fmt: str) -> None:
         "modules_to_not_convert": [n for n, m in plain.named_modules() if isinstance(m, nn.Linear)],
     }
     (folder / "config.json").write_text(json.dumps(config))
+    return plain
 
 
-def load(folder: Path, implementation: str = "moe_kernels", **options: Any) -> Any:
-    options |= {"experts_implementation": implementation, "attn_implementation": "eager", "dtype": torch.float32}
+def load(folder: Path, implementation: str = "moe_kernels", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    options |= {"experts_implementation": implementation, "attn_implementation": "eager", "dtype": dtype}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
@@ -85,11 +89,11 @@ def dequantized(folder: Path) -> Any:
 def make(tmp_path: Path) -> Make:
     """Loads a model with dequantised weights, and one with its experts in fp8."""
 
-    def made(name: str, scale_fmt: str = "float") -> tuple[Any, Any]:
+    def made(name: str, scale_fmt: str = "float", dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         folder = tmp_path / f"{name}-{scale_fmt}"
         if not folder.exists():
             save(name, folder, scale_fmt)
-        return dequantized(folder), load(folder)
+        return dequantized(folder), load(folder, dtype=dtype)
 
     return made
 
@@ -114,12 +118,11 @@ def check(plain: Any, fp8: Any, backend: str | None = None) -> None:
     assert errors[-3] < 0.12
 
 
-def check_generated(plain: Any, fp8: Any) -> None:
+def check_generated(plain: Any, fp8: Any, **options: Any) -> None:
     """Each new token is the one that the dequantised model would choose, unless another is about as good there."""
     tokens = TOKENS.to(fp8.device)
-    made = fp8.generate(
-        tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, attention_mask=torch.ones_like(tokens)
-    )
+    options |= {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    made = fp8.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
     assert made.shape == (2, 19)
     right = logits(plain.double(), made)[:, 6:-1]
     best, second = right.topk(2).values.unbind(-1)
@@ -140,6 +143,24 @@ def test_logits(name: str, scale_fmt: str, make: Make) -> None:
     assert experts.down_proj_scale_inv.dtype == (torch.float32 if scale_fmt == "float" else torch.float8_e8m0fnu)
     check(plain, fp8)
     assert torch.equal(logits(make(name, scale_fmt)[1]), logits(fp8))
+
+
+def check_sizes_that_no_block_divides(folder: Path, device: str) -> None:
+    """Of hidden states, 2 blocks and a half: transformers itself cannot dequantise these weights."""
+    plain = save("Qwen3Moe", folder, "float", hidden_size=320)
+    plain.set_experts_implementation("eager")
+    for name, weight in plain.named_parameters():
+        if ".mlp.experts." in name:
+            weight.copy_(dequantize(quantize(weight, "128x128")))
+    fp8 = load(folder)
+    assert experts_of(fp8).gate_up_proj_scale_inv.shape == (8, 4, 3)
+    assert experts_of(fp8).down_proj_scale_inv.shape == (8, 3, 2)
+    check(plain.to(device), fp8.to(device))
+
+
+@torch.no_grad()
+def test_sizes_that_no_block_divides(tmp_path: Path) -> None:
+    check_sizes_that_no_block_divides(tmp_path, "cpu")
 
 
 @torch.no_grad()
@@ -182,13 +203,35 @@ def test_wrong_experts_are_noticed(make: Make) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @torch.no_grad()
-@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+@pytest.mark.parametrize(
+    ("scale_fmt", "dtype"),
+    [("float", torch.float32), ("ue8m0", torch.float32), ("float", torch.bfloat16), ("ue8m0", torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_on_the_gpu(name: str, scale_fmt: str, make: Make) -> None:
-    plain, fp8 = (model.to("cuda") for model in make(name, scale_fmt))
+def test_on_the_gpu(name: str, scale_fmt: str, dtype: torch.dtype, make: Make) -> None:
+    plain, fp8 = (model.to("cuda") for model in make(name, scale_fmt, dtype))
     for backend in (None, "inductor"):
         check(plain, fp8, backend)
     check_generated(plain, fp8)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_with_a_compiled_forward_on_the_gpu(name: str, make: Make) -> None:
+    """As serving calls it: in bfloat16, with a static cache, for which transformers compiles the forward."""
+    plain, fp8 = (model.to("cuda") for model in make(name, dtype=torch.bfloat16))
+    check_generated(plain, fp8, cache_implementation="static")
+    assert hasattr(fp8, "_compiled_call")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@torch.no_grad()
+def test_sizes_that_no_block_divides_on_the_gpu(tmp_path: Path) -> None:
+    check_sizes_that_no_block_divides(tmp_path, "cuda")
 
 
 def experts_of(model: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.library import opcheck
 from moe_kernels import MoE, ScaledTensor, dequantize, moe_mlp, quantize, reference, topk_softmax
 from moe_kernels.ahead import collect, layers_of
 from moe_kernels.glu import GLUSpec
+from moe_kernels.scaled import FP8_COMPUTE
 
 T, H, I, E, TOP_K = 12, 160, 136, 4, 2  # noqa: E741
 FORMATS = ("rowwise", "128x128")
@@ -278,11 +279,21 @@ def test_moved_and_cast_without_a_change_of_the_weights() -> None:
 
 
 @torch.no_grad()
-def test_of_expert_modules_and_collected() -> None:
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_rowwise"])
+def test_of_expert_modules(format: str) -> None:
     experts = [nn.Sequential(nn.Linear(H, I, bias=False), nn.ReLU(), nn.Linear(I, H, bias=False)) for _ in range(3)]
-    made = MoE.from_experts(experts, top_k=2, renormalize=False).quantize("fp8_rowwise")
-    out = made(torch.randn(4, H))
-    assert out.any()
+    router, hidden = torch.randn(3, H), torch.randn(4, H)
+    made = MoE.from_experts(experts, router, top_k=2, renormalize=False).quantize(format)
+    stacked = (torch.stack([expert[i].weight for expert in experts]) for i in (0, 2))
+    weights = [quantize(w, FP8_COMPUTE[format]) for w in stacked]
+    routed = topk_softmax(hidden @ router.T, 2, renormalize=False)
+    right = moe_mlp(hidden, *routed, *weights, gated=False, activation="relu")
+    assert right.any()
+    assert torch.equal(made(hidden), right)
+
+
+def test_collected() -> None:
+    made = layer().quantize("fp8_rowwise")
     assert len(layers_of(nn.ModuleList([made, copy.deepcopy(made), layer(), layer().quantize("fp8_block")]))) == 3
 
 

@@ -12,11 +12,10 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
-from training import COMPUTE, DIFFERENTIABLE, run
+from training import COMPUTE, DIFFERENTIABLE, exactly, run
 
-from moe_kernels import MoE, dequantize, moe_mlp, quantize, reference
+from moe_kernels import MoE, moe_mlp, quantize, reference
 from moe_kernels.ahead import collect, layers_of
-from moe_kernels.glu import GLUSpec
 
 T, H, I, E, TOP_K = 40, 160, 136, 4, 2  # noqa: E741
 LAYERS: dict[str, dict[str, Any]] = {
@@ -49,47 +48,6 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def by_hand(
-    arguments: dict[str, Any], d_out: Tensor, compute: str, fp8_wgrad: bool, spec: GLUSpec
-) -> dict[str, Tensor]:
-    """The same, expert by expert in float64, with each operand quantised where the definition says so."""
-    weights, parts = ("rowwise", "rowwise") if compute == "fp8_rowwise" else ("128x128", "1x128")
-
-    def q(x: Tensor, format: str) -> Tensor:
-        return dequantize(quantize(x, format), torch.float64)
-
-    def wgrad(x: Tensor, y: Tensor) -> Tensor:
-        return q(x.T, "1x128") @ q(y.T, "128x128").T if fp8_wgrad else x.T @ y
-
-    given = {name: x.double() if x.is_floating_point() else x for name, x in arguments.items()}
-    hidden, ids, topk_weights, w_in, w_out = (
-        given[x] for x in ("hidden", "topk_ids", "topk_weights", "w_gate_up", "w_down")
-    )
-    made = {name: torch.zeros_like(given[name]) for name in DIFFERENTIABLE if name in given}
-    made["out"] = torch.zeros_like(hidden)
-    for e in range(E):
-        t, k = (ids == e).nonzero(as_tuple=True)
-        if not len(t):
-            continue
-        b_in = given["gate_up_bias"][e] if "gate_up_bias" in given else 0
-        b_out = given["down_bias"][e] if "down_bias" in given else 0
-        w, d = topk_weights[t, k, None], d_out.double()[t]
-        preact = q(hidden[t], parts) @ q(w_in[e], weights).T + b_in
-        act = reference.activate(preact, None, spec)
-        y = q(act, parts) @ q(w_out[e], weights).T + b_out
-        made["out"].index_add_(0, t, w * y)
-        d_act = q(d, parts) @ q(w_out[e].T, weights).T
-        leaf = preact.clone().requires_grad_()
-        (d_preact,) = torch.autograd.grad(reference.activate(leaf, None, spec), leaf, w * d_act)
-        made["topk_weights"][t, k] = (act * d_act).sum(1) + (d * b_out).sum(1)
-        made["hidden"].index_add_(0, t, q(d_preact, parts) @ q(w_in[e].T, weights).T)
-        made["w_gate_up"][e] = wgrad(d_preact, hidden[t])
-        made["w_down"][e] = wgrad(d, w * act)
-        if "down_bias" in given:
-            made["gate_up_bias"][e], made["down_bias"][e] = d_preact.sum(0), (w * d).sum(0)
-    return made
-
-
 @pytest.mark.parametrize(
     ("name", "bias", "fp8_wgrad", "top_k"),
     [
@@ -106,10 +64,7 @@ def test_the_formula(compute: str, name: str, bias: bool, fp8_wgrad: bool, top_k
     options = LAYERS[name]
     arguments = make(torch.float32, bias=bias, gated=options.get("gated", True), top_k=top_k)
     d_out = torch.randn(T, H)
-    spec = GLUSpec(
-        **{"activation": "silu", "gated": True, "interleaved": False, "alpha": 1.702, "limit": 7.0, **options}
-    )
-    exact = by_hand(arguments, d_out, compute, fp8_wgrad, spec)
+    exact = exactly(arguments, d_out, compute, fp8_wgrad, **options)
     made = run(arguments, d_out, compute=compute, fp8_wgrad=fp8_wgrad, **options)
     for part, right in exact.items():
         # An element that is rounded to the other of two numbers in fp8 is an eighth of itself away.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import ScaledTensor, dequantize, moe_mlp, quantize, reference
+from moe_kernels import MoE, ScaledTensor, dequantize, moe_mlp, quantize, reference, topk_softmax
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels import activation, one_token, permute
 from moe_kernels.rules import quantize as rules
@@ -17,10 +17,12 @@ from moe_kernels.runtime import cache
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import SymbolicTensor
+from moe_kernels.scaled import FP8_COMPUTE
 from moe_kernels.testing import assert_within_budget
 
 FORMATS = ("rowwise", "128x128")
 NAN = float("nan")
+FC = {"w1": (256, 128), "w3": (256, 128), "w2": (128, 256)}  # inputs and outputs of an expert's parts
 SILU = GLUSpec("silu", True, False, 1.702, 7.0)
 LAYERS: dict[str, dict[str, Any]] = {
     "SwiGLU": {},
@@ -61,22 +63,44 @@ def make(
     return made
 
 
-def assert_as_twin(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """Within the twin's own error in bfloat16: all tokens together, and each beside the one where it is largest.
+def exactly(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """The layer of the dequantised weights in float64; what the twin quantises on the way is, here, too."""
+    topk_weights, parts = arguments["topk_weights"], parts_of(arguments["w_gate_up"].format)
+    w_in, w_out = (dequantize(arguments[name], torch.float64).mT for name in ("w_gate_up", "w_down"))
+    b_in, b_out = (arguments[name].double() if name in arguments else None for name in ("gate_up_bias", "down_bias"))
+    routing = reference.route(arguments["topk_ids"], topk_weights, len(w_in))
 
-    Most of both is of roundings to fp8 that fall the other way, few for each token.
+    def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        values = dequantize(reference.quantize(rows, parts), torch.float64)
+        return reference.grouped_linear(values, weight, routing.group_offsets, bias, None)
+
+    preact = product(reference.permute(arguments["hidden"], routing), w_in, b_in)
+    act = reference.activate(preact, None, SILU._replace(**options))
+    routed = topk_weights.double(), routing.slot_to_row, routing.group_offsets, topk_weights.size(1)
+    return reference.combine_rows(product(act, w_out, b_out), *routed, torch.float64)
+
+
+def assert_near_twin(out: Tensor, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    """Within twice the twin's error, both against float64: of all elements, of all tokens, and of each token.
+
+    A token is judged beside the one where the twin's error is largest: most of both errors is of roundings to fp8 that
+    fall the other way, few for each token. What is added to the budgets is of results rounded the other way.
     """
-    out = moe_mlp(**arguments, **options)
-    twin = reference.scaled_moe_mlp(**arguments, **options)
-    exact = {name: x.float() if name == "hidden" or "bias" in name else x for name, x in arguments.items()}
-    right = reference.scaled_moe_mlp(**exact, **options).double()
-    size, error = right.norm(dim=1), (out.double() - right).norm(dim=1)
-    twins_error = (twin.double() - right).norm(dim=1)
+    right, twin = exactly(arguments, options), reference.scaled_moe_mlp(**arguments, **options)
+    assert (out.shape, out.dtype) == (twin.shape, twin.dtype)
+    difference, twins = (x.double() - right for x in (out, twin))
+    assert difference.abs().max() <= 2 * twins.abs().max() + 2**-8 * right.abs().max()
+    size, error, twins_error = (x.norm(dim=1) for x in (right, difference, twins))
     assert error.norm() <= 2 * twins_error.norm() + 2**-9 * size.norm()
     largest = (twins_error / size)[size > 0].max()
-    assert largest < 0.2
+    assert largest < 0.1
     assert (error <= (2 * largest + 2**-9) * size).all(), f"errors {error / size}, the twin's {twins_error / size}"
     assert right.any()
+
+
+def assert_as_twin(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    out = moe_mlp(**arguments, **options)
+    assert_near_twin(out, arguments, options)
     return out
 
 
@@ -190,6 +214,25 @@ def test_one_token_of_small_extents_and_odd_strides(format: str, launched: list[
         arguments["topk_weights"] = torch.ones(1, 1, device=device).expand(1, 2)
         assert_exact_but_for_weights(arguments, {})
         assert launched[-2:] == ["first_half", "second_half"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", ["fp8_rowwise", "fp8_block"])
+def test_quantized_layer(format: str, device: str) -> None:
+    """Of modules; and beside the layer of the dequantised weights, whose activations are not quantised."""
+    experts = [torch.nn.ModuleDict({n: torch.nn.Linear(*x, bias=False) for n, x in FC.items()}) for _ in range(4)]
+    router, options = torch.randn(4, 256), {"top_k": 2, "renormalize": True, "activation": "silu"}
+    plain, made = (MoE.from_experts(experts, router, **options).to(device, torch.bfloat16) for _ in range(2))
+    w_gate_up, w_down = (quantize(w, FP8_COMPUTE[format]) for w in (plain.w_gate_up, plain.w_down))
+    plain.w_gate_up.copy_(dequantize(w_gate_up))
+    plain.w_down.copy_(dequantize(w_down))
+    hidden = torch.randn(2, 256, device=device).bfloat16()
+    out = made.quantize(format)(hidden)
+    topk_ids, topk_weights = topk_softmax(hidden @ plain.router.T, 2, renormalize=True)
+    arguments = {"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    assert_near_twin(out, arguments | {"w_gate_up": w_gate_up, "w_down": w_down}, {})
+    exact = plain.to("cpu", torch.float64)(hidden.cpu().double())
+    assert 0.005 * exact.norm() < (out.cpu() - exact).norm() < 0.06 * exact.norm()
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from training import COMPUTE, DIFFERENTIABLE, run
+from training import COMPUTE, DIFFERENTIABLE, exactly, run
 
 from moe_kernels import moe_mlp, reference
 from moe_kernels.ops import quantized_grouped_gemm, quantized_moe_mlp
@@ -53,26 +54,29 @@ def by_twins(
 def assert_as_twins(
     arguments: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[str, Tensor]:
-    """Within the error of the twins in their dtype, twice, and what one element of act makes, rounded the other way.
+    """Within twice the error of the twins in their dtype, against float64: of elements, of all together, and of each.
 
-    That is up to 2^-4 of the element, which may be most of a token's result.
+    Tensor cores of Hopper add up products of fp8 in about 14 bits. So on a GPU another element of act may be rounded to
+    the other of two numbers: by up to 2^-4 of the element, which may be most of a token's result.
     """
     made = run(arguments, d_out, **options)
     twins = by_twins(arguments, d_out, monkeypatch, **options)
-    exact = {name: x.float() if x.is_floating_point() else x for name, x in arguments.items()}
-    right = by_twins(exact, d_out, monkeypatch, **options)
+    right = exactly({name: x.cpu() for name, x in arguments.items()}, d_out.cpu(), **options)
     for name, x in made.items():
-        exactly = right[name].double().flatten(1)
-        size, error, twins_error = (
-            y.norm(dim=1) for y in (exactly, *(z.cpu().double().flatten(1) - exactly for z in (x, twins[name])))
-        )
-        budget = 2 * twins_error.norm() + 2**-8 * size.norm() + 2**-4 * size.max()
+        slack = 1 if x.is_cuda else 2**-5
+        exact = right[name].flatten(1)
+        differences = [y.cpu().double().flatten(1) - exact for y in (x, twins[name])]
+        largest, twins_largest, most = (y.abs().max() for y in (*differences, exact))
+        assert largest <= 2 * twins_largest + slack * 2**-4 * most, f"{name}: error {largest}, twin's {twins_largest}"
+        size, error, twins_error = (y.norm(dim=1) for y in (exact, *differences))
+        budget = 2 * twins_error.norm() + slack * (2**-8 * size.norm() + 2**-4 * size.max())
         assert error.norm() <= budget, f"{name}: error {error.norm()}, budget {budget}"
-        typical = 2 * twins_error.median() + 2**-6 * size.median()
+        typical = 2 * twins_error.median() + slack * 2**-6 * size.median()
         assert error.median() <= typical, f"{name}: median error {error.median()}, budget {typical}"
         assert 0 < budget < size.norm() / 5, name  # a clamp's gradient jumps where rounding crosses the limit
         # Of each token, or each expert's weight.
-        assert (error <= 0.15 * size + budget / 4).all(), f"{name}: errors {error}, of {size}"
+        each = 2 * twins_error + slack * 0.15 * size + budget / 4
+        assert (error <= each).all(), f"{name}: errors {error}, of {size}"
         assert x.stride() == twins[name].stride(), name
     return made
 
@@ -131,8 +135,8 @@ def test_strides_and_unquantised_weights_gradients(device: str, monkeypatch: pyt
     for name in ("hidden", "w_gate_up", "w_down"):
         arguments[name] = arguments[name].mT.contiguous().mT
     d_out = torch.randn(1, 136, device=device).half().expand(10, 136)
-    for fp8_wgrad in (True, False):
-        made = assert_as_twins(arguments, d_out, monkeypatch, compute="fp8_block", fp8_wgrad=fp8_wgrad)
+    for compute, fp8_wgrad in (("fp8_block", True), ("fp8_block", False), ("fp8_rowwise", False)):
+        made = assert_as_twins(arguments, d_out, monkeypatch, compute=compute, fp8_wgrad=fp8_wgrad)
         for name in ("w_gate_up", "w_down"):
             assert made[name].stride() == arguments[name].stride(), name
 
@@ -312,6 +316,50 @@ def test_sizes_of_models(
     for _ in range(3):
         again = run(arguments, d_out, compute=compute)
         assert all(torch.equal(x, again[name]) for name, x in made.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8_wgrad", [True, False])
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_the_host_never_waits(compute: str, fp8_wgrad: bool, device: str) -> None:
+    arguments = make(500, 512, 256, 16, 4, torch.bfloat16, device, bias=True)
+    d_out, options = torch.randn(500, 512, device=device), {"compute": compute, "fp8_wgrad": fp8_wgrad}
+    first = run(arguments, d_out, **options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run(arguments, d_out, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, again[name]) for name, x in first.items())
+
+
+def most_held(arguments: dict[str, Any], results: int, compute: str, fp8_wgrad: bool) -> int:
+    """The bytes that a step in bfloat16 has to hold at once: in its forward pass, or for the gradient of w_down.
+
+    Rows of groups are padded to multiples of 128 in the operands of weights' gradients alone, in fp8.
+    """
+    (T, H), (E, _, I), R = arguments["hidden"].shape, arguments["w_down"].shape, arguments["topk_ids"].numel()  # noqa: E741
+    weights = 3 * E * H * I * (1 if compute == "fp8_rowwise" else 2)  # in fp8, "fp8_block" in both orders
+    forward = weights + R * (H + I) + 2 * (R * 2 * I + R * H + T * H)  # operands in fp8, and what products return
+    columns = sum(-(-n // 128) * 128 for n in (H, I))
+    operands = 128 * (R // 128 + E) * columns if fp8_wgrad else 2 * R * H
+    return max(forward, results + 2 * R * I + operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8_wgrad", [True, False])
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_memory(compute: str, fp8_wgrad: bool, device: str) -> None:
+    """With some 16 rows in a group: what has to be held, and a tenth of that for scales and tables."""
+    arguments, options = make(1024, 128, 64, 512, 8, torch.bfloat16, device), {"fp8_wgrad": fp8_wgrad}
+    d_out = torch.randn(1024, 128, device=device).bfloat16()
+    results = sum(x.nbytes for x in run(arguments, d_out, compute=compute, **options).values())
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(arguments, d_out, compute=compute, **options)
+    held = torch.cuda.max_memory_allocated() - before
+    assert results < held <= 1.1 * most_held(arguments, results, compute, fp8_wgrad)
 
 
 @pytest.mark.gpu
