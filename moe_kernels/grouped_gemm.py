@@ -254,7 +254,8 @@ def scaled_grouped_mm(
         G, M, K = mat_a.shape
         group_offsets = torch.arange(G + 1, dtype=torch.int64, device=mat_a.device) * M
         rows = ScaledTensor(mat_a.reshape(G * M, K), a.scales.flatten(0, 1), a.format)
-        return _scaled_grouped_gemm(rows, b, group_offsets, None, dtype, "auto", use_fast_accum, False).view(G, M, -1)
+        out = _scaled_grouped_gemm(rows, b, group_offsets, None, dtype, "auto", use_fast_accum, False)
+        return out.view(G, M, mat_b.size(-1))
     group_offsets = packing.group_offsets_from_offs(offs)
     if mat_b.dim() == 3:
         return _scaled_grouped_gemm(a, b, group_offsets, bias, dtype, "auto", use_fast_accum, validate)

@@ -93,8 +93,9 @@ def test_autocast_changes_nothing(format: str) -> None:
         assert torch.equal(grouped_gemm(A, B, group_offsets, out_dtype=torch.float32), out)
 
 
-def test_compiled() -> None:
-    A, B, group_offsets = operands("rowwise")
+@formats
+def test_compiled(format: str) -> None:
+    A, B, group_offsets = operands(format)
     compiled = torch.compile(grouped_gemm, fullgraph=True, backend="eager")
     assert torch.equal(compiled(A, B, group_offsets), grouped_gemm(A, B, group_offsets))
 
@@ -234,6 +235,22 @@ def test_grouped_rows(function: Any, format: str) -> None:
     call = [A.data, B.data, scales[0], recipes[0], [scales[1]], [recipes[1]]]
     out = function(*call, bias=bias, offs=group_offsets[1:].int(), swizzle_a=SWIZZLES.NO_SWIZZLE)
     assert_scaled_grouped_gemm_close(out, A, B, group_offsets, bias)
+
+
+@functions
+def test_empty_operands(function: Any) -> None:
+    a, b, ones, no_offs = torch.ones(M, K).to(E4M3), torch.ones(K, N).to(E4M3), torch.ones, torch.zeros(0).int()
+    for mat_a, mat_b, scale_a, scale_b, shape in (
+        (a, b.expand(0, K, N), ones(M), ones(0, N), (M, N)),
+        (a.expand(0, M, K), b, ones(0, M), ones(N), (M, N)),
+        (a, b, ones(0), ones(0), (0, M, N)),
+        (a.expand(0, M, K), b.expand(0, K, N), ones(0, M), ones(0, N), (0, M, N)),
+        (a[:0].expand(G, 0, K), b.expand(G, K, N), ones(G, 0), ones(G, N), (G, 0, N)),
+    ):
+        offs = None if mat_a.dim() == mat_b.dim() == 3 else no_offs
+        out = function(mat_a, mat_b, scale_a, RECIPES.RowWise, scale_b, RECIPES.RowWise, offs=offs)
+        assert (out.shape, out.dtype) == (shape, torch.bfloat16)
+        assert not out.any()
 
 
 @formats

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, permute, quantize, reference, route, swiglu_ffn
+from moe_kernels.ops import scaled_grouped_gemm
 from moe_kernels.testing import (
     assert_grouped_gemm_close,
     assert_scaled_grouped_gemm_close,
@@ -83,6 +84,21 @@ def test_rows_in_fp8(formats: tuple[str, str], rows: int, part: str, spread: _Sp
     left, right = quantize(A, formats[0]), quantize(B.mT, formats[1]).mT
     far = left._replace(**{part: spread(getattr(left, part))})
     assert_scaled_grouped_gemm_close(grouped_gemm(far, right, group_offsets), left, right, group_offsets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("formats", "variant"), [(("rowwise", "rowwise"), "basic"), (("1x128", "128x128"), "persistent")], ids=str
+)
+def test_offsets_and_bias_in_fp8(formats: tuple[str, str], variant: str, spread: _Spread, device: str) -> None:
+    A, B, group_offsets = make_inputs([70, 5, 1], 32, 160, dtype=torch.float16, device=device)
+    left, right = quantize(A, formats[0]), quantize(B.mT, formats[1]).mT
+    bias = torch.randn(3, 32, device=device).half()
+    operands, options = (*left[:2], *right[:2]), (torch.bfloat16, variant, False)
+    out = scaled_grouped_gemm(*operands, spread(group_offsets), bias, *options)
+    assert_scaled_grouped_gemm_close(out, left, right, group_offsets, bias)
+    out = scaled_grouped_gemm(*operands, group_offsets, spread(bias), *options)
+    assert_scaled_grouped_gemm_close(out, left, right, group_offsets, bias)
 
 
 def test_rows_that_are_quantised(spread: _Spread, device: str) -> None:

@@ -52,6 +52,7 @@ SPECIAL = {
     "zeros": [0.0],
     "negative zeros": [-0.0, 0.0],
     "subnormals": [1e-40, -3e-39, 1e-45],
+    "subnormals of float16": [2.0**-24, -3 * 2.0**-24, 2.0**-15 - 2.0**-24],
     "tiny": [1e-38, 2e-39, -1e-38],
     "below the smallest scale": [2.0**-100, 2.0**-101, -(2.0**-99)],
     "largest of bfloat16": [3.38e38, -1e38, 1.0],
@@ -66,9 +67,21 @@ SPECIAL = {
 }
 
 
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"power_of_two": True},
+    {"dtype": E5M2},
+    {"dtype": E5M2, "power_of_two": True},
+)
+
+
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_special_values(format: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "interpreted"),
+    [(torch.float32, OPTIONS[1:3]), (torch.bfloat16, OPTIONS[::3]), (torch.float16, OPTIONS[::2])],
+    ids=["float32", "bfloat16", "float16"],
+)
+def test_special_values(format: str, dtype: torch.dtype, interpreted: tuple[dict[str, Any], ...], device: str) -> None:
     """In a row each, and for squares in a group each; in "1x128" the second part of a row is ordinary."""
     rows = []
     for values in SPECIAL.values():
@@ -80,7 +93,7 @@ def test_special_values(format: str, dtype: torch.dtype, device: str) -> None:
     if format == "128x128":
         x = torch.stack([row.expand(3, -1) for row in x])
     ends = ~x.cpu().isfinite().flatten(1).all(1)
-    for options in ({}, {"dtype": E5M2, "power_of_two": True}):
+    for options in interpreted if device == "cpu" else OPTIONS:
         made = assert_as_twin(x, format, **options)
         first = made.scales[..., 0].cpu().flatten()
         assert torch.equal(first.isnan(), ends)
@@ -90,7 +103,7 @@ def test_special_values(format: str, dtype: torch.dtype, device: str) -> None:
         assert not data.isnan().any()
         assert not data[ends].any()
         ordinary = [list(SPECIAL).index(name) for name in ("halfway", "one", "largest of bfloat16")]
-        assert data[ordinary].any(1).all()
+        assert torch.equal(data[ordinary].any(1), ~ends[ordinary])
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import group_offsets_from_sizes, grouped_gemm, quantize, reference, scaled_grouped_mm
+from moe_kernels import dequantize, group_offsets_from_sizes, grouped_gemm, ops, quantize, reference, scaled_grouped_mm
 from moe_kernels.kernels import fast_persistent, promoted_persistent, scaled_jagged
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import signature
@@ -32,6 +32,7 @@ KERNELS = [
 ]
 kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k[0]} {k[1]}{' fast' * k[2]}")
 formats = pytest.mark.parametrize("format", FORMATS)
+gpu = pytest.mark.gpu
 
 
 def operands(
@@ -70,7 +71,10 @@ def product(
 
 
 @kernels
-@pytest.mark.parametrize(("K", "N"), [(16, 48), (97, 130), (320, 200), (1, 3)])
+@pytest.mark.parametrize(
+    ("K", "N"),
+    [(16, 48), (129, 130), (320, 201), (1, 3), *(pytest.param(*KN, marks=gpu) for KN in ((97, 130), (320, 200)))],
+)
 def test_extents(kernel: tuple[str, str, bool], K: int, N: int, device: str) -> None:
     A, B, group_offsets = operands([0, 9, 0, 1, 70, 0], N, K, kernel[0], device)
     out = product(kernel, A, B, group_offsets)
@@ -89,11 +93,15 @@ def test_group_sizes(kernel: tuple[str, str, bool], sizes: list[int], shared: bo
 
 @kernels
 def test_dtypes(kernel: tuple[str, str, bool], device: str) -> None:
-    """Gradients in e5m2, and a result in float32."""
+    """Gradients in e5m2, of which an infinity stays in its group, and a result in float32."""
     A, B, group_offsets = operands([20, 0, 75], 48, 160, kernel[0], device, dtypes=(E5M2, E4M3))
     out = product(kernel, A, B, group_offsets, torch.float32)
     assert out.dtype == torch.float32
     assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+    A.data.view(torch.uint8)[20:, ::3] = 0x7C
+    again = product(kernel, A, B, group_offsets, torch.float32)
+    assert torch.equal(again[:20], out[:20])
+    assert not again[20:].isfinite().any()
 
 
 @formats
@@ -115,42 +123,35 @@ def test_malformed_offsets(kernel: tuple[str, str, bool], device: str) -> None:
 
 @kernels
 def test_nan_stays_in_its_group(kernel: tuple[str, str, bool], device: str) -> None:
-    """In data and in scales, of rows in other groups, of other weights, and of rows in none."""
+    """In data and in scales, of rows in other groups, of other weights, and of rows in none; so do infinite scales."""
     sizes = [30, 50, 9, 0]
     A, B, group_offsets = operands(sizes, 48, 160, kernel[0], device, outside=7)
     expected = product(kernel, A, B, group_offsets)
-    nan = torch.full_like(A.data, torch.nan, dtype=torch.float32).to(E4M3)
-    for part in ("data", "scales"):
-        data, scales, weight, weight_scales = (x.clone() for x in (A.data, A.scales, B.data, B.scales))
-        for rows in (slice(30, 80), slice(89, None)):
-            if part == "data":
-                data[rows] = nan[rows]
-            else:
-                scales[rows] = torch.nan
-        for g in (1, 3):
-            if part == "data":
-                weight[g] = nan[0, 0]
-            else:
-                weight_scales[g] = torch.nan
-        out = product(
-            kernel, A._replace(data=data, scales=scales), B._replace(data=weight, scales=weight_scales), group_offsets
-        )
-        assert out[30:80].isnan().all()
+    for part, value in (("data", torch.nan), ("scales", torch.nan), ("scales", torch.inf)):
+        left, right = (x._replace(data=x.data.clone(), scales=x.scales.clone()) for x in (A, B))
+        wrong = torch.full((), value, device=device).to(getattr(A, part).dtype)
+        for tensor, places in ((getattr(left, part), (slice(30, 80), slice(89, None))), (getattr(right, part), (1, 3))):
+            for place in places:
+                tensor[place] = wrong
+        out = product(kernel, left, right, group_offsets)
+        assert not out[30:80].isfinite().any()
         for rows in (slice(0, 30), slice(80, None)):
             assert torch.equal(out[rows], expected[rows])
 
 
 @kernels
 def test_layouts_and_repeats(kernel: tuple[str, str, bool], device: str) -> None:
-    """Others than tensor cores take are copied, and scales may have any strides."""
+    """Others than tensor cores take are copied, scales may have any strides, and what lies beside K is not read."""
     A, B, group_offsets = operands([20, 0, 45], 48, 160, kernel[0], device)
     expected = product(kernel, A, B, group_offsets)
     for _ in range(2 if device == "cpu" else 20):
         assert torch.equal(product(kernel, A, B, group_offsets), expected)
     by_columns = A.scales.mT.contiguous().mT
-    beside = torch.cat([A.data, torch.full_like(A.data, 1.0)], dim=1)[:, :160]
+    left, right = (torch.cat([x, torch.full_like(x, torch.nan)], dim=-1)[..., :160] for x in (A.data, B.data.mT))
+    out = product(kernel, A._replace(data=left), B._replace(data=right.mT), group_offsets)
+    assert torch.equal(out, expected)
     every_second = torch.stack([A.data, A.data], dim=1)[:, 0]
-    for data in (A.data.mT.contiguous().mT, beside, every_second):
+    for data in (A.data.mT.contiguous().mT, every_second):
         out = product(kernel, A._replace(data=data, scales=by_columns), B, group_offsets)
         assert torch.equal(out, expected)
     for weight in (B.data.contiguous(), B.data.permute(2, 1, 0).contiguous().permute(2, 1, 0)):
@@ -158,33 +159,67 @@ def test_layouts_and_repeats(kernel: tuple[str, str, bool], device: str) -> None
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize(("format", "out_dtype"), [("rowwise", torch.float32), ("block", torch.bfloat16)], ids=str)
-def test_bias(format: str, out_dtype: torch.dtype, device: str) -> None:
+def pytorchs(A: ScaledTensor, B: ScaledTensor, format: str) -> tuple[Any, ...]:
+    """The operands as `scaled_grouped_mm` takes them."""
+    scales = (A.scales[..., 0], B.scales[..., 0, :]) if format == "rowwise" else (A.scales, B.scales)
+    return A.data, B.data, scales[0], RECIPES_OF[format][0], scales[1], RECIPES_OF[format][1]
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS[:1], *KERNELS[2:]], ids=str)
+def test_bias(kernel: tuple[str, str, bool], device: str) -> None:
     """Added in float32, to rows in groups alone; of another dtype than the result, and of any strides."""
-    A, B, group_offsets = operands([20, 0, 75], 48, 160, format, device, outside=5)
-    recipes = RECIPES_OF[format]
-    scales = (A.scales[:, 0], B.scales[:, 0]) if format == "rowwise" else (A.scales, B.scales)
-    call: Any = (A.data, B.data, scales[0], recipes[0], scales[1], recipes[1])
-    bias = torch.randn(48, 3, device=device).half().T
-    if format == "block":
-        bias = bias[1:2].expand(3, 48)
-    out = scaled_grouped_mm(*call, bias=bias, offs=group_offsets[1:], output_dtype=out_dtype)
+    format, variant, fast = kernel
+    A, B, group_offsets = operands([20, 0, 75], 51, 160, format, device, outside=5)
+    out_dtype = torch.float32 if format == "rowwise" else torch.bfloat16
+    bias = torch.randn(51, 3, device=device).half().T
+    if format == "block" and variant == "basic":
+        bias = bias[1:2].expand(3, 51)
+
+    def call(bias: torch.Tensor) -> torch.Tensor:
+        operands = A.data, A.scales, B.data, B.scales, group_offsets
+        made: torch.Tensor = ops.scaled_grouped_gemm(*operands, bias, out_dtype, variant, fast)
+        return made
+
+    out = call(bias)
     assert out.dtype == out_dtype
     assert_scaled_grouped_gemm_close(out, A, B, group_offsets, bias)
     assert not out[95:].any()
+    if variant == "basic":
+        options: dict[str, Any] = {"bias": bias, "offs": group_offsets[1:], "output_dtype": out_dtype}
+        assert torch.equal(scaled_grouped_mm(*pytorchs(A, B, format), **options), out)
+    if bias.stride(0):
+        bias[1:] = torch.nan
+        again = call(bias)
+        assert torch.equal(again[:20], out[:20])
+        assert again[20:95].isnan().all()
+        assert not again[95:].any()
+
+
+@pytest.mark.parametrize("format", ["rowwise", pytest.param("block", marks=gpu)])
+def test_bias_alone(format: str, device: str) -> None:
+    """Without a contraction."""
+    A, B, group_offsets = operands([4, 0, 3], 20, 0, format, device, outside=2)
+    bias = torch.randn(3, 20, device=device)
+    out = scaled_grouped_mm(*pytorchs(A, B, format), bias=bias, offs=group_offsets[1:], output_dtype=torch.float32)
+    expected = torch.cat([bias[:1].expand(4, 20), bias[2:].expand(3, 20), bias.new_zeros(2, 20)])
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[3], KERNELS[5]], ids=str)
-@pytest.mark.parametrize(("M", "K", "N"), [(0, 32, 16), (8, 0, 16), (8, 32, 0)])
-def test_nothing_to_multiply(kernel: tuple[str, str, bool], M: int, K: int, N: int, device: str) -> None:
-    A, B = torch.zeros(M, K, dtype=E4M3, device=device), torch.zeros(2, K, N, dtype=E4M3, device=device)
+@pytest.mark.parametrize(("M", "K", "N", "G"), [(0, 32, 16, 2), (8, 0, 16, 2), (8, 32, 0, 2), (8, 32, 16, 0)])
+def test_nothing_to_multiply(kernel: tuple[str, str, bool], M: int, K: int, N: int, G: int, device: str) -> None:
+    A, B = torch.zeros(M, K, dtype=E4M3, device=device), torch.zeros(G, K, N, dtype=E4M3, device=device)
     rowwise = kernel[0] == "rowwise"
     blocks = 1 if rowwise else -(-K // 128)
     left = ScaledTensor(A, torch.ones(M, blocks, device=device), FORMATS[kernel[0]][0])
-    right = ScaledTensor(B, torch.ones(2, blocks, N if rowwise else -(-N // 128), device=device), FORMATS[kernel[0]][1])
-    out = product(kernel, left, right, torch.tensor([0, M // 2, M], device=device))
-    assert out.shape == (M, N)
-    assert not out.any()
+    right = ScaledTensor(B, torch.ones(G, blocks, N if rowwise else -(-N // 128), device=device), FORMATS[kernel[0]][1])
+    group_offsets = torch.tensor([0, M // 2, M][: G + 1], device=device)
+    for out in (
+        product(kernel, left, right, group_offsets),
+        scaled_grouped_mm(*pytorchs(left, right, kernel[0]), offs=group_offsets[1:]),
+    ):
+        assert out.shape == (M, N)
+        assert not out.any()
 
 
 @pytest.mark.parametrize("rows", [3, 20, 50, 130])
@@ -213,10 +248,10 @@ def test_kernels_called_directly(device: str) -> None:
 
 
 FORMS = {  # of scaled_grouped_mm: the shapes of mat_a and mat_b, and whether there are offs
-    "grouped rows": ((75, 160), (3, 160, 48), True),
-    "grouped columns": ((3, 40, 160), (160, 75), True),
-    "grouped contraction": ((40, 75), (75, 48), True),
-    "without offs": ((3, 40, 160), (3, 160, 48), False),
+    "grouped rows": ((75, 161), (3, 161, 51), True),
+    "grouped columns": ((3, 40, 161), (161, 75), True),
+    "grouped contraction": ((39, 75), (75, 51), True),
+    "without offs": ((3, 39, 161), (3, 161, 51), False),
 }
 
 
@@ -226,21 +261,79 @@ FORMS = {  # of scaled_grouped_mm: the shapes of mat_a and mat_b, and whether th
     [*(("rowwise", form) for form in FORMS), ("block", "grouped rows"), ("block", "without offs")],
 )
 def test_scaled_grouped_mm(format: str, form: str, ends: list[int], device: str) -> None:
-    """All forms that it has; the groups have other scales where the contraction is grouped."""
+    """All forms that it has; the groups have other scales where the contraction is grouped. Of any strides."""
     shape_a, shape_b, has_offs = FORMS[form]
-    rowwise = format == "rowwise"
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator).to(device) for shape in (shape_a, shape_b))
     offs = torch.tensor(ends, dtype=torch.int32, device=device) if has_offs else None
     A, B = quantize(a, FORMATS[format][0]), quantize(b.mT, FORMATS[format][1]).mT
-    scales = [A.scales[..., 0], B.scales[..., 0, :]] if rowwise else [A.scales, B.scales]
+    call: Any = list(pytorchs(A, B, format))
     if form == "grouped contraction":
-        scales = [torch.cat([x, x / 2, x * 3]) for x in scales]
-    recipes = RECIPES_OF[format]
-    call: Any = (A.data, B.data, scales[0], recipes[0], scales[1], recipes[1])
+        call[2::2] = (torch.cat([x, x / 2, x * 3]) for x in call[2::2])
+    if ends[0] > ends[1]:
+        call[:2] = call[0].mT.contiguous().mT, call[1].contiguous()
+        call[2::2] = (torch.stack([x, x], dim=-1)[..., 0] for x in call[2::2])
     plain = reference.scaled_grouped_mm(*call, offs=offs)
     exact = reference.scaled_grouped_mm(*call, offs=offs, output_dtype=torch.float32).double()
     assert_within_budget(scaled_grouped_mm(*call, offs=offs), plain, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_beside_pytorch(form: str, fast: bool, device: str) -> None:
+    """Sizes that PyTorch takes, too."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("PyTorch's kernels are for compute capability 9.0")
+    M, N, K, G = 208, 256, 1024, 3
+    total = 608  # rows, columns or contraction of all groups
+    shape_a, shape_b = {
+        "grouped rows": ((total, K), (G, N, K)),
+        "grouped columns": ((G, M, K), (total, K)),
+        "grouped contraction": ((M, total), (N, total)),
+        "without offs": ((G, M, K), (G, N, K)),
+    }[form]
+    A, B = (quantize(torch.randn(shape, device=device), "rowwise") for shape in (shape_a, shape_b))
+    call: Any = list(pytorchs(A, B.mT, "rowwise"))
+    if form == "grouped contraction":
+        call[2::2] = (torch.cat([x, x / 2, x * 3]) for x in call[2::2])
+    offs = None if form == "without offs" else torch.tensor([160, 224, total], dtype=torch.int32, device=device)
+    out = scaled_grouped_mm(*call, offs=offs, use_fast_accum=fast)
+    theirs = torch._scaled_grouped_mm(*call[:3], call[4], offs, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    exact, terms = (
+        reference.scaled_grouped_mm(*data, *call[2:], offs=offs, output_dtype=torch.float32).double()
+        for data in (call[:2], [x.float().abs().to(E4M3) for x in call[:2]])
+    )
+    scale = terms.amax().item() * 2**-13 / torch.finfo(torch.float32).eps  # as in `testing`
+    assert_within_budget(out, theirs, exact, scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [KERNELS[i] for i in (2, 3, 5)], ids=str)
+def test_sizes_of_models(kernel: tuple[str, str, bool], device: str) -> None:
+    """The last blocks of K and N are halves."""
+    A, B, group_offsets = operands([700, 0, 1300, 33], 2880, 2880, kernel[0], device)
+    out = product(kernel, A, B, group_offsets)
+    assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
+    for _ in range(5):
+        assert torch.equal(product(kernel, A, B, group_offsets), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["basic", "persistent"])
+@pytest.mark.parametrize("K", [7168, 14336])
+def test_exact_sums_are_closer_than_fast_ones(K: int, variant: str, device: str) -> None:
+    """In 14 bits fast ones are off by more than 2^-12 of the largest sum of magnitudes, exact ones by 2^-17."""
+    A, B, group_offsets = operands([300, 0, 212], 256, K, "rowwise", device)
+    left, right = dequantize(A).double(), dequantize(B).double()
+    exact = reference.grouped_gemm(left, right, group_offsets)
+    errors = [
+        product(("rowwise", variant, fast), A, B, group_offsets, torch.float32).double() - exact
+        for fast in (False, True)
+    ]
+    assert errors[0].norm() <= errors[1].norm() / 4
+    terms = reference.grouped_gemm(left.abs(), right.abs(), group_offsets)
+    assert errors[0].abs().amax() <= 2**-13 * terms.amax()
 
 
 @pytest.mark.gpu

@@ -60,15 +60,22 @@ def columns(x: Tensor, group_offsets: Tensor, row_to_slot: Tensor | None, square
 
 @pytest.mark.parametrize("squares", [False, True], ids=["columns", "squares"])
 @pytest.mark.parametrize(
-    ("name", "gathered"), [("any sizes", True), ("rows outside", False), ("malformed", False), ("empty", False)]
+    ("name", "gathered", "dtype"),
+    [
+        ("any sizes", True, torch.bfloat16),
+        ("rows outside", False, torch.float16),
+        ("malformed", False, torch.float32),
+        ("empty", False, torch.float32),
+    ],
 )
 def test_columns_are_quantised_bit_for_bit(
-    name: str, gathered: bool, squares: bool, device: str, fresh_plans: None
+    name: str, gathered: bool, dtype: torch.dtype, squares: bool, device: str, fresh_plans: None
 ) -> None:
-    """Also those that hold NaN, infinity or zeros, and those of few rows; of rows, and of tokens."""
-    M, C = 260, 200
-    x = spread(M, C, torch.bfloat16, device)
+    """Also those that hold NaN, infinity, zeros or subnormals, and those of few rows; of rows, and of tokens."""
+    M, C = 260, 300
+    x = spread(M, C, dtype, device)
     x[140, 3], x[150, 4], x[:, 5] = NAN, -float("inf"), 0
+    x[:, 256:] *= torch.finfo(dtype).smallest_normal
     group_offsets = offsets_of(OFFSETS[name], device)
     row_to_slot = torch.randperm(2 * M, dtype=torch.int32)[:M].to(device) if gathered else None
     rows = x if row_to_slot is None else x[row_to_slot.long() // 2]
