@@ -1002,6 +1002,19 @@ def test_without_the_private_names_of_pytorch(monkeypatch: pytest.MonkeyPatch) -
         assert not (x * 1).requires_grad
 
 
+ROOT = Path(__file__).parents[1]
+SOURCES = {
+    str(file.relative_to(ROOT)): file
+    for folder in ("moe_kernels", "tritonbench_ops", "benchmarks")
+    for file in ROOT.glob(f"{folder}/**/*.py")
+}
+
+
+def test_mocks_are_for_tests() -> None:
+    assert len(SOURCES) > 100
+    assert [name for name, file in SOURCES.items() if "mock" in file.read_text(encoding="utf-8")] == []
+
+
 def test_private_names_of_pytorch_stand_in_one_file() -> None:
     package = Path(moe_kernels.__file__).parent
     files = [file for file in package.rglob("*.py") if "torch._C" in file.read_text() or "_C." in file.read_text()]
