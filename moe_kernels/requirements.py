@@ -70,6 +70,14 @@ def minor(version: str | None) -> tuple[int, ...] | None:
     return None if numbers is None else tuple(map(int, numbers.groups()))
 
 
+def lacks(package: str, name: str) -> RuntimeError:
+    """The error where `package` has not got `name`, which generated code cannot do without."""
+    return RuntimeError(
+        f"moe_kernels cannot generate code with {package} {installed(package)}, which has no {name}: it was tested "
+        f"with {package} {' to '.join(TESTED[package])}, and runs what was compiled by these"
+    )
+
+
 def require() -> None:
     """Raise ImportError with the fixing command unless the kernels can run; warn of versions that were not tested."""
     if found := problems():

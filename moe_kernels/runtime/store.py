@@ -52,6 +52,7 @@ _SOURCES = (  # what plans are made by; SCHEMA is the version of how they are st
     "runtime/signature.py",
     "runtime/symbolic.py",
     "runtime/targets.py",
+    "runtime/torch_internals.py",
     "scaled.py",
     "schedule.py",
     "tuning/entries.py",
