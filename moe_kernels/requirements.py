@@ -71,10 +71,11 @@ def minor(version: str | None) -> tuple[int, ...] | None:
 
 
 def lacks(package: str, name: str) -> RuntimeError:
-    """The error where `package` has not got `name`, which generated code cannot do without."""
+    """The error where `package` has not got `name`, and nothing can be compiled without it."""
+    tested = " to ".join(sorted({*TESTED[package]}))
     return RuntimeError(
-        f"moe_kernels cannot generate code with {package} {installed(package)}, which has no {name}: it was tested "
-        f"with {package} {' to '.join(TESTED[package])}, and runs what was compiled by these"
+        f"moe_kernels cannot compile with {package} {installed(package)}, which has no {name}: it was tested with "
+        f"{package} {tested}"
     )
 
 

@@ -1228,6 +1228,39 @@ def test_launchers_are_kept(root: Path, tmp_path: Path, compiler: Compiler, monk
     assert compiler.built[2:] == ["int launch;"]
 
 
+@pytest.mark.parametrize("missing", ["_build", "knobs.build", "knobs.cache"])
+def test_where_tritons_build_cannot_be_replaced(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton builds and keeps its launchers itself."""
+    triton = pytest.importorskip("triton")
+    owner = triton.runtime.build if missing == "_build" else triton.knobs
+    monkeypatch.delattr(owner, missing.rpartition(".")[2])
+    before = {name: vars(knobs).copy() for name, knobs in vars(triton.knobs).items() if name in ("build", "cache")}
+    with launch.libraries():
+        assert {name: vars(getattr(triton.knobs, name)) for name in before} == before
+
+
+def test_tritons_own_cache_is_not_asked_for_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads what it finds there unchecked."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    get = triton.runtime.cache.get_cache_manager
+    get("ab").put(b"evil", "launcher.so")
+    assert get("ab").get_file("launcher.so") is not None
+    with launch.libraries():
+        assert get("ab").get_file("launcher.so") is None
+        folder = Path(triton.knobs.cache.dir)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert triton.knobs.cache.dir == os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
+    assert get("ab").get_file("launcher.so") is not None and folder.is_dir()
+
+
+def test_another_triton_cannot_build_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.delattr(driver, "library_dirs")
+    with pytest.raises(RuntimeError, match=r"cannot compile with triton \d.*library_dirs.*tested with triton 3\.6 to"):
+        launch.build_libraries([])
+
+
 @pytest.mark.parametrize("trouble", ["damaged", "others may write to it"])
 def test_launchers_that_may_not_be_loaded(root: Path, tmp_path: Path, compiler: Compiler, trouble: str) -> None:
     good = build(tmp_path / "1")

@@ -189,14 +189,26 @@ def _load(
         plan, specialized = draw(operator, inputs, options, gpu)
         return plan, {name: InterpretedWay(one.function) for name, one in specialized.items()}
 
-    def load(made: Mapping[str, store.Binary]) -> None:
+    def load(made: Mapping[str, store.Binary], sources: Mapping[str, Any]) -> None:
         plans.binaries.update(made)
         for name, binary in made.items():
             if (name, device) not in plans.launchers:
-                plans.launchers[name, device] = launch.launcher(launch.compiled_kernel(binary))
+                plans.launchers[name, device] = launch.launcher(_kernel(binary, sources.get(name), gpu))
 
     plan, _ = plan_of(operator, inputs, options, text, gpu, load)
     return plan, {name: plans.launchers[name, device] for name in plan.binaries}
+
+
+def _kernel(binary: store.Binary, source: Any, gpu: Gpu) -> Any:
+    """Triton's kernel of a binary; where its class is not as expected, as Triton itself compiles it from its source."""
+    try:
+        return launch.compiled_kernel(binary)
+    except launch.UNEXPECTED:
+        if source is None:
+            raise
+        from moe_kernels.runtime import compile as compiler  # imports Helion
+
+        return compiler.compiled_kernel(source, gpu)
 
 
 def plan_of(
@@ -205,13 +217,13 @@ def plan_of(
     options: Any,
     text: str,
     gpu: Gpu,
-    load: Callable[[Mapping[str, store.Binary]], None] = lambda binaries: None,
+    load: Callable[[Mapping[str, store.Binary], Mapping[str, Any]], None] = lambda binaries, sources: None,
 ) -> tuple[Plan, dict[str, store.Binary]]:
     """A plan with its binaries for a GPU model, from the store, or new and then stored. The GPU need not be present.
 
-    `load` is called with the binaries. If it fails on a stored plan, the plan is drawn again, so that
-    `rules.with_fallback` sees its choices; if it fails on a new plan, the plan is not stored. Plans under a forced
-    choice bypass the store.
+    `load` is called with the binaries and, for a new plan, their sources. If it fails on a stored plan, the plan is
+    drawn again, so that `rules.with_fallback` sees its choices; if it fails on a new plan, the plan is not stored.
+    Plans under a forced choice bypass the store.
     """
     kept = rules.forced() is None
 
@@ -219,9 +231,9 @@ def plan_of(
         from moe_kernels.runtime import compile as compiler  # imports Helion
 
         compiling = compiler.Compiling(gpu)
-        plan, _ = draw(operator, inputs, options, gpu, compiling.begin)
+        plan, sources = draw(operator, inputs, options, gpu, compiling.begin)
         binaries = compiling.binaries()
-        load(binaries)
+        load(binaries, sources)
         if kept:
             store.write_plan(key, plan, binaries)
         return plan, binaries
@@ -231,7 +243,7 @@ def plan_of(
     if found is None:
         return made()
     try:
-        load(found[1])
+        load(found[1], {})
     except torch.OutOfMemoryError:
         raise
     except Exception:

@@ -178,15 +178,7 @@ def binary(specialized: Specialized, gpu: Gpu) -> store.Binary:
     """Compile, unless the store has it."""
     if (known := store.read_binary(specialized.key)) is not None:
         return known
-    names = specialized.function.arg_names
-    source = ASTSource(
-        fn=specialized.function,
-        signature=dict(zip(names, specialized.signature, strict=True)),
-        constexprs=dict(specialized.constants),
-        attrs=dict(specialized.attributes),
-    )
-    target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
-    compiled = triton.compile(source, target=target, options=dict(specialized.options))
+    compiled = compiled_kernel(specialized, gpu)
     if compiled.metadata.shared > gpu.shared_memory:
         raise triton.OutOfResources(compiled.metadata.shared, gpu.shared_memory, "shared memory")
     made = store.Binary(
@@ -198,6 +190,19 @@ def binary(specialized: Specialized, gpu: Gpu) -> store.Binary:
         code=compiled.kernel,
     )
     return store.write_binary(made)
+
+
+def compiled_kernel(specialized: Specialized, gpu: Gpu) -> Any:
+    """Triton's `CompiledKernel`, from its own cache if that has it."""
+    names = specialized.function.arg_names
+    source = ASTSource(
+        fn=specialized.function,
+        signature=dict(zip(names, specialized.signature, strict=True)),
+        constexprs=dict(specialized.constants),
+        attrs=dict(specialized.attributes),
+    )
+    target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
+    return triton.compile(source, target=target, options=dict(specialized.options))
 
 
 class Compiling:
@@ -279,6 +284,8 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
     with ExitStack() as stack:
         tensors = stack.enter_context(_example_tensors(gpu))
         stack.enter_context(torch_internals.without_symmetric_memory())
+        if not hasattr(hl.inline_triton, "_get_masked_value"):
+            raise requirements.lacks("helion", "inline_triton._get_masked_value")
         stack.enter_context(replaced(hl.inline_triton, _get_masked_value=_value_outside))
         args = tuple(tensors(x) if isinstance(x, _Example) else x for x in examples)
         bound = _variant(request.kernel, request.int64_index, request.tf32).bind(args)
@@ -343,7 +350,9 @@ def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
     device = torch.device("cpu") if gpu.backend == "interpreter" else torch.device(gpu.device_type, 0)
     FakeTensor, FakeTensorMode = torch_internals.fake_tensors()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    to_fake = helion_environment.CompileEnvironment._to_fake_tensor
+    to_fake = getattr(helion_environment.CompileEnvironment, "_to_fake_tensor", None)
+    if to_fake is None:
+        raise requirements.lacks("helion", "CompileEnvironment._to_fake_tensor")
 
     def symbolic_fake(self: Any, tensor: Any, source: Any) -> Any:
         """Give fake tensors symbolic sizes where shapes are not static, as real ones would have."""

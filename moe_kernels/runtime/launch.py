@@ -243,20 +243,29 @@ def compiled_kernel(record: store.Binary) -> Any:
 def libraries() -> Iterator[None]:
     """In here, Triton's C libraries, a launcher for each signature, come from our store if they are there.
 
-    Triton asks only for those that its own cache has not got. What is built is put into the store.
+    Triton's own cache, whose files it loads unchecked, is a new folder for that time. What is built is put into the
+    store. Where Triton's build cannot be replaced, its own cache is used.
     """
     try:
         from triton import knobs
+        from triton.runtime.build import _build  # noqa: F401
 
-        before = knobs.build.impl
-        knobs.build.impl = _library
+        before, scope = knobs.build.impl, knobs.cache.scope()
     except (ImportError, AttributeError):
         yield
         return
-    try:
-        yield
-    finally:
-        knobs.build.impl = before
+    with scope:
+        knobs.build.impl, knobs.cache.dir = _library, _own_folder().name
+        try:
+            yield
+        finally:
+            knobs.build.impl = before
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """For the libraries that this process loads. It stays, since other threads may use Triton in the meantime."""
+    return tempfile.TemporaryDirectory(prefix="moe_kernels")
 
 
 def _library(name: str, src: str, srcdir: str, library_dirs: Any, include_dirs: Any, libraries: Any) -> str:
@@ -288,7 +297,17 @@ def build_libraries(records: list[store.Binary]) -> int:
     """Build the launchers of `records`, and Triton's driver library, into the store, without a GPU; how many there are.
 
     Where there is no driver, a stub of libcuda is linked against: names are bound when a library is loaded.
+
+    Raises:
+        RuntimeError: there is no C compiler, or this Triton builds its libraries in another way.
     """
+    try:
+        return _build_libraries(records)
+    except (AttributeError, ImportError, TypeError) as error:
+        raise requirements.lacks("triton", f"launcher that can be built ahead ({error})") from error
+
+
+def _build_libraries(records: list[store.Binary]) -> int:
     from triton import knobs
     from triton.backends.nvidia import driver as nvidia
 

@@ -50,7 +50,9 @@ _unsafe_view: Any = getattr(torch.ops.aten, "_unsafe_view", None)
 
 
 def _no_forward_mode(_: bool) -> Any:
-    raise NotImplementedError("moe_kernels has no forward-mode derivatives with this PyTorch: use reverse mode")
+    raise NotImplementedError(
+        f"moe_kernels has no forward-mode derivatives with this PyTorch: use reverse mode (torch {torch.__version__})"
+    )
 
 
 enable_forward_mode: Callable[[bool], Any] = getattr(_forward_ad, "_set_fwd_grad_enabled", _no_forward_mode)

@@ -298,6 +298,18 @@ def test_tritons_hooks_see_a_known_call(rows: int, launches: int, device: str) -
     assert len(seen) == launches
 
 
+@pytest.mark.parametrize("name", ["_patch_lang", "_get_np_dtype"])
+def test_the_interpreter_without_a_private_name(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device != "cpu":
+        pytest.skip("for Triton's interpreter")
+    from moe_kernels.runtime import interpreter
+
+    others = {key: value for key, value in vars(interpreter.interpreter).items() if key != name}
+    monkeypatch.setattr(interpreter, "interpreter", SimpleNamespace(**others))
+    tensors = make_inputs([3, 0, 2], 16, 16, dtype=torch.float16, device=device)
+    assert_grouped_gemm_close(grouped_gemm(*tensors), *tensors)
+
+
 _Patch = pytest.MonkeyPatch
 
 
