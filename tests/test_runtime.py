@@ -649,11 +649,11 @@ def test_a_few_kinds_are_looked_at_first(calls: list[int], monkeypatch: pytest.M
     """And those beyond the few are not made again: that takes much longer than a call."""
     made: list[Any] = []
 
-    def noted(*args: Any) -> Any:
+    def record(*args: Any) -> Any:
         made.append(args)
         return emit_replay(*args)
 
-    monkeypatch.setattr(cache, "emit_replay", noted)
+    monkeypatch.setattr(cache, "emit_replay", record)
     every = [M << i for i in range(20)]
     for rows in every * 3:
         out = run(*call(A=torch.zeros(1, K, dtype=torch.bfloat16).expand(rows, K)))
@@ -795,7 +795,7 @@ class Direct(DirectWay):
 def launched(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None], Any], list[str]]:
     """Makes plans launch a kernel by a `Direct`: what it has done, in order."""
     done: list[str] = []
-    noted = cache._load
+    load = cache._load
 
     def set_up(fails: Callable[[], None], text: str | None = None, triton_fails: Any = lambda: None) -> list[str]:
         def launch() -> None:
@@ -808,7 +808,7 @@ def launched(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> Callable[[Cal
 
         monkeypatch.setattr(cache.plans, "launchers", {})
         way = Direct(launch, by_triton, text)
-        monkeypatch.setattr(cache, "_load", lambda *args: (noted(*args)[0], {"kernel": way}))
+        monkeypatch.setattr(cache, "_load", lambda *args: (load(*args)[0], {"kernel": way}))
         return done
 
     return set_up

@@ -29,7 +29,7 @@ from moe_kernels.runtime.targets import Gpu
 
 _MOST_PLANS = 4096
 _MOST_REPLAYS = 16  # of an operator, tried one after another
-_MOST_KINDS = 8  # of calls that share a plan and have replays of their own
+_MOST_STATES = 8  # of calls that share a plan and have replays of their own
 
 
 @dataclass
@@ -101,12 +101,12 @@ def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> 
     entry = plans.get(signature(operator, tensors, options))
     if entry is None:
         return
-    kinds = [None if x is None else (type(x), x.requires_grad, x.is_inference()) for x in tensors]
-    kind = (asked, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *kinds)
-    if kind not in entry.replays:
-        if len(entry.replays) >= _MOST_KINDS:
+    states = [None if x is None else (type(x), x.requires_grad, x.is_inference()) for x in tensors]
+    state = (asked, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *states)
+    if state not in entry.replays:
+        if len(entry.replays) >= _MOST_STATES:
             return
-        entry.replays[kind] = emit_replay(
+        entry.replays[state] = emit_replay(
             entry.plan,
             entry.launchers,
             first.device,
@@ -115,7 +115,7 @@ def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> 
             asked,
             rows_bounds(operator.counts(tensors, options)),
         )
-    made = entry.replays[kind]
+    made = entry.replays[state]
     if made is not None:
         others = [call for call in plans.recent.get(operator.name, ()) if call is not made]
         plans.recent[operator.name] = made, *others[: _MOST_REPLAYS - 1]

@@ -258,12 +258,12 @@ class _Example:
 
     def dynamic(self, by_tma: bool) -> tuple[Any, ...]:
         """What generated code depends on unless shapes are static."""
-        span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) > INT32_MAX
+        int64_index = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) > INT32_MAX
         if not by_tma:
-            return self.dtype, span, tuple(min(s, 2) for s in self.strides)
+            return self.dtype, int64_index, tuple(min(s, 2) for s in self.strides)
         strides = tuple(s if s < 2 else (s * self.dtype.itemsize % 16 == 0) for s in self.strides)
         blocks = tuple(min(n, _EXAMPLE_ROWS) for n in self.shape)  # what a descriptor's block is compared with
-        return self.dtype, span, strides, blocks
+        return self.dtype, int64_index, strides, blocks
 
 
 def _example_of(x: Any, static: bool) -> Any:

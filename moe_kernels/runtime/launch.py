@@ -1,6 +1,6 @@
 """Launch a compiled Triton kernel: the only file that knows Triton's launcher.
 
-Triton's own way, `kernel[grid](*arguments)`, takes 20 to 40 us of the host to wrap arguments that a plan has settled.
+Triton's own way, `kernel[grid](*arguments)`, takes 20 to 40 us of the host to wrap arguments that a plan already has.
 The direct way calls the launcher's C function with just those. It leans on the launchers of Triton 3.6 to 3.9; where
 they look different, launches go Triton's way.
 """
@@ -110,7 +110,7 @@ class DirectWay:
             self.raw = _inner(self.raw)
         self.function, self.packed = kernel.function, kernel.packed_metadata
         self.generic = hasattr(self.launcher, "arg_annotations")  # from 3.7 on, one launcher for all kernels
-        self.settled = repr(bool(self.launcher.launch_cooperative_grid)), repr(bool(self.launcher.launch_pdl))
+        self.attributes = repr(bool(self.launcher.launch_cooperative_grid)), repr(bool(self.launcher.launch_pdl))
         if self.generic:
             self.generic_arguments = self.launcher.arg_annotations, self.launcher.kernel_signature
 
@@ -130,7 +130,7 @@ class DirectWay:
         grid = _grid(launch, body)[1:-1]
         raw, packed = body.named("raw", self.raw), body.named("packed", self.packed)
         metadata = f"enter and {body.named('kernel', self.kernel)}.launch_metadata(({grid}), stream)"
-        to = f"{grid}, stream, {body.named('function', self.function)}, {', '.join(self.settled)}"
+        to = f"{grid}, stream, {body.named('function', self.function)}, {', '.join(self.attributes)}"
         if self.generic:
             kinds, kernel_signature = (body.named("generic", x) for x in self.generic_arguments)
             scratch = f"None, None, {kinds}, {kernel_signature}"
