@@ -24,17 +24,26 @@ from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, needs_int64
 
 
-def _preset_basic(A: torch.Tensor, gate: torch.Tensor, *rest: Any) -> Config:
-    return swiglu_rules.basic(_by_pointers(A, gate, gate.size(0), rest)).config
+def _preset_basic(A: torch.Tensor, gate: torch.Tensor, up: Any, group_offsets: Any, *common: Any) -> Config:
+    return swiglu_rules.basic(_by_pointers(A, gate, gate.size(0), *common)).config
 
 
-def _preset_persistent(A: torch.Tensor, pairs: torch.Tensor, _: Any, *rest: Any) -> Config:
-    return swiglu_rules.persistent(_by_pointers(A, pairs, pairs.size(0) // 2, rest)).config
+def _preset_persistent(A: torch.Tensor, pairs: torch.Tensor, tiles: Any, num_tiles: Any, *common: Any) -> Config:
+    return swiglu_rules.persistent(_by_pointers(A, pairs, pairs.size(0) // 2, *common)).config
 
 
-def _by_pointers(A: torch.Tensor, weight: torch.Tensor, E: int, rest: tuple[Any, ...]) -> swiglu_rules.Problem:
+def _by_pointers(
+    A: torch.Tensor,
+    weight: torch.Tensor,
+    E: int,
+    row_to_slot: torch.Tensor | None,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    act: torch.Tensor,
+    preact_gate: torch.Tensor | None,
+    *_: Any,
+) -> swiglu_rules.Problem:
     """The problem without TMA, for direct calls of the kernels."""
-    row_to_slot, gate_bias, up_bias, act, preact_gate, _ = rest[2:8]
     dtype = torch.promote_types(A.dtype, weight.dtype)
     nothing = dict.fromkeys(("paired", "tma_A", "tma_B", "tma_out", "int64_A", "int64_B", "int64_out"), False)
     return swiglu_rules.Problem(
