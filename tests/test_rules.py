@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import subprocess
@@ -772,7 +774,7 @@ class Machine:
         monkeypatch.setattr(targets, "of_device", lambda kind, index: GPU)
         monkeypatch.setattr(cache, "draw", self.draw)
         monkeypatch.setattr(compiler, "binary", self.binary)
-        monkeypatch.setattr(launch, "compiled_kernel", lambda binary: binary.key)
+        monkeypatch.setattr(launch, "compiled_kernel", lambda binary: binary.code.decode())
         monkeypatch.setattr(launch, "launcher", self.launcher)
         self.monkeypatch = monkeypatch
         self.error: Exception = RuntimeError("out of resource: shared memory")
@@ -783,6 +785,7 @@ class Machine:
     def begin_a_process(self) -> None:
         """Which has nothing but the store, and the files of entries."""
         rules.reload()
+        store.forget()
         self.monkeypatch.setattr(cache, "plans", cache.PlanCache())
         self.drawn.clear()
 
@@ -934,6 +937,64 @@ def test_what_no_other_config_can_help_is_raised(machine: Machine, tmp_path: Pat
     machine.monkeypatch.setattr(launch, "launcher", lambda key: 1 // 0)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError"), pytest.raises(ZeroDivisionError):
         machine.run()
+
+
+def truncate(path: Path, patch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def corrupt(path: Path, patch: pytest.MonkeyPatch) -> None:
+    content = bytearray(path.read_bytes())
+    content[-6] ^= 1
+    path.write_bytes(content)
+
+
+def put_foreign(path: Path, patch: pytest.MonkeyPatch) -> None:
+    """Another user's, who can write to it."""
+    path.chmod(0o666)
+
+
+def make_unreadable(path: Path, patch: pytest.MonkeyPatch) -> None:
+    def open_(name: Any, *rest: Any) -> int:
+        if Path(name) == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return real(name, *rest)
+
+    real = os.open
+    patch.setattr(os, "open", open_)
+
+
+@pytest.mark.parametrize("file", ["plans/*.json", "binaries/*.json", "binaries/*.cubin"])
+@pytest.mark.parametrize("spoil", [truncate, corrupt, put_foreign, make_unreadable])
+@pytest.mark.filterwarnings("ignore:moe_kernels. no config has been tuned")
+def test_a_call_goes_on_whatever_is_in_the_store(machine: Machine, spoil: Callable[..., None], file: str) -> None:
+    """By the right kernel, with one warning, and the next process finds what this one made."""
+    assert machine.run() == BY_RULE
+    (path,) = store.folder().glob(f"*/{file}")
+    with machine.monkeypatch.context() as patch:
+        spoil(path, patch)
+        machine.begin_a_process()
+        with pytest.warns(RuntimeWarning) as caught:
+            assert machine.run() == BY_RULE
+        assert machine.drawn == [BY_RULE]
+        assert sum("stores compiled kernels on disk" in str(one.message) for one in caught) == 1
+    machine.begin_a_process()
+    assert machine.run_quietly() == BY_RULE and not machine.drawn
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.filterwarnings("ignore:moe_kernels. no config has been tuned")
+def test_a_call_goes_on_where_nothing_can_be_stored(machine: Machine, number: int) -> None:
+    def write(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    for _ in range(2):
+        with machine.monkeypatch.context() as patch, pytest.warns(RuntimeWarning) as caught:
+            patch.setattr(os, "write", write)
+            assert machine.run() == BY_RULE
+        assert machine.drawn == [BY_RULE] and not machine.kept
+        assert sum("stores compiled kernels on disk" in str(one.message) for one in caught) == 1
+        machine.begin_a_process()
 
 
 def test_plans_under_a_forced_choice_are_not_of_the_store(machine: Machine) -> None:
