@@ -1,7 +1,7 @@
 """All private names of PyTorch in this package, and the public replacement for each one that is missing.
 
-They save the host's time, or answer what PyTorch has no public question for. Of a PyTorch that was not tested none of
-its C++ names is used.
+They save the host's time, or answer what PyTorch has no public question for. Those of code generation, at the end, have
+no replacement: the error names the version. Of a PyTorch that was not tested none of its C++ names is used.
 """
 
 from __future__ import annotations
