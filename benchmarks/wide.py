@@ -28,7 +28,6 @@ from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from benchmarks.operators import OPERATORS
 from benchmarks.suites import Case
 from moe_kernels.models import MODELS, gemms, positive
 from moe_kernels.packing import group_offsets_from_sizes
+from moe_kernels.runtime.attributes import replaced
 from moe_kernels.testing import SizeKind, byte_count, flop_count, group_sizes_for
 from moe_kernels.timing import Call, captured, gpu_is_lost
 from moe_kernels.tuning import entries
@@ -97,7 +97,7 @@ def read_lines(file: Path) -> tuple[list[run.Record], list[run.Record]]:
 @contextmanager
 def untuned() -> Iterator[None]:
     """Without tuned entries, and without the warning that there are none."""
-    with mock.patch.object(entries, "files_for", return_value=[]), warnings.catch_warnings():
+    with replaced(entries, files_for=lambda *_: []), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "moe_kernels: no config has been tuned", RuntimeWarning)
         entries.reload()
         yield

@@ -70,6 +70,15 @@ def minor(version: str | None) -> tuple[int, ...] | None:
     return None if numbers is None else tuple(map(int, numbers.groups()))
 
 
+def lacks(package: str, name: str) -> RuntimeError:
+    """The error where `package` has not got `name`, and nothing can be compiled without it."""
+    tested = " to ".join(sorted({*TESTED[package]}))
+    return RuntimeError(
+        f"moe_kernels cannot compile with {package} {installed(package)}, which has no {name}: it was tested with "
+        f"{package} {tested}"
+    )
+
+
 def require() -> None:
     """Raise ImportError with the fixing command unless the kernels can run; warn of versions that were not tested."""
     if found := problems():

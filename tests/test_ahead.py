@@ -28,6 +28,7 @@ SIZES = (64, 32, 4, 2)  # H, I, E, top_k
 TOKENS = range(1, 65)
 TRAINED = range(9, 13)
 H200 = targets.KNOWN["h200"]
+SHAPE = ahead.LayerShape(*SIZES, torch.float16)
 
 # What both scripts below begin with: calls on the CPU that are for the kernels, and ask `find` for their results.
 REAL_CALLS = """
@@ -87,7 +88,7 @@ def draw(operator, *_):
     raise SystemExit(f"no plan for {operator.name}")
 
 cache.draw = draw
-module = MoE(*json.loads(sys.argv[1]), renormalize=True, dtype=torch.bfloat16)
+module = MoE(*json.loads(sys.argv[1]), renormalize=True, dtype=torch.float16)
 with cache.collecting(find):
     for T in json.loads(sys.argv[2]):
         call_module(module, T, False)
@@ -191,7 +192,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 class Made(NamedTuple):
-    """What `compile` has made in three runs: for inference, the same again, and some training."""
+    """What `compile` has made in three runs: for inference, the same again, and some training, by two processes."""
 
     folder: Path
     runs: list[subprocess.CompletedProcess[str]]
@@ -204,10 +205,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     pytest.importorskip("helion")
     base = tmp_path_factory.mktemp("ahead")
     folder, environment = base / "folder", {"TRITON_CACHE_DIR": str(base / "triton"), "XDG_CACHE_HOME": str(base)}
-    layer = ["--layer", ",".join(map(str, SIZES)), "--gpu", "h200", "--output", str(folder)]
+    layer = ["--layer", ",".join(map(str, SIZES)), "--dtype", "float16", "--gpu", "h200", "--output", str(folder)]
     inference = [*layer, "--tokens", f"{TOKENS[0]}:{TOKENS[-1]}"]
     runs, listings = [], []
-    for arguments in (inference, inference, [*layer, "--tokens", f"{TRAINED[0]}:{TRAINED[-1]}", "--training"]):
+    training = [*layer, "--tokens", f"{TRAINED[0]}:{TRAINED[-1]}", "--training", "--jobs", "2"]
+    for arguments in (inference, inference, training):
         runs.append(python("-m", "moe_kernels", "compile", *arguments, **environment))
         assert runs[-1].returncode == 0, runs[-1].stderr
         listings.append(listing(folder))
@@ -263,7 +265,7 @@ def described(x: Any) -> Any:
 def specializations(tokens: Sequence[int]) -> set[Any]:
     """Kernels with configs and kinds of arguments, of all plans for inference with the layer."""
     found = set()
-    for one in ahead.collect(ahead._calls(ahead.LayerShape(*SIZES), tokens, False)):
+    for one in ahead.collect(ahead._calls(SHAPE, tokens, False)):
         builder, _ = cache.sketch(ahead._OPERATORS[one.operator], one.inputs, one.options, H200)
         for step in builder.steps:
             if hasattr(step, "kernel"):
@@ -321,7 +323,7 @@ def folder(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def bare(*sizes: int, **options: Any) -> MoE:
-    return MoE(*(sizes or SIZES), renormalize=True, dtype=torch.bfloat16, **options)  # type: ignore[arg-type,misc]
+    return MoE(*(sizes or SIZES), renormalize=True, dtype=torch.float16, **options)  # type: ignore[arg-type,misc]
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -347,8 +349,8 @@ def test_a_module_that_contains_layers(folder: Path) -> None:
     alone = ahead.compile_ahead(bare(), tokens=TOKENS, gpu="h200")
     stack = nn.Sequential(nn.Linear(64, 64), bare(), nn.ModuleDict({"inner": bare()}))
     assert ahead.compile_ahead(stack, tokens=TOKENS, gpu="h200") == alone
-    assert ahead.compile_ahead(ahead.LayerShape(*SIZES), tokens=TOKENS, gpu="h200").plans > alone.plans
-    assert ahead.compile_ahead([ahead.LayerShape(*SIZES)], tokens=[64, 64, 5], gpu="h200").plans < alone.plans * 4
+    assert ahead.compile_ahead(SHAPE, tokens=TOKENS, gpu="h200").plans > alone.plans
+    assert ahead.compile_ahead([SHAPE], tokens=[64, 64, 5], gpu="h200").plans < alone.plans * 4
 
 
 def test_layers_of_a_module() -> None:

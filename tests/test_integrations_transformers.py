@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import ahead, moe_mlp, requirements
+from moe_kernels import ahead, moe_mlp, requirements, rules
 from moe_kernels.integrations import transformers as integration
+from moe_kernels.runtime import launch, store
+from moe_kernels.runtime.plan import Launch, Plan
+from moe_kernels.runtime.targets import Gpu
 
 if integration._default_apply_gate is None:
     pytest.skip("transformers 5 is not installed: pip install -e '.[transformers]'", allow_module_level=True)
@@ -310,6 +314,32 @@ def test_families_are_made_ahead(family: str) -> None:
     assert wanted.activation == activation
     assert wanted.alpha == alpha or alpha is None
     assert wanted.limit == limit or limit is None
+
+
+def test_a_model_is_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that has been filled for the shape of its layers has all plans of a model."""
+    asked: list[int] = []
+
+    def fill(wanted: Sequence[ahead.Wanted], gpu: Gpu, *_: Any) -> None:
+        asked.append(len(wanted))
+        for one in wanted:
+            key = store.plan_key(one.signature, gpu, rules.tuned_digest(gpu))
+            store.write_plan(key, Plan(("x",), (Launch(key, (1,), ()),), (0,)), {key: binary_of(key)})
+
+    def binary_of(key: str) -> store.Binary:
+        return store.write_binary(store.Binary(key, (), (), "{}", "cubin", key.encode()))
+
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
+    monkeypatch.setattr(ahead, "_make_all", fill)
+    monkeypatch.setattr(launch, "build_libraries", len)
+    model = make("Qwen3Moe").to(torch.bfloat16)
+    model.set_experts_implementation("moe_kernels")
+    of_shape = ahead.compile_ahead(ahead.LayerShape(32, 24, 8, 3), tokens=range(1, 9), gpu="h200")
+    of_model = ahead.compile_ahead(model, tokens=range(1, 9), gpu="h200")
+    assert asked == [of_shape.plans, 0] and 0 < of_model.plans == of_model.binaries < of_shape.plans
+    ahead.compile_ahead(model, tokens=[20], gpu="h200")
+    assert asked[2:] == [2]  # with weights of the router in bfloat16 and in float32
 
 
 def test_gates_that_differ_from_those_of_the_families(monkeypatch: pytest.MonkeyPatch) -> None:

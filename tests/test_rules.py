@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import rules
+from moe_kernels import requirements, rules
 from moe_kernels.ops.batched import varied_launch
 from moe_kernels.rules import uniform, varied
 from moe_kernels.runtime import cache, launch, store, targets
@@ -768,7 +771,7 @@ class Machine:
         monkeypatch.setattr(targets, "of_device", lambda kind, index: GPU)
         monkeypatch.setattr(cache, "draw", self.draw)
         monkeypatch.setattr(compiler, "binary", self.binary)
-        monkeypatch.setattr(launch, "compiled_kernel", lambda binary: binary.key)
+        monkeypatch.setattr(launch, "compiled_kernel", lambda binary: binary.code.decode())
         monkeypatch.setattr(launch, "launcher", self.launcher)
         self.monkeypatch = monkeypatch
         self.error: Exception = RuntimeError("out of resource: shared memory")
@@ -779,14 +782,16 @@ class Machine:
     def begin_a_process(self) -> None:
         """Which has nothing but the store, and the files of entries."""
         rules.reload()
+        store.forget()
         self.monkeypatch.setattr(cache, "plans", cache.PlanCache())
         self.drawn.clear()
 
     def draw(self, operator: Operator, inputs: Any, options: Any, gpu: Any, begin: Any) -> tuple[Plan, dict[str, Any]]:
         key = f"stages{rules.choose(replace(PROBLEM, gpu=gpu)).config.config['num_stages']}"
         self.drawn.append(key)
-        begin(SimpleNamespace(key=key))
-        return Plan(operator.inputs, (Launch(key, (1,), ()),), (0,)), {key: None}
+        source = SimpleNamespace(key=key)
+        begin(source)
+        return Plan(operator.inputs, (Launch(key, (1,), ()),), (0,)), {key: source}
 
     def binary(self, specialized: Any, gpu: Any) -> store.Binary:
         key = specialized.key
@@ -853,6 +858,67 @@ def test_a_plan_of_the_store_that_cannot_be_loaded_is_drawn_again(machine: Machi
     assert machine.run_quietly() == BY_RULE and not machine.drawn
 
 
+@pytest.mark.parametrize("error", [AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError])
+@pytest.mark.filterwarnings("ignore:moe_kernels. no config has been tuned")
+def test_without_tritons_class_of_compiled_kernels(machine: Machine, error: type[Exception]) -> None:
+    """Triton compiles what it launches then, in processes that find a plan, too."""
+    from moe_kernels.runtime import compile as compiler
+
+    def compiled_kernel(binary: Any) -> None:
+        raise error("not as expected")
+
+    machine.monkeypatch.setattr(launch, "compiled_kernel", compiled_kernel)
+    compiled: list[str] = []
+    by_triton = lambda source, gpu: compiled.append(source.key) or source.key  # noqa: E731
+    machine.monkeypatch.setattr(compiler, "compiled_kernel", by_triton)
+    for _ in range(2):
+        assert machine.run() == BY_RULE and machine.drawn == compiled == [BY_RULE]
+        machine.begin_a_process()
+        compiled.clear()
+
+
+PRIVATE: dict[str, Callable[[pytest.MonkeyPatch, Any, Any], Any]] = {  # taken away, and what cannot do without it
+    "helion CompileEnvironment._to_fake_tensor": lambda patch, compiler, declare: (
+        patch.delattr(compiler.helion_environment.CompileEnvironment, "_to_fake_tensor"),
+        lambda: compiler._example_tensors(GPU).__enter__(),
+    ),
+    "helion inline_triton._get_masked_value": lambda patch, compiler, declare: (
+        patch.setattr(compiler, "hl", SimpleNamespace(inline_triton=None)),
+        lambda: compiler._generate(None, {}, (), GPU),
+    ),
+    "helion SubscriptIndexing.compute_per_dim_indexing": lambda patch, compiler, declare: (
+        patch.setattr(declare, "helion_indexing", SimpleNamespace(SubscriptIndexing=None)),
+        declare._leave_scalar_indices,
+    ),
+    "torch FakeTensor": lambda patch, compiler, declare: (
+        patch.setitem(sys.modules, "torch._subclasses.fake_tensor", None),
+        compiler.torch_internals.fake_tensors,
+    ),
+    "torch _disable_current_modes": lambda patch, compiler, declare: (
+        patch.delattr("torch.utils._python_dispatch._disable_current_modes"),
+        compiler.torch_internals.without_modes,
+    ),
+    "torch DeviceProperties": lambda patch, compiler, declare: (
+        patch.setitem(sys.modules, "torch._inductor.runtime.hints", None),
+        lambda: compiler.pretend(GPU),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_where_nothing_can_be_compiled_without_a_private_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the version."""
+    pytest.importorskip("helion")
+    from moe_kernels.kernels import declare
+    from moe_kernels.runtime import compile as compiler
+
+    _, needs_it = PRIVATE[name](monkeypatch, compiler, declare)
+    package, missing = name.split()
+    expected = f"cannot compile with {package} {requirements.installed(package)}, which has no {missing}: it was tested"
+    with pytest.raises(RuntimeError, match=re.escape(expected)):
+        needs_it()
+
+
 def test_what_no_other_config_can_help_is_raised(machine: Machine, tmp_path: Path) -> None:
     put(named(tmp_path), entry())
     machine.error = torch.OutOfMemoryError("full")
@@ -868,6 +934,64 @@ def test_what_no_other_config_can_help_is_raised(machine: Machine, tmp_path: Pat
     machine.monkeypatch.setattr(launch, "launcher", lambda key: 1 // 0)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError"), pytest.raises(ZeroDivisionError):
         machine.run()
+
+
+def truncate(path: Path, patch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def corrupt(path: Path, patch: pytest.MonkeyPatch) -> None:
+    content = bytearray(path.read_bytes())
+    content[-6] ^= 1
+    path.write_bytes(content)
+
+
+def put_foreign(path: Path, patch: pytest.MonkeyPatch) -> None:
+    """Another user's, who can write to it."""
+    path.chmod(0o666)
+
+
+def make_unreadable(path: Path, patch: pytest.MonkeyPatch) -> None:
+    def open_(name: Any, *rest: Any) -> int:
+        if Path(name) == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return real(name, *rest)
+
+    real = os.open
+    patch.setattr(os, "open", open_)
+
+
+@pytest.mark.parametrize("file", ["plans/*.json", "binaries/*.json", "binaries/*.cubin"])
+@pytest.mark.parametrize("spoil", [truncate, corrupt, put_foreign, make_unreadable])
+@pytest.mark.filterwarnings("ignore:moe_kernels. no config has been tuned")
+def test_a_call_goes_on_whatever_is_in_the_store(machine: Machine, spoil: Callable[..., None], file: str) -> None:
+    """By the right kernel, with one warning, and the next process finds what this one made."""
+    assert machine.run() == BY_RULE
+    (path,) = store.folder().glob(f"*/{file}")
+    with machine.monkeypatch.context() as patch:
+        spoil(path, patch)
+        machine.begin_a_process()
+        with pytest.warns(RuntimeWarning) as caught:
+            assert machine.run() == BY_RULE
+        assert machine.drawn == [BY_RULE]
+        assert sum("stores compiled kernels on disk" in str(one.message) for one in caught) == 1
+    machine.begin_a_process()
+    assert machine.run_quietly() == BY_RULE and not machine.drawn
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.filterwarnings("ignore:moe_kernels. no config has been tuned")
+def test_a_call_goes_on_where_nothing_can_be_stored(machine: Machine, number: int) -> None:
+    def write(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    for _ in range(2):
+        with machine.monkeypatch.context() as patch, pytest.warns(RuntimeWarning) as caught:
+            patch.setattr(os, "write", write)
+            assert machine.run() == BY_RULE
+        assert machine.drawn == [BY_RULE] and not machine.kept
+        assert sum("stores compiled kernels on disk" in str(one.message) for one in caught) == 1
+        machine.begin_a_process()
 
 
 def test_plans_under_a_forced_choice_are_not_of_the_store(machine: Machine) -> None:

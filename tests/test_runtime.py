@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib.util
 import itertools
 import json
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +24,6 @@ from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-import moe_kernels
 from moe_kernels import grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import cache, torch_internals
@@ -648,11 +649,11 @@ def test_a_few_kinds_are_looked_at_first(calls: list[int], monkeypatch: pytest.M
     """And those beyond the few are not made again: that takes much longer than a call."""
     made: list[Any] = []
 
-    def noted(*args: Any) -> Any:
+    def record(*args: Any) -> Any:
         made.append(args)
         return emit_replay(*args)
 
-    monkeypatch.setattr(cache, "emit_replay", noted)
+    monkeypatch.setattr(cache, "emit_replay", record)
     every = [M << i for i in range(20)]
     for rows in every * 3:
         out = run(*call(A=torch.zeros(1, K, dtype=torch.bfloat16).expand(rows, K)))
@@ -794,7 +795,7 @@ class Direct(DirectWay):
 def launched(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None], Any], list[str]]:
     """Makes plans launch a kernel by a `Direct`: what it has done, in order."""
     done: list[str] = []
-    noted = cache._load
+    load = cache._load
 
     def set_up(fails: Callable[[], None], text: str | None = None, triton_fails: Any = lambda: None) -> list[str]:
         def launch() -> None:
@@ -807,7 +808,7 @@ def launched(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> Callable[[Cal
 
         monkeypatch.setattr(cache.plans, "launchers", {})
         way = Direct(launch, by_triton, text)
-        monkeypatch.setattr(cache, "_load", lambda *args: (noted(*args)[0], {"kernel": way}))
+        monkeypatch.setattr(cache, "_load", lambda *args: (load(*args)[0], {"kernel": way}))
         return done
 
     return set_up
@@ -982,13 +983,27 @@ def test_operands_as_autocast_would_have_them() -> None:
             assert autocast(single)[0] is single
 
 
-def test_without_the_private_names_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def internals_without(*missing: str, patch: pytest.MonkeyPatch) -> Any:
+    """Another `torch_internals`, as with a PyTorch whose torch._C has not got these names."""
+    bare: Any = SimpleNamespace(**vars(torch._C))
+    for name in missing:
+        inner = bare
+        *parents, last = name.split(".")
+        for parent in parents:
+            setattr(inner, parent, SimpleNamespace(**vars(getattr(inner, parent))))
+            inner = getattr(inner, parent)
+        vars(inner).pop(last, None)
     spec = importlib.util.find_spec("moe_kernels.runtime.torch_internals")
     assert spec is not None and spec.loader is not None
-    bare: Any = importlib.util.module_from_spec(spec)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "_C", SimpleNamespace())
-        spec.loader.exec_module(bare)
+    module: Any = importlib.util.module_from_spec(spec)
+    with patch.context() as context:
+        context.setattr(torch, "_C", bare)
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_without_the_private_names_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = internals_without(*vars(torch._C), patch=monkeypatch)
     x = torch.ones(2, requires_grad=True)
     assert bare.tensor_guards is None and bare.empty_strided_cuda is None
     assert bare.current_device is torch.cuda.current_device and not bare.profiled()
@@ -1002,7 +1017,86 @@ def test_without_the_private_names_of_pytorch(monkeypatch: pytest.MonkeyPatch) -
         assert not (x * 1).requires_grad
 
 
+def test_without_the_private_names_of_forward_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_current_level", "_set_fwd_grad_enabled"):
+        monkeypatch.delattr(forward_ad, name)
+    bare = internals_without(patch=monkeypatch)
+    assert bare.forward_level() == -1 and bare.eager(torch.ones(1)) and not bare.has_tangent(torch.ones(1))
+    with pytest.raises(NotImplementedError, match=rf"use reverse mode \(torch {re.escape(torch.__version__)}"):
+        bare.enable_forward_mode(True)
+
+
+INSTEAD: dict[str, Callable[[Any], bool]] = {  # of a name of torch._C: what is there if it is missing
+    "_dynamo.guards._empty_strided_cuda": lambda x: x.empty_strided_cuda is None,
+    "_dynamo.guards.TensorGuards": lambda x: x.tensor_guards is None,
+    "_cuda_getDevice": lambda x: x.current_device is torch.cuda.current_device,
+    "_autograd._profiler_enabled": lambda x: x.profiled is not torch._C._autograd._profiler_enabled,
+    "_is_any_autocast_enabled": lambda x: x.autocast_enabled(),
+    "_len_torch_dispatch_stack": lambda x: not x.eager(torch.ones(1)),
+    "_functorch.peek_interpreter_stack": lambda x: x.transformed() and not x.eager(torch.ones(1)),
+    "_functorch.TransformType": lambda x: x._FUNCTIONALIZE == "Functionalize",
+    "_get_tracing_state": lambda x: x._jit_tracing is not torch._C._get_tracing_state,
+    "_dispatch_tls_is_dispatch_key_included": lambda x: (
+        x._key_included is not torch._C._dispatch_tls_is_dispatch_key_included
+    ),
+    "_dispatch_key_parse": lambda x: x._VMAP_MODE is None,
+    "_AutoDispatchBelowAutograd": lambda x: x.below_autograd is torch.no_grad,
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_without_one_private_name_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products, gradients and transforms are right."""
+    without = internals_without(name, patch=monkeypatch)
+    assert INSTEAD[name](without)
+    if hasattr(torch._C, "_cuda_getDevice") or "cuda" not in name:  # a CPU build has none
+        assert not INSTEAD[name](internals_without(patch=monkeypatch))
+    for key, value in vars(without).items():
+        if not key.startswith("__"):
+            monkeypatch.setattr(torch_internals, key, value)
+    A = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    B = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    expected, upstream = torch.cat([A[:2] @ B[0], A[2:] @ B[1]]), torch.randn(5, 4, dtype=torch.float64)
+    found = grouped_gemm(A, B, offsets)
+    gradients = torch.autograd.grad(expected, (A, B), upstream)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, (A, B), upstream), gradients)
+    _, vjp = torch.func.vjp(lambda A, B: grouped_gemm(A, B, offsets), A.detach(), B.detach())
+    torch.testing.assert_close(vjp(upstream), gradients)
+
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {
+    str(file.relative_to(ROOT)): file
+    for folder in ("moe_kernels", "tritonbench_ops", "benchmarks")
+    for file in ROOT.glob(f"{folder}/**/*.py")
+}
+
+
+def test_mocks_are_for_tests() -> None:
+    assert len(SOURCES) > 100
+    assert [name for name, file in SOURCES.items() if "mock" in file.read_text(encoding="utf-8")] == []
+
+
+def private_names(file: Path) -> set[str]:
+    """Those of PyTorch that a file imports or uses."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    return {match[0] for name in found if (match := re.match(r"torch(\.\w+)*?\._(?!_)\w+", name))}
+
+
 def test_private_names_of_pytorch_stand_in_one_file() -> None:
-    package = Path(moe_kernels.__file__).parent
-    files = [file for file in package.rglob("*.py") if "torch._C" in file.read_text() or "_C." in file.read_text()]
-    assert [file.name for file in files] == ["torch_internals.py"]
+    """Apart from those of what benchmarks compare with."""
+    found = {name: private_names(file) for name, file in SOURCES.items()}
+    internal = found.pop("moe_kernels/runtime/torch_internals.py")
+    assert "torch._C" in internal
+    assert {name: names for name, names in found.items() if names and name.startswith("moe_kernels/")} == {}
+    measured = {"torch._grouped_mm", "torch._scaled_grouped_mm", "torch._functorch", "torch.utils._pytree"}
+    assert set().union(*found.values()) <= measured

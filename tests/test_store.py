@@ -938,14 +938,39 @@ def test_what_an_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({here, environment(triton="3.7.0"), environment(triton=None), environment(helion="1.5.1")}) == 4
 
 
+def imports_of(file: Path) -> set[Path]:
+    """The files of the package that a file imports anywhere, but for those of a docstring alone."""
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            path = store._PACKAGE.parent / name.replace(".", "/")
+            found |= {x for x in (path / "__init__.py", path.with_suffix(".py")) if x.is_file()}
+    found.discard(store._PACKAGE / "__init__.py")
+    return {path for path in found if len(ast.parse(path.read_text(encoding="utf-8")).body) > 1}
+
+
 def test_sources_are_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All that a plan is made by; and not how it is launched."""
+    """All that plans are made by: operators, kernels and their planners, and what these import but for the store. Not
+    how plans are run.
+    """
+    made_by = {*store._PACKAGE.glob("ops/*.py")}
+    waiting = {*store._PACKAGE.glob("kernels/*.py"), *store._PACKAGE.glob("rules/*.py")}
+    while waiting:
+        made_by |= waiting
+        waiting = set().union(*map(imports_of, waiting)) - made_by - {store._PACKAGE / "runtime" / "store.py"}
     here = store.environment()
     package = tmp_path / "package"
     shutil.copytree(store._PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    sources = {file.relative_to(store._PACKAGE) for file in made_by}
     monkeypatch.setattr(store, "_PACKAGE", package)
 
-    def changed(name: str) -> bool:
+    def changed(name: Path) -> bool:
         text = (package / name).read_text(encoding="utf-8")
         (package / name).write_text(text + "\n", encoding="utf-8")
         store.forget()
@@ -953,8 +978,9 @@ def test_sources_are_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
         (package / name).write_text(text, encoding="utf-8")
         return found
 
-    made_by = ["glu.py", "kernels/route.py", "ops/layer.py", "rules/__init__.py", "runtime/symbolic.py"]
-    assert [name for name in (*made_by, "reference.py", "runtime/launch.py") if changed(name)] == made_by
+    every = {file.relative_to(package) for file in package.rglob("*.py")}
+    assert {name for name in every if changed(name)} == sources
+    assert {Path("requirements.py"), Path("runtime/targets.py"), Path("scaled.py")} < sources < every
     store.forget()
     assert store.environment() == here
 
@@ -1200,6 +1226,39 @@ def test_launchers_are_kept(root: Path, tmp_path: Path, compiler: Compiler, monk
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "cpython-399" if name == "SOABI" else real(name))
     build(tmp_path / "4")
     assert compiler.built[2:] == ["int launch;"]
+
+
+@pytest.mark.parametrize("missing", ["_build", "knobs.build", "knobs.cache"])
+def test_where_tritons_build_cannot_be_replaced(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton builds and keeps its launchers itself."""
+    triton = pytest.importorskip("triton")
+    owner = triton.runtime.build if missing == "_build" else triton.knobs
+    monkeypatch.delattr(owner, missing.rpartition(".")[2])
+    before = {name: vars(knobs).copy() for name, knobs in vars(triton.knobs).items() if name in ("build", "cache")}
+    with launch.libraries():
+        assert {name: vars(getattr(triton.knobs, name)) for name in before} == before
+
+
+def test_tritons_own_cache_is_not_asked_for_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads what it finds there unchecked."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    get = triton.runtime.cache.get_cache_manager
+    get("ab").put(b"evil", "launcher.so")
+    assert get("ab").get_file("launcher.so") is not None
+    with launch.libraries():
+        assert get("ab").get_file("launcher.so") is None
+        folder = Path(triton.knobs.cache.dir)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert triton.knobs.cache.dir == os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
+    assert get("ab").get_file("launcher.so") is not None and folder.is_dir()
+
+
+def test_another_triton_cannot_build_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.delattr(driver, "library_dirs")
+    with pytest.raises(RuntimeError, match=r"cannot compile with triton \d.*library_dirs.*tested with triton 3\.6 to"):
+        launch.build_libraries([])
 
 
 @pytest.mark.parametrize("trouble", ["damaged", "others may write to it"])

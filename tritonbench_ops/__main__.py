@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
+from moe_kernels.runtime.attributes import replaced
 from tritonbench_ops.registration import OPERATORS, register
 
 
@@ -67,7 +67,7 @@ def run(args: Sequence[str] | None = None) -> int:
             failed += subprocess.run([sys.executable, "-m", "tritonbench_ops", *command], check=False).returncode != 0
             continue
         try:
-            with mock.patch.object(sys, "argv", [sys.argv[0], *command]), failures_shown():
+            with replaced(sys, argv=[sys.argv[0], *command]), failures_shown():
                 _tritonbench_run()(command)
         except Exception:
             traceback.print_exc()
@@ -92,7 +92,7 @@ def failures_shown() -> Iterator[None]:
                         metrics.error_msg = "wrong result"
                         metrics.latency = metrics.tflops = metrics.speedup = None
 
-    with mock.patch.object(base, "run", run):
+    with replaced(base, run=run):
         yield
 
 

@@ -25,7 +25,7 @@ def _leave_scalar_indices() -> None:
     indexing: Any = getattr(helion_indexing, "SubscriptIndexing", None)
     by_dimension: Any = getattr(indexing, "compute_per_dim_indexing", None)
     if by_dimension is None:
-        return
+        raise requirements.lacks("helion", "SubscriptIndexing.compute_per_dim_indexing")
 
     def compute(state: Any, tensor: Any, index: Sequence[Any], *rest: Any, **options: Any) -> Any:
         found = by_dimension(state, tensor, index, *rest, **options)

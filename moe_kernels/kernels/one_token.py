@@ -41,7 +41,7 @@ def _sums(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.sum(w.to(torch.float32) * x, dim=2)
 
 
-@kernel(lambda act, hidden, *rest: _config(hidden.size(1), rest[5] is not None))
+@kernel(lambda act, hidden, ids, gate, up, gate_bias, up_bias, scales, *_: _config(hidden.size(1), scales is not None))
 def first_half(
     act: torch.Tensor,  # [top_k, I], written
     hidden: torch.Tensor,  # [1, H]
@@ -106,7 +106,7 @@ def first_half(
     return act
 
 
-@kernel(lambda out, act, *rest: _config(act.size(1), rest[4] is not None))
+@kernel(lambda out, act, ids, topk_weights, weight, bias, scales, *_: _config(act.size(1), scales is not None))
 def second_half(
     out: torch.Tensor,  # [1, H], written
     act: torch.Tensor,  # [top_k, I]

@@ -186,8 +186,8 @@ def plan_quantize(
         shape = (R * (parts * (groups[0] if groups else 1)),)
     data, scales = builder.alloc(x.shape, dtype), builder.alloc(shape, torch.float32)
     written, read = (tensor if groups else _as_group(tensor) for tensor in (data, x))
-    fixed = type(R) is int
-    counts: tuple[Any, ...] = (R, None, blocks * parts) if fixed else (R | 1, R * 2 + 1, 0)
+    static_shape = type(R) is int
+    counts: tuple[Any, ...] = (R, None, blocks * parts) if static_shape else (R | 1, R * 2 + 1, 0)
     transposed = lies_transposed(x)
     if format == "128x128":
         counts = (*counts, parts, rules.height(needs_int64(written, read)))

@@ -32,16 +32,22 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int6
 from moe_kernels.scaled import BLOCK
 
 
-def _preset_basic(A: Tensor, _: Any, B: Tensor, scales_B: Tensor, __: Any, bias: Any, out: Tensor, *___: Any) -> Config:
+def _preset_basic(
+    A: Tensor, scales_A: Any, B: Tensor, scales_B: Tensor, group_offsets: Any, bias: Any, out: Tensor, *_: Any
+) -> Config:
     return _preset("basic", False, A, B, scales_B, bias, out)
 
 
-def _preset_fast(A: Tensor, _: Any, B: Tensor, scales_B: Tensor, *rest: Any) -> Config:
-    return _preset("persistent", True, A, B, scales_B, *rest[2:4])
+def _preset_fast(
+    A: Tensor, scales_A: Any, B: Tensor, scales_B: Tensor, tiles: Any, num_tiles: Any, bias: Any, out: Tensor, *_: Any
+) -> Config:
+    return _preset("persistent", True, A, B, scales_B, bias, out)
 
 
-def _preset_promoted(A: Tensor, _: Any, B: Tensor, scales_B: Tensor, *rest: Any) -> Config:
-    return _preset("persistent", False, A, B, scales_B, *rest[2:4])
+def _preset_promoted(
+    A: Tensor, scales_A: Any, B: Tensor, scales_B: Tensor, tiles: Any, num_tiles: Any, bias: Any, out: Tensor, *_: Any
+) -> Config:
+    return _preset("persistent", False, A, B, scales_B, bias, out)
 
 
 def _preset(

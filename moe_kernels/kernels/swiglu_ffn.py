@@ -24,17 +24,26 @@ from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, needs_int64
 
 
-def _preset_basic(A: torch.Tensor, gate: torch.Tensor, *rest: Any) -> Config:
-    return swiglu_rules.basic(_by_pointers(A, gate, gate.size(0), rest)).config
+def _preset_basic(A: torch.Tensor, gate: torch.Tensor, up: Any, group_offsets: Any, *common: Any) -> Config:
+    return swiglu_rules.basic(_by_pointers(A, gate, gate.size(0), *common)).config
 
 
-def _preset_persistent(A: torch.Tensor, pairs: torch.Tensor, _: Any, *rest: Any) -> Config:
-    return swiglu_rules.persistent(_by_pointers(A, pairs, pairs.size(0) // 2, rest)).config
+def _preset_persistent(A: torch.Tensor, pairs: torch.Tensor, tiles: Any, num_tiles: Any, *common: Any) -> Config:
+    return swiglu_rules.persistent(_by_pointers(A, pairs, pairs.size(0) // 2, *common)).config
 
 
-def _by_pointers(A: torch.Tensor, weight: torch.Tensor, E: int, rest: tuple[Any, ...]) -> swiglu_rules.Problem:
+def _by_pointers(
+    A: torch.Tensor,
+    weight: torch.Tensor,
+    E: int,
+    row_to_slot: torch.Tensor | None,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    act: torch.Tensor,
+    preact_gate: torch.Tensor | None,
+    *_: Any,
+) -> swiglu_rules.Problem:
     """The problem without TMA, for direct calls of the kernels."""
-    row_to_slot, gate_bias, up_bias, act, preact_gate, _ = rest[2:8]
     dtype = torch.promote_types(A.dtype, weight.dtype)
     return swiglu_rules.Problem(
         rows=rules.floor_power_of_2(act.size(0) // E),
@@ -45,7 +54,7 @@ def _by_pointers(A: torch.Tensor, weight: torch.Tensor, E: int, rest: tuple[Any,
         dtype=dtype,
         tf32=rules.tf32_allowed(dtype),
         gathered=row_to_slot is not None,
-        keeps=preact_gate is not None,
+        save_preact=preact_gate is not None,
         biases=(gate_bias is not None) + (up_bias is not None),
         paired=False,
     )
@@ -310,7 +319,7 @@ def _problem(
         dtype=dtype,
         tf32=rules.tf32_allowed(dtype),
         gathered=row_to_slot is not None,
-        keeps=outs[1] is not None,
+        save_preact=outs[1] is not None,
         biases=sum(bias is not None for bias in biases),
         paired=paired,
         tma_A=not int64_vectors and H >= 16 and row_to_slot is None and tma_readable(gpu, A),

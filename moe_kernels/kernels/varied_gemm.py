@@ -21,8 +21,10 @@ from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
-def _preset(*args: Any) -> Config:
-    A, odd_P, block_m, block_n = args[3], args[6], args[-2], args[-1]
+def _preset(
+    ends: Any, num_tiles: Any, table: Any, A: torch.Tensor, B: Any, out: Any, odd_P: int, *constants: Any
+) -> Config:
+    *_, block_m, block_n = constants
     return varied_rules.make(odd_P // 2, block_m, block_n, varied_rules.BLOCK_K[A.element_size()], 4, 3, 1).config
 
 

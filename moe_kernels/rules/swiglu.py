@@ -31,7 +31,7 @@ class Problem(Access):
     dtype: torch.dtype  # of the products: the operands' common type
     tf32: bool  # fp32 products may use tf32
     gathered: bool  # rows are read through an index
-    keeps: bool  # what act is made of is written too
+    save_preact: bool  # what act is made of is written too
     biases: int
     paired: bool  # the persistent kernel takes the weights
 
@@ -97,4 +97,4 @@ def persistent(problem: Problem) -> Choice:
 
 
 def _results(problem: Problem) -> int:
-    return 3 if problem.keeps else 1
+    return 3 if problem.save_preact else 1

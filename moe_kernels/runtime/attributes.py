@@ -1,4 +1,4 @@
-"""Attributes of Triton's, Helion's and PyTorch's modules and classes, replaced for a while."""
+"""Attributes of modules and classes, mostly Triton's, Helion's and PyTorch's, replaced for a while."""
 
 from __future__ import annotations
 

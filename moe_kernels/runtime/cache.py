@@ -29,7 +29,7 @@ from moe_kernels.runtime.targets import Gpu
 
 _MOST_PLANS = 4096
 _MOST_REPLAYS = 16  # of an operator, tried one after another
-_MOST_KINDS = 8  # of calls that share a plan and have replays of their own
+_MOST_STATES = 8  # of calls that share a plan and have replays of their own
 
 
 @dataclass
@@ -101,12 +101,12 @@ def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> 
     entry = plans.get(signature(operator, tensors, options))
     if entry is None:
         return
-    kinds = [None if x is None else (type(x), x.requires_grad, x.is_inference()) for x in tensors]
-    kind = (asked, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *kinds)
-    if kind not in entry.replays:
-        if len(entry.replays) >= _MOST_KINDS:
+    states = [None if x is None else (type(x), x.requires_grad, x.is_inference()) for x in tensors]
+    state = (asked, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *states)
+    if state not in entry.replays:
+        if len(entry.replays) >= _MOST_STATES:
             return
-        entry.replays[kind] = emit_replay(
+        entry.replays[state] = emit_replay(
             entry.plan,
             entry.launchers,
             first.device,
@@ -115,7 +115,7 @@ def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> 
             asked,
             rows_bounds(operator.counts(tensors, options)),
         )
-    made = entry.replays[kind]
+    made = entry.replays[state]
     if made is not None:
         others = [call for call in plans.recent.get(operator.name, ()) if call is not made]
         plans.recent[operator.name] = made, *others[: _MOST_REPLAYS - 1]
@@ -189,14 +189,26 @@ def _load(
         plan, specialized = draw(operator, inputs, options, gpu)
         return plan, {name: InterpretedWay(one.function) for name, one in specialized.items()}
 
-    def load(made: Mapping[str, store.Binary]) -> None:
+    def load(made: Mapping[str, store.Binary], sources: Mapping[str, Any]) -> None:
         plans.binaries.update(made)
         for name, binary in made.items():
             if (name, device) not in plans.launchers:
-                plans.launchers[name, device] = launch.launcher(launch.compiled_kernel(binary))
+                plans.launchers[name, device] = launch.launcher(_kernel(binary, sources.get(name), gpu))
 
     plan, _ = plan_of(operator, inputs, options, text, gpu, load)
     return plan, {name: plans.launchers[name, device] for name in plan.binaries}
+
+
+def _kernel(binary: store.Binary, source: Any, gpu: Gpu) -> Any:
+    """Triton's kernel of a binary; where its class is not as expected, as Triton itself compiles it from its source."""
+    try:
+        return launch.compiled_kernel(binary)
+    except launch.UNEXPECTED:
+        if source is None:
+            raise
+        from moe_kernels.runtime import compile as compiler  # imports Helion
+
+        return compiler.compiled_kernel(source, gpu)
 
 
 def plan_of(
@@ -205,13 +217,13 @@ def plan_of(
     options: Any,
     text: str,
     gpu: Gpu,
-    load: Callable[[Mapping[str, store.Binary]], None] = lambda binaries: None,
+    load: Callable[[Mapping[str, store.Binary], Mapping[str, Any]], None] = lambda binaries, sources: None,
 ) -> tuple[Plan, dict[str, store.Binary]]:
     """A plan with its binaries for a GPU model, from the store, or new and then stored. The GPU need not be present.
 
-    `load` is called with the binaries. If it fails on a stored plan, the plan is drawn again, so that
-    `rules.with_fallback` sees its choices; if it fails on a new plan, the plan is not stored. Plans under a forced
-    choice bypass the store.
+    `load` is called with the binaries and, for a new plan, their sources. If it fails on a stored plan, the plan is
+    drawn again, so that `rules.with_fallback` sees its choices; if it fails on a new plan, the plan is not stored.
+    Plans under a forced choice bypass the store.
     """
     kept = rules.forced() is None
 
@@ -219,9 +231,9 @@ def plan_of(
         from moe_kernels.runtime import compile as compiler  # imports Helion
 
         compiling = compiler.Compiling(gpu)
-        plan, _ = draw(operator, inputs, options, gpu, compiling.begin)
+        plan, sources = draw(operator, inputs, options, gpu, compiling.begin)
         binaries = compiling.binaries()
-        load(binaries)
+        load(binaries, sources)
         if kept:
             store.write_plan(key, plan, binaries)
         return plan, binaries
@@ -231,7 +243,7 @@ def plan_of(
     if found is None:
         return made()
     try:
-        load(found[1])
+        load(found[1], {})
     except torch.OutOfMemoryError:
         raise
     except Exception:

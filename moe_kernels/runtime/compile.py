@@ -25,17 +25,12 @@ import helion._compiler.compile_environment as helion_environment
 import helion.language as hl
 import helion.runtime.kernel as helion_kernel
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 import triton
-from torch._inductor.runtime.hints import DeviceProperties
-from torch._subclasses import FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_kernels import requirements
-from moe_kernels.runtime import store
+from moe_kernels.runtime import store, torch_internals
 from moe_kernels.runtime.attributes import one_at_a_time, replaced
 from moe_kernels.runtime.plan import Alloc, Builder, Call, Constant, Descriptor, Launch, Plan, Pointer, Request
 from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, least, most
@@ -183,15 +178,7 @@ def binary(specialized: Specialized, gpu: Gpu) -> store.Binary:
     """Compile, unless the store has it."""
     if (known := store.read_binary(specialized.key)) is not None:
         return known
-    names = specialized.function.arg_names
-    source = ASTSource(
-        fn=specialized.function,
-        signature=dict(zip(names, specialized.signature, strict=True)),
-        constexprs=dict(specialized.constants),
-        attrs=dict(specialized.attributes),
-    )
-    target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
-    compiled = triton.compile(source, target=target, options=dict(specialized.options))
+    compiled = compiled_kernel(specialized, gpu)
     if compiled.metadata.shared > gpu.shared_memory:
         raise triton.OutOfResources(compiled.metadata.shared, gpu.shared_memory, "shared memory")
     made = store.Binary(
@@ -203,6 +190,19 @@ def binary(specialized: Specialized, gpu: Gpu) -> store.Binary:
         code=compiled.kernel,
     )
     return store.write_binary(made)
+
+
+def compiled_kernel(specialized: Specialized, gpu: Gpu) -> Any:
+    """Triton's `CompiledKernel`, from its own cache if that has it."""
+    names = specialized.function.arg_names
+    source = ASTSource(
+        fn=specialized.function,
+        signature=dict(zip(names, specialized.signature, strict=True)),
+        constexprs=dict(specialized.constants),
+        attrs=dict(specialized.attributes),
+    )
+    target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
+    return triton.compile(source, target=target, options=dict(specialized.options))
 
 
 class Compiling:
@@ -258,12 +258,12 @@ class _Example:
 
     def dynamic(self, by_tma: bool) -> tuple[Any, ...]:
         """What generated code depends on unless shapes are static."""
-        span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) > INT32_MAX
+        int64_index = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) > INT32_MAX
         if not by_tma:
-            return self.dtype, span, tuple(min(s, 2) for s in self.strides)
+            return self.dtype, int64_index, tuple(min(s, 2) for s in self.strides)
         strides = tuple(s if s < 2 else (s * self.dtype.itemsize % 16 == 0) for s in self.strides)
         blocks = tuple(min(n, _EXAMPLE_ROWS) for n in self.shape)  # what a descriptor's block is compared with
-        return self.dtype, span, strides, blocks
+        return self.dtype, int64_index, strides, blocks
 
 
 def _example_of(x: Any, static: bool) -> Any:
@@ -283,7 +283,9 @@ def _example_of(x: Any, static: bool) -> Any:
 def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[Any], gpu: Gpu) -> Callable[..., Any]:
     with ExitStack() as stack:
         tensors = stack.enter_context(_example_tensors(gpu))
-        stack.enter_context(_without_symmetric_memory())
+        stack.enter_context(torch_internals.without_symmetric_memory())
+        if not hasattr(hl.inline_triton, "_get_masked_value"):
+            raise requirements.lacks("helion", "inline_triton._get_masked_value")
         stack.enter_context(replaced(hl.inline_triton, _get_masked_value=_value_outside))
         args = tuple(tensors(x) if isinstance(x, _Example) else x for x in examples)
         bound = _variant(request.kernel, request.int64_index, request.tf32).bind(args)
@@ -343,33 +345,20 @@ def _import(code: str) -> types.ModuleType:
 
 
 @contextmanager
-def _without_symmetric_memory() -> Iterator[None]:
-    """Once there is a process group, Helion asks PyTorch which tensors are in symmetric memory. Where PyTorch cannot
-    tell, as in 2.11, it would take all for such, and compile every grid as a loop of one program per SM.
-    """
-    if hasattr(symmetric_memory, "is_symm_mem_tensor"):
-        yield
-        return
-    module: Any = symmetric_memory
-    module.is_symm_mem_tensor = lambda _: False
-    try:
-        yield
-    finally:
-        del module.is_symm_mem_tensor
-
-
-@contextmanager
 def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
     """A function that makes example tensors. They are fake: nothing is allocated, and no GPU is needed."""
     device = torch.device("cpu") if gpu.backend == "interpreter" else torch.device(gpu.device_type, 0)
+    FakeTensor, FakeTensorMode = torch_internals.fake_tensors()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    to_fake = helion_environment.CompileEnvironment._to_fake_tensor
+    to_fake = getattr(helion_environment.CompileEnvironment, "_to_fake_tensor", None)
+    if to_fake is None:
+        raise requirements.lacks("helion", "CompileEnvironment._to_fake_tensor")
 
     def symbolic_fake(self: Any, tensor: Any, source: Any) -> Any:
         """Give fake tensors symbolic sizes where shapes are not static, as real ones would have."""
         if not isinstance(tensor, FakeTensor) or self.settings.static_shapes or self.fake_mode.is_our_fake(tensor):
             return to_fake(self, tensor, source)
-        with _disable_current_modes():
+        with torch_internals.without_modes():
             meta = torch.empty_strided(tuple(tensor.size()), tuple(tensor.stride()), dtype=tensor.dtype, device="meta")
         converter = self.fake_mode.fake_tensor_converter
         like = converter.from_real_tensor(self.fake_mode, meta, shape_env=self.shape_env, source=source)
@@ -419,30 +408,4 @@ def pretend(gpu: Gpu) -> None:
         memory_clock_rate=2_000_000 if gpu.slow_memory else 3_200_000,
         memory_bus_width=6144,
     )
-    answers = {
-        "is_available": True,
-        "current_device": 0,
-        "device_count": 1,
-        "get_device_capability": (major, minor),
-        "get_device_properties": properties,
-        "get_device_name": gpu.name,
-        "_lazy_init": None,
-        "is_current_stream_capturing": False,
-    }
-    torch.version.cuda = torch.version.cuda or "13.0"
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
-    # A CUDA build of PyTorch would make a tensor on the GPU before the first fake one.
-    fake_tensor: Any = sys.modules["torch._subclasses.fake_tensor"]
-    fake_tensor.init_gpu_context = lambda device: None
-    described = DeviceProperties(
-        type="cuda",
-        index=0,
-        multi_processor_count=gpu.multiprocessors,
-        cc=int(gpu.arch),
-        major=major,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        warp_size=gpu.warp_size,
-    )
-    DeviceProperties.create = staticmethod(lambda device: described)  # type: ignore[method-assign, assignment]
+    torch_internals.pretend(properties, gpu.arch)

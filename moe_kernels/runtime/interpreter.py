@@ -71,7 +71,10 @@ def _lean() -> Iterator[None]:
     multiply raw bits of bfloat16, lose the NaN of fp8, and truncate where it should round. Casts to fp8 saturate as a
     GPU's do. It still adds raw bits, so kernels compute in float32. Masks may be integers, which Triton 3.9 refuses.
     """
-    replace, done = interpreter._patch_lang, set()
+    # Without these two private names, which only save time, nothing below calls what takes their place.
+    replace: Any = getattr(interpreter, "_patch_lang", None)
+    dtype_of: Any = getattr(interpreter, "_get_np_dtype", None)
+    done: set[int] = set()
     builder = interpreter.interpreter_builder
     options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 
@@ -122,7 +125,7 @@ def _lean() -> Iterator[None]:
     dtypes: dict[str, Any] = {}
     blocks: dict[Any, dict[str, Any]] = {}  # the attributes of a block's type
     values: dict[str, dict[str, Any]] = {}  # those that values of a type share
-    dtype_of, init_block, init_value = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
+    init_block, init_value = tl.block_type.__init__, tl.tensor.__init__
 
     def dtype_once(of: Any) -> Any:
         if of.name not in dtypes:

@@ -1,6 +1,6 @@
 """Launch a compiled Triton kernel: the only file that knows Triton's launcher.
 
-Triton's own way, `kernel[grid](*arguments)`, takes 20 to 40 us of the host to wrap arguments that a plan has settled.
+Triton's own way, `kernel[grid](*arguments)`, takes 20 to 40 us of the host to wrap arguments that a plan already has.
 The direct way calls the launcher's C function with just those. It leans on the launchers of Triton 3.6 to 3.9; where
 they look different, launches go Triton's way.
 """
@@ -110,7 +110,7 @@ class DirectWay:
             self.raw = _inner(self.raw)
         self.function, self.packed = kernel.function, kernel.packed_metadata
         self.generic = hasattr(self.launcher, "arg_annotations")  # from 3.7 on, one launcher for all kernels
-        self.settled = repr(bool(self.launcher.launch_cooperative_grid)), repr(bool(self.launcher.launch_pdl))
+        self.attributes = repr(bool(self.launcher.launch_cooperative_grid)), repr(bool(self.launcher.launch_pdl))
         if self.generic:
             self.generic_arguments = self.launcher.arg_annotations, self.launcher.kernel_signature
 
@@ -130,7 +130,7 @@ class DirectWay:
         grid = _grid(launch, body)[1:-1]
         raw, packed = body.named("raw", self.raw), body.named("packed", self.packed)
         metadata = f"enter and {body.named('kernel', self.kernel)}.launch_metadata(({grid}), stream)"
-        to = f"{grid}, stream, {body.named('function', self.function)}, {', '.join(self.settled)}"
+        to = f"{grid}, stream, {body.named('function', self.function)}, {', '.join(self.attributes)}"
         if self.generic:
             kinds, kernel_signature = (body.named("generic", x) for x in self.generic_arguments)
             scratch = f"None, None, {kinds}, {kernel_signature}"
@@ -243,20 +243,29 @@ def compiled_kernel(record: store.Binary) -> Any:
 def libraries() -> Iterator[None]:
     """In here, Triton's C libraries, a launcher for each signature, come from our store if they are there.
 
-    Triton asks only for those that its own cache has not got. What is built is put into the store.
+    Triton's own cache, whose files it loads unchecked, is a new folder for that time. What is built is put into the
+    store. Where Triton's build cannot be replaced, its own cache is used.
     """
     try:
         from triton import knobs
+        from triton.runtime.build import _build  # noqa: F401
 
-        before = knobs.build.impl
-        knobs.build.impl = _library
+        before, scope = knobs.build.impl, knobs.cache.scope()
     except (ImportError, AttributeError):
         yield
         return
-    try:
-        yield
-    finally:
-        knobs.build.impl = before
+    with scope:
+        knobs.build.impl, knobs.cache.dir = _library, _own_folder().name
+        try:
+            yield
+        finally:
+            knobs.build.impl = before
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """For the libraries that this process loads. It stays, since other threads may use Triton in the meantime."""
+    return tempfile.TemporaryDirectory(prefix="moe_kernels")
 
 
 def _library(name: str, src: str, srcdir: str, library_dirs: Any, include_dirs: Any, libraries: Any) -> str:
@@ -288,7 +297,17 @@ def build_libraries(records: list[store.Binary]) -> int:
     """Build the launchers of `records`, and Triton's driver library, into the store, without a GPU; how many there are.
 
     Where there is no driver, a stub of libcuda is linked against: names are bound when a library is loaded.
+
+    Raises:
+        RuntimeError: there is no C compiler, or this Triton builds its libraries in another way.
     """
+    try:
+        return _build_libraries(records)
+    except (AttributeError, ImportError, TypeError) as error:
+        raise requirements.lacks("triton", f"launcher that can be built ahead ({error})") from error
+
+
+def _build_libraries(records: list[store.Binary]) -> int:
     from triton import knobs
     from triton.backends.nvidia import driver as nvidia
 

@@ -40,15 +40,20 @@ from moe_kernels.runtime.targets import Gpu
 
 SCHEMA = 1
 _PACKAGE = Path(__file__).parent.parent
-_SOURCES = (
+_SOURCES = (  # what plans are made by; SCHEMA is the version of how they are stored
     "glu.py",
     "kernels",
     "ops",
+    "requirements.py",
     "rules",
+    "runtime/attributes.py",
     "runtime/compile.py",
     "runtime/plan.py",
     "runtime/signature.py",
     "runtime/symbolic.py",
+    "runtime/targets.py",
+    "runtime/torch_internals.py",
+    "scaled.py",
     "schedule.py",
     "tuning/entries.py",
 )

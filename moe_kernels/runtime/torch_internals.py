@@ -1,12 +1,13 @@
 """All private names of PyTorch in this package, and the public replacement for each one that is missing.
 
-They save the host's time, or answer what PyTorch has no public question for. Of a PyTorch that was not tested none of
-its C++ names is used.
+They save the host's time, or answer what PyTorch has no public question for. Those of code generation, at the end, have
+no replacement: the error names the version. Of a PyTorch that was not tested none of its C++ names is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,9 @@ _unsafe_view: Any = getattr(torch.ops.aten, "_unsafe_view", None)
 
 
 def _no_forward_mode(_: bool) -> Any:
-    raise NotImplementedError("moe_kernels has no forward-mode derivatives with this PyTorch: use reverse mode")
+    raise NotImplementedError(
+        f"moe_kernels has no forward-mode derivatives with this PyTorch: use reverse mode (torch {torch.__version__})"
+    )
 
 
 enable_forward_mode: Callable[[bool], Any] = getattr(_forward_ad, "_set_fwd_grad_enabled", _no_forward_mode)
@@ -167,3 +170,91 @@ def autocast(*operands: Any) -> tuple[Any, ...]:
                 operand = operand.to(torch.get_autocast_dtype(device_type))
         cast.append(operand)
     return tuple(cast)
+
+
+# For the generation of code, which imports these.
+
+
+def fake_tensors() -> tuple[Any, Any]:
+    """PyTorch's FakeTensor and FakeTensorMode.
+
+    Raises:
+        RuntimeError: this PyTorch has none.
+    """
+    try:
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    except ImportError as error:
+        raise requirements.lacks("torch", "FakeTensor") from error
+    return FakeTensor, FakeTensorMode
+
+
+def without_modes() -> Any:
+    """A context in which no mode sees the operators that are called.
+
+    Raises:
+        RuntimeError: this PyTorch has none.
+    """
+    try:
+        from torch.utils._python_dispatch import _disable_current_modes
+    except ImportError as error:
+        raise requirements.lacks("torch", "_disable_current_modes") from error
+    return _disable_current_modes()
+
+
+@contextmanager
+def without_symmetric_memory() -> Iterator[None]:
+    """Once there is a process group, Helion asks PyTorch which tensors are in symmetric memory. Where PyTorch cannot
+    tell, as in 2.11, it would take all for such, and compile every grid as a loop of one program per SM.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    module: Any = symmetric_memory
+    if hasattr(module, "is_symm_mem_tensor"):
+        yield
+        return
+    module.is_symm_mem_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        del module.is_symm_mem_tensor
+
+
+def pretend(properties: Any, arch: Any) -> None:
+    """Have PyTorch and Inductor report a GPU of these properties for the rest of the process.
+
+    Raises:
+        RuntimeError: this PyTorch has no DeviceProperties.
+    """
+    try:
+        import torch._subclasses.fake_tensor as fake_tensor
+        from torch._inductor.runtime.hints import DeviceProperties
+    except ImportError as error:
+        raise requirements.lacks("torch", "DeviceProperties") from error
+
+    answers = {
+        "is_available": True,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_capability": (properties.major, properties.minor),
+        "get_device_properties": properties,
+        "get_device_name": properties.name,
+        "_lazy_init": None,
+        "is_current_stream_capturing": False,
+    }
+    torch.version.cuda = torch.version.cuda or "13.0"
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
+    # A CUDA build of PyTorch would make a tensor on the GPU before the first fake one.
+    module: Any = fake_tensor
+    module.init_gpu_context = lambda device: None
+    described = DeviceProperties(
+        type="cuda",
+        index=0,
+        multi_processor_count=properties.multi_processor_count,
+        cc=int(arch),
+        major=properties.major,
+        regs_per_multiprocessor=properties.regs_per_multiprocessor,
+        max_threads_per_multi_processor=properties.max_threads_per_multi_processor,
+        warp_size=properties.warp_size,
+    )
+    DeviceProperties.create = staticmethod(lambda device: described)  # type: ignore[method-assign, assignment]

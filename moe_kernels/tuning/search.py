@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from moe_kernels.packing import group_offsets_from_sizes
 from moe_kernels.rules import uniform, varied
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime import cache, targets, torch_internals
+from moe_kernels.runtime.attributes import replaced
 from moe_kernels.runtime.plan import Builder, Request
 from moe_kernels.runtime.signature import Operator, symbolic
 from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, value
@@ -300,7 +300,7 @@ def _poisoned() -> Iterator[None]:
 
         return allocated
 
-    with mock.patch.object(torch_internals, "allocator", poisoned):
+    with replaced(torch_internals, allocator=poisoned):
         yield
 
 

@@ -110,14 +110,14 @@ def test_what_the_launcher_is_given(version: str) -> None:
         run(A, B, ends, out)
         (given,) = kernel.seen
         kernel.seen.clear()
-        packed, unobserved, scratch = (4, 1, 1000), (None, None, None), (None, None)
+        packed, without_hooks, scratch = (4, 1, 1000), (None, None, None), (None, None)
         if version != "3.6":
-            *settled, arguments = given
-            expected = [packed, *unobserved, *scratch, ["kinds"], b"signature"]
+            *leading, arguments = given
+            expected = [packed, *without_hooks, *scratch, ["kinds"], b"signature"]
         else:
-            settled, arguments = list(given[:13]), given[13:]
-            expected = [*scratch, packed, *unobserved]
-        assert settled == [4 * rows, 2, 1, "of 0", 99, False, True, *expected]
+            leading, arguments = list(given[:13]), given[13:]
+            expected = [*scratch, packed, *without_hooks]
+        assert leading == [4 * rows, 2, 1, "of 0", 99, False, True, *expected]
 
         def encoding(block: list[int]) -> tuple[Any, ...]:
             return 3, 2, TMA_DTYPE_DEVICE_TO_HOST[6], block
@@ -201,10 +201,10 @@ def test_a_profiler_is_told_of_a_launch(listens: bool, version: str, monkeypatch
     run(tensor)
     told = (("of", (20, 1, 1), "of 0"), enter, leave) if listens else (None, None, None)
     if version != "3.6":
-        settled = (False, False, (4, 1, 1000), *told, None, None, ["kinds"], b"signature", (tensor.data_ptr(), 5))
+        leading = (False, False, (4, 1, 1000), *told, None, None, ["kinds"], b"signature", (tensor.data_ptr(), 5))
     else:
-        settled = (False, False, None, None, (4, 1, 1000), *told, tensor.data_ptr(), 5)
-    assert kernel.seen == [(20, 1, 1, "of 0", 99, *settled)]
+        leading = (False, False, None, None, (4, 1, 1000), *told, tensor.data_ptr(), 5)
+    assert kernel.seen == [(20, 1, 1, "of 0", 99, *leading)]
 
 
 def test_descriptors_are_encoded_once_for_each_place(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +296,18 @@ def test_tritons_hooks_see_a_known_call(rows: int, launches: int, device: str) -
     assert_grouped_gemm_close(out, *tensors)
     grouped_gemm(*tensors)
     assert len(seen) == launches
+
+
+@pytest.mark.parametrize("name", ["_patch_lang", "_get_np_dtype"])
+def test_the_interpreter_without_a_private_name(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device != "cpu":
+        pytest.skip("for Triton's interpreter")
+    from moe_kernels.runtime import interpreter
+
+    others = {key: value for key, value in vars(interpreter.interpreter).items() if key != name}
+    monkeypatch.setattr(interpreter, "interpreter", SimpleNamespace(**others))
+    tensors = make_inputs([3, 0, 2], 16, 16, dtype=torch.float16, device=device)
+    assert_grouped_gemm_close(grouped_gemm(*tensors), *tensors)
 
 
 _Patch = pytest.MonkeyPatch
