@@ -1239,19 +1239,25 @@ def test_where_tritons_build_cannot_be_replaced(missing: str, monkeypatch: pytes
         assert {name: vars(getattr(triton.knobs, name)) for name in before} == before
 
 
-def test_tritons_own_cache_is_not_asked_for_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It loads what it finds there unchecked."""
+def test_a_cache_of_triton_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton loads what it finds there unchecked: another folder takes its place."""
     triton = pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    get = triton.runtime.cache.get_cache_manager
-    get("ab").put(b"evil", "launcher.so")
-    assert get("ab").get_file("launcher.so") is not None
-    with launch.libraries():
-        assert get("ab").get_file("launcher.so") is None
-        folder = Path(triton.knobs.cache.dir)
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert triton.knobs.cache.dir == os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
-    assert get("ab").get_file("launcher.so") is not None and folder.is_dir()
+    private, shared = tmp_path / "private", tmp_path / "shared"
+    for path, mode in ((private, 0o755), (shared, 0o777)):
+        path.mkdir()
+        path.chmod(mode)
+    for path in (private, private / "not there", shared, shared / "not there"):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(path))
+        store.forget()
+        get = triton.runtime.cache.get_cache_manager
+        if path.exists():
+            get("ab").put(b"a library", "launcher.so")
+        with launch.libraries():
+            folder = Path(triton.knobs.cache.dir)
+            assert (folder == path) == (private in (path, *path.parents))
+            assert folder == path or (stat.S_IMODE(folder.stat().st_mode) == 0o700 and not any(folder.rglob("*.so")))
+        assert triton.knobs.cache.dir == os.environ["TRITON_CACHE_DIR"] == str(path)
+        assert not path.exists() or get("ab").get_file("launcher.so") is not None
 
 
 def test_another_triton_cannot_build_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,8 +243,8 @@ def compiled_kernel(record: store.Binary) -> Any:
 def libraries() -> Iterator[None]:
     """In here, Triton's C libraries, a launcher for each signature, come from our store if they are there.
 
-    Triton's own cache, whose files it loads unchecked, is a new folder for that time. What is built is put into the
-    store. Where Triton's build cannot be replaced, its own cache is used.
+    Triton asks only for those that its own cache has not got. It loads that cache's files unchecked, so a cache that
+    others may write to gives way to a new folder. What is built is put into the store.
     """
     try:
         from triton import knobs
@@ -255,7 +255,9 @@ def libraries() -> Iterator[None]:
         yield
         return
     with scope:
-        knobs.build.impl, knobs.cache.dir = _library, _own_folder().name
+        if not store.is_private(knobs.cache.dir):
+            knobs.cache.dir = _own_folder().name
+        knobs.build.impl = _library
         try:
             yield
         finally:

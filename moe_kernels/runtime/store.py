@@ -329,6 +329,18 @@ def _check_folder(root: str) -> None:
         _check_owner(parent, os.stat(parent), is_parent=True)
 
 
+def is_private(folder: str) -> bool:
+    """Whether only the user and root can replace a folder, which need not be there yet, or the files in it."""
+    path = Path(folder).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        _check_folder(str(path))
+    except (_Refused, OSError):
+        return False
+    return True
+
+
 def _check_owner(path: Path, status: os.stat_result, is_parent: bool = False) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise _Refused("is a symbolic link", path)
