@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import (
+    Experts,
     check_dequantize,
     check_grouped_gemm,
     check_grouped_gemm_wgrad,
@@ -545,7 +546,8 @@ def swiglu_ffn(
         TypeError, ValueError: see `checks.check_swiglu_ffn`.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
-    check_swiglu_ffn(rows, w_gate_up, group_offsets, w_up, gate_up_bias, up_bias, spec, transposed, reference=True)
+    experts = Experts(w_gate_up, None, w_up, gate_up_bias, up_bias, None, spec, transposed)
+    check_swiglu_ffn(rows, group_offsets, experts, reference=True)
 
     def project(weight: Tensor, bias: Tensor | None) -> Tensor:
         return grouped_linear(rows, weight if transposed else weight.mT, group_offsets, bias, None)
@@ -602,9 +604,8 @@ def scaled_moe_mlp(
         TypeError, ValueError, RuntimeError: see `checks.check_scaled_moe_mlp`.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
-    check_scaled_moe_mlp(
-        hidden, topk_ids, topk_weights, w_gate_up, w_down, None, gate_up_bias, None, down_bias, spec, False
-    )
+    experts = Experts(w_gate_up, w_down, None, gate_up_bias, None, down_bias, spec, False)
+    check_scaled_moe_mlp(hidden, topk_ids, topk_weights, experts)
     routing = route(topk_ids, topk_weights, w_gate_up.shape[0])
     offsets, dtype = routing.group_offsets, hidden.dtype
     format = "rowwise" if w_gate_up.format == "rowwise" else "1x128"
