@@ -115,16 +115,8 @@ def _activate_backward(
     return grads
 
 
-def _activate_backward_fake(
-    preact: Tensor,
-    preact_up: Tensor | None,
-    d_act: Tensor,
-    topk_weights: Tensor | None,
-    row_to_slot: Tensor | None,
-    group_offsets: Tensor | None,
-    weigh: bool,
-    *spec: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _activate_backward_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    preact, preact_up, d_act, topk_weights, _, _, weigh, *_ = inputs
     d_preact = preact.new_empty(preact.shape)
     d_preact_up = preact.new_empty((0,) if preact_up is None else preact_up.shape)
     if topk_weights is None:
@@ -220,16 +212,8 @@ def adjacent(w_in: Tensor, w_up: Tensor | None) -> bool:
     return middle and w_up.untyped_storage().data_ptr() == w_in.untyped_storage().data_ptr()
 
 
-def _swiglu_ffn_fake(
-    rows: Tensor,
-    group_offsets: Tensor,
-    w_in: Tensor,
-    w_up: Tensor | None,
-    b_in: Tensor | None,
-    b_up: Tensor | None,
-    save_preact: bool,
-    *spec: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _swiglu_ffn_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, _, w_in, w_up, _, _, save_preact, *spec = inputs
     dtype = torch.promote_types(rows.dtype, w_in.dtype)
     M, W = rows.size(0), w_in.size(2)
     act = rows.new_empty((M, GLUSpec(*spec).width(w_in.size(2), w_up is not None)), dtype=dtype)
@@ -346,21 +330,8 @@ def _moe_mlp(
     return out_rows, preact, preact_up
 
 
-def _moe_mlp_fake(
-    hidden: Tensor,
-    topk_weights: Tensor,
-    group_offsets: Tensor,
-    row_to_slot: Tensor,
-    slot_to_row: Tensor,
-    w_in: Tensor,
-    w_up: Tensor | None,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_up: Tensor | None,
-    b_out: Tensor | None,
-    save_preact: bool,
-    *spec: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _moe_mlp_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, _, _, _, slot_to_row, w_in, w_up, w_out, _, _, _, save_preact, *_ = inputs
     dtype = torch.promote_types(hidden.dtype, w_in.dtype)
     R, W = slot_to_row.size(0), w_in.size(2)
     out = hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=torch.promote_types(dtype, w_out.dtype))
@@ -495,11 +466,11 @@ def _moe_mlp_of_one_token(
     return reference.moe_mlp(hidden, topk_ids, topk_weights, w_in, w_out, transposed=True, **others, **options)
 
 
-def _moe_mlp_of_one_token_fake(
-    hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_in: Tensor, w_up: Tensor | None, w_out: Tensor, *_: Any
-) -> Tensor:
+def _moe_mlp_of_one_token_fake(*inputs: Any) -> Tensor:
+    hidden, _, _, w_in, _, w_out, *_ = inputs
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, w_in.dtype), w_out.dtype)
-    return hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=dtype)
+    out: Tensor = hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=dtype)
+    return out
 
 
 moe_mlp_of_one_token = define(

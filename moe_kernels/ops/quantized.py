@@ -67,16 +67,8 @@ def _quantized_grouped_gemm(
     return out
 
 
-def _quantized_grouped_gemm_fake(
-    A: Tensor,
-    B: Tensor,
-    scales_B: Tensor | None,
-    group_offsets: Tensor,
-    slot_to_row: Tensor | None,
-    bias: Tensor | None,
-    rowwise: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _quantized_grouped_gemm_fake(A: Tensor, B: Tensor, *others: Any) -> Tensor:
+    _, _, slot_to_row, _, _, out_dtype = others
     return A.new_empty(((A if slot_to_row is None else slot_to_row).size(0), B.size(2)), dtype=out_dtype)
 
 
@@ -100,15 +92,8 @@ def _quantized_wgrad(
     return out
 
 
-def _quantized_wgrad_fake(
-    X: Tensor,
-    Y: Tensor,
-    group_offsets: Tensor,
-    x_slots: Tensor | None,
-    y_slots: Tensor | None,
-    transposed: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _quantized_wgrad_fake(X: Tensor, Y: Tensor, group_offsets: Tensor, *others: Any) -> Tensor:
+    _, _, transposed, out_dtype = others
     G, P, Q = group_offsets.size(0) - 1, X.size(1), Y.size(1)
     if transposed:
         return X.new_empty((G, Q, P), dtype=out_dtype).mT

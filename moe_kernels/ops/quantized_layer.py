@@ -53,21 +53,8 @@ def _quantized_moe_mlp(
     return tuple([x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in made])
 
 
-def _quantized_moe_mlp_fake(
-    hidden: Tensor,
-    topk_weights: Tensor,
-    group_offsets: Tensor,
-    row_to_slot: Tensor,
-    slot_to_row: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    rowwise: bool,
-    fp8_wgrad: bool,
-    save: bool,
-    *_: Any,
-) -> tuple[Tensor, ...]:
+def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    hidden, _, _, _, slot_to_row, w_in, w_out, _, _, rowwise, _, save, *_ = inputs
     saved = [hidden.new_empty((slot_to_row.size(0), w_in.size(2)) if save else (0,))]
     for w in (w_in, w_out):
         shape = (w.size(0), -(-w.size(2) // BLOCK), -(-w.size(1) // BLOCK))

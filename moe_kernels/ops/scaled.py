@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -52,17 +54,8 @@ def _scaled_grouped_gemm(
     return out
 
 
-def _scaled_grouped_gemm_fake(
-    A: Tensor,
-    scales_A: Tensor,
-    B: Tensor,
-    scales_B: Tensor,
-    group_offsets: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    variant: str,
-    fast_accumulation: bool,
-) -> Tensor:
+def _scaled_grouped_gemm_fake(A: Tensor, scales_A: Tensor, B: Tensor, *others: Any) -> Tensor:
+    _, _, _, out_dtype, *_ = others
     return A.new_empty((A.size(0), B.size(-1)), dtype=out_dtype)
 
 
