@@ -55,6 +55,11 @@ def check_grouped_gemm(
         ValueError: wrong rank, shape or device.
     """
     _check_floats((("A_packed", A_packed), ("B", B)), reference)
+    _check_grouped_gemm_shapes(A_packed, B, group_offsets)
+    return _result_dtype(A_packed, B, out_dtype, reference)
+
+
+def _check_grouped_gemm_shapes(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> None:
     check_index_vector("group_offsets", group_offsets, 1, "A_packed", A_packed)
     if A_packed.dim() != 2:
         raise ValueError(f"A_packed: expected shape [M, K], got {list(A_packed.shape)}")
@@ -63,7 +68,6 @@ def check_grouped_gemm(
     _check_contraction("B", B, "A_packed", A_packed)
     if B.dim() == 3:
         _check_offsets_length("G", "B", B, group_offsets)
-    return _result_dtype(A_packed, B, out_dtype, reference)
 
 
 def check_scaled_grouped_gemm(
@@ -93,14 +97,7 @@ def check_scaled_grouped_gemm(
     A_packed, B = _scaled_both("A_packed", A_packed, "B", B)
     data, weight = A_packed.data, B.data
     _check_same_device("B", weight, "A_packed", data)
-    check_index_vector("group_offsets", group_offsets, 1, "A_packed", data)
-    if data.dim() != 2:
-        raise ValueError(f"A_packed: expected shape [M, K], got {list(data.shape)}")
-    if weight.dim() not in (2, 3):
-        raise ValueError(f"B: expected shape [K, N] or [G, K, N], got {list(weight.shape)}")
-    _check_contraction("B", weight, "A_packed", data)
-    if weight.dim() == 3:
-        _check_offsets_length("G", "B", weight, group_offsets)
+    _check_grouped_gemm_shapes(data, weight, group_offsets)
     formats = A_packed.format, B.format
     if formats not in (("rowwise", "rowwise"), ("1x128", "128x128")):
         raise ValueError(
