@@ -11,21 +11,19 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.runtime import cache
-from moe_kernels.runtime.signature import Counts, Operator, Tensors
+from moe_kernels.runtime.signature import Counts, Operator
 
 
-def _counts(tensors: Tensors, options: Any) -> Counts:
+def _counts(tensors: Any, options: Any) -> Counts:
     """The first operand has the rows, or tokens if it has a map."""
     first, _, _, group_offsets, rows, *_ = tensors
-    assert first is not None and group_offsets is not None
     others = () if rows is None else (rows.size(0),)
     return Counts(first.size(0), others, groups=group_offsets.size(0) - 1)
 
 
-def _counts_of_wgrad(tensors: Tensors, _: Any) -> Counts:
+def _counts_of_wgrad(tensors: Any, options: Any) -> Counts:
     """Of each operand, and of each map."""
     X, Y, group_offsets, *maps = tensors
-    assert X is not None and Y is not None and group_offsets is not None
     others = (Y.size(0), *(rows.size(0) for rows in maps if rows is not None))
     return Counts(X.size(0), others, groups=group_offsets.size(0) - 1)
 
