@@ -17,24 +17,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+
+from moe_kernels.runtime.targets import Gpu
 
 SCHEMA = 1
 LIMIT = 1.0  # farther than a factor of two in one of rows, N, K and G, the rule is the better guess
 TUNE = "python -m moe_kernels tune"
 BUNDLED = Path(__file__).parent
-
-
-class Gpu(Protocol):
-    """A GPU model: `targets.Gpu`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def capability(self) -> tuple[int, int]: ...
 
 
 def family(gpu: Gpu) -> str:
