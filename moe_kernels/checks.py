@@ -485,26 +485,26 @@ def _check_not_differentiated(subject: str, name: str, tensors: Sequence[Tensor 
 
 def _check_routed(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts) -> None:
     """Check the routing and the shapes of the second product, after those of the first."""
-    transposed = experts.transposed
-    E, W = experts.w_gate_up.shape[0], experts.w_gate_up.shape[2 if transposed else 1]
+    w_gate_up, w_down, w_up, _, _, down_bias, spec, transposed = experts
+    E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
     check_route(topk_ids, topk_weights, E)
     T, H = hidden.shape
     if topk_ids.shape[0] != T:
         raise ValueError(f"topk_ids: expected T = {T} as in hidden {[T, H]}, got {list(topk_ids.shape)}")
     _check_same_device("topk_ids", topk_ids, "hidden", hidden)
-    width = experts.spec.width(W, experts.w_up is not None)
+    width = spec.width(W, w_up is not None)
     form, down = ("[E, I, H]", (E, width, H)) if transposed else ("[E, H, I]", (E, H, width))
-    _check_shape("w_down", experts.w_down, form, down)
-    if experts.down_bias is not None:
-        _check_shape("down_bias", experts.down_bias, "[E, H]", (E, H))
+    _check_shape("w_down", w_down, form, down)
+    if down_bias is not None:
+        _check_shape("down_bias", down_bias, "[E, H]", (E, H))
 
 
 def _check_first_floats(name: str, inputs: Tensor, experts: Experts, reference: bool) -> None:
     """Check the options, and the operands of the first product: their dtypes and devices."""
-    _check_spec(experts.spec, experts.w_up is not None, experts.up_bias is not None)
-    given = (name, inputs), ("w_gate_up", experts.w_gate_up)
-    optional = ("w_up", experts.w_up), ("gate_up_bias", experts.gate_up_bias), ("up_bias", experts.up_bias)
-    _check_floats(given, reference, optional)
+    w_gate_up, _, w_up, gate_up_bias, up_bias, _, spec, _ = experts
+    _check_spec(spec, w_up is not None, up_bias is not None)
+    optional = ("w_up", w_up), ("gate_up_bias", gate_up_bias), ("up_bias", up_bias)
+    _check_floats(((name, inputs), ("w_gate_up", w_gate_up)), reference, optional)
 
 
 def _check_first_shapes(
