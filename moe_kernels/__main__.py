@@ -79,10 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "cache":
         return commands.cache_main(options)
     if options.command in ("compile", "tune"):
-        if problems := requirements.problems():
-            print(
-                f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.fix()}", file=sys.stderr
-            )
+        if not _kernels_run():
             return 1
         return tune.main(options) if options.command == "tune" else commands.compile_main(options)
     if options.command == "info" and options.model:
@@ -99,9 +96,7 @@ def demo() -> int:
             command = [sys.executable, "-m", "moe_kernels", "demo"]
             return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
         os.environ["TRITON_INTERPRET"] = "1"
-    problems, fix = requirements.problems(), requirements.fix()
-    if problems:
-        print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {fix}", file=sys.stderr)
+    if not _kernels_run():
         return 1
 
     from moe_kernels.testing import flop_count, group_sizes_for, make_inputs
@@ -269,6 +264,14 @@ def _gpu_fields() -> list[tuple[str, str]]:
     fields.append(("driver", requirements.nvidia_driver() or "no NVIDIA driver found"))
     fields.append(("torch built for", f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"))
     return fields
+
+
+def _kernels_run() -> bool:
+    """Whether the kernels can run here; prints what is missing."""
+    problems = requirements.problems()
+    if problems:
+        print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.fix()}", file=sys.stderr)
+    return not problems
 
 
 def _interpreter_on() -> bool:

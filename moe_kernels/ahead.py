@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -230,15 +231,24 @@ def _call_of_shape(shape: LayerShape, T: int, training: bool) -> Callable[[], No
         _call_of_module(module, T, False)()
         if training:
             _call_of_module(module, T, True)()
+        _run_experts(shape, T, dtype)
         with torch.no_grad():
-            hidden = torch.empty(T, H, dtype=dtype, device="meta")
-            ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
-            moe_mlp(hidden, ids, hidden.new_empty(T, top_k), module.w_gate_up, module.w_down)
             offsets = torch.empty(E + 1, dtype=torch.int32, device="meta")
             for weight in (module.w_gate_up.mT, module.w_down.mT):
-                grouped_gemm(hidden.new_empty(T * top_k, weight.size(1)), weight, offsets)
+                grouped_gemm(weight.new_empty(T * top_k, weight.size(1)), weight, offsets)
 
     return call
+
+
+@torch.no_grad()
+def _run_experts(shape: LayerShape, T: int, weights_dtype: torch.dtype) -> None:
+    """Call `moe_mlp` on meta tensors, with topk_weights of this dtype."""
+    H, I, E, top_k, dtype = shape  # noqa: E741
+    hidden, w_gate_up, w_down = (
+        torch.empty(extents, dtype=dtype, device="meta") for extents in ((T, H), (E, 2 * I, H), (E, H, I))
+    )
+    topk_ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
+    moe_mlp(hidden, topk_ids, hidden.new_empty(T, top_k, dtype=weights_dtype), w_gate_up, w_down)
 
 
 def collect(calls: Iterable[Callable[[], None]]) -> list[Wanted]:
@@ -262,20 +272,24 @@ def collect(calls: Iterable[Callable[[], None]]) -> list[Wanted]:
 
 
 def _make_all(wanted: Sequence[Wanted], gpu: Gpu, jobs: int, progress: Progress | None) -> None:
+    for i, _ in enumerate(_making(wanted, gpu, jobs)):
+        if progress is not None:
+            progress(i + 1, len(wanted))
+
+
+def _making(wanted: Sequence[Wanted], gpu: Gpu, jobs: int) -> Iterator[None]:
+    """Make plans, here or in other processes; yields after each."""
     here = torch.cuda.is_available() and targets.of_device("cuda", torch.cuda.current_device()) == gpu
     if not wanted or (here and jobs <= 1):
-        for i, one in enumerate(wanted):
+        for one in wanted:
             _make(one, gpu)
-            if progress is not None:
-                progress(i + 1, len(wanted))
+            yield
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, jobs), context, _begin, (None if here else gpu,)) as pool:
-        futures = [pool.submit(_make, one, gpu) for one in wanted]
-        for i, future in enumerate(as_completed(futures)):
+        for future in as_completed([pool.submit(_make, one, gpu) for one in wanted]):
             future.result()
-            if progress is not None:
-                progress(i + 1, len(wanted))
+            yield
 
 
 def _begin(absent: Gpu | None) -> None:
@@ -311,24 +325,10 @@ def requests(tokens: Iterable[int], shape: LayerShape, gpu: Gpu) -> dict[tuple[i
     found: dict[tuple[int, int], list[Any]] = {}
     for members in classes(tokens, shape.num_experts, shape.top_k):
         launches = found[members[0], members[-1]] = []
-        for one in collect([_layer_call(shape, members[0])]):
+        for one in collect([partial(_run_experts, shape, members[0], torch.float32)]):
             builder, _ = cache.sketch(_OPERATORS[one.operator], one.inputs, one.options, gpu)
             launches += [step for step in builder.steps if isinstance(step, Request)]
     return found
-
-
-def _layer_call(shape: LayerShape, T: int) -> Callable[[], None]:
-    H, I, E, top_k, dtype = shape  # noqa: E741
-
-    def call() -> None:
-        def meta(*extents: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(extents, dtype=dtype, device="meta")
-
-        with torch.no_grad():
-            ids, weights = meta(T, top_k, dtype=torch.int64), meta(T, top_k, dtype=torch.float32)
-            moe_mlp(meta(T, H), ids, weights, meta(E, 2 * I, H), meta(E, H, I))
-
-    return call
 
 
 __all__ = ["LayerShape", "Made", "compile_ahead"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +55,11 @@ def check_grouped_gemm(
         ValueError: wrong rank, shape or device.
     """
     _check_floats((("A_packed", A_packed), ("B", B)), reference)
+    _check_grouped_gemm_shapes(A_packed, B, group_offsets)
+    return _result_dtype(A_packed, B, out_dtype, reference)
+
+
+def _check_grouped_gemm_shapes(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> None:
     check_index_vector("group_offsets", group_offsets, 1, "A_packed", A_packed)
     if A_packed.dim() != 2:
         raise ValueError(f"A_packed: expected shape [M, K], got {list(A_packed.shape)}")
@@ -63,7 +68,6 @@ def check_grouped_gemm(
     _check_contraction("B", B, "A_packed", A_packed)
     if B.dim() == 3:
         _check_offsets_length("G", "B", B, group_offsets)
-    return _result_dtype(A_packed, B, out_dtype, reference)
 
 
 def check_scaled_grouped_gemm(
@@ -93,14 +97,7 @@ def check_scaled_grouped_gemm(
     A_packed, B = _scaled_both("A_packed", A_packed, "B", B)
     data, weight = A_packed.data, B.data
     _check_same_device("B", weight, "A_packed", data)
-    check_index_vector("group_offsets", group_offsets, 1, "A_packed", data)
-    if data.dim() != 2:
-        raise ValueError(f"A_packed: expected shape [M, K], got {list(data.shape)}")
-    if weight.dim() not in (2, 3):
-        raise ValueError(f"B: expected shape [K, N] or [G, K, N], got {list(weight.shape)}")
-    _check_contraction("B", weight, "A_packed", data)
-    if weight.dim() == 3:
-        _check_offsets_length("G", "B", weight, group_offsets)
+    _check_grouped_gemm_shapes(data, weight, group_offsets)
     formats = A_packed.format, B.format
     if formats not in (("rowwise", "rowwise"), ("1x128", "128x128")):
         raise ValueError(
@@ -321,43 +318,46 @@ def _check_moved(name: str, value: Tensor, extent: str, routing: Routing) -> Non
         )
 
 
+class Experts(NamedTuple):
+    """The weights of a layer and how they are laid out; `swiglu_ffn` has neither `w_down` nor `down_bias`.
+
+    W is 2I for gate and up in one weight, or else I.
+    """
+
+    w_gate_up: Any  # Tensor or ScaledTensor [E, W, H], or [E, H, W] if transposed
+    w_down: Any  # as w_gate_up, [E, H, I], or [E, I, H] if transposed
+    w_up: Tensor | None  # [E, I, H], or [E, H, I] if transposed
+    gate_up_bias: Tensor | None  # [E, W]
+    up_bias: Tensor | None  # [E, I]
+    down_bias: Tensor | None  # [E, H]
+    spec: GLUSpec
+    transposed: bool
+
+
 def check_swiglu_ffn(
     rows: Tensor,  # [M, H]
-    w_gate_up: Tensor,  # [E, W, H], or [E, H, W] if transposed
     group_offsets: Tensor,  # [E + 1]
-    w_up: Tensor | None,  # as w_gate_up
-    gate_up_bias: Tensor | None,  # [E, W]
-    up_bias: Tensor | None,  # [E, W]
-    spec: GLUSpec,
-    transposed: bool,
+    experts: Experts,
     *,
     reference: bool = False,
 ) -> None:
-    """Check the arguments of `swiglu_ffn`; W is 2I for gate and up in one weight, or else I.
+    """Check the arguments of `swiglu_ffn`.
 
     Raises:
         TypeError: an argument is no tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
     """
-    _check_first_weights("rows", "M", rows, w_gate_up, w_up, gate_up_bias, up_bias, spec, transposed, reference)
+    _check_first_floats("rows", rows, experts, reference)
+    _check_first_shapes("rows", "M", rows, experts)
     check_index_vector("group_offsets", group_offsets, 1, "rows", rows)
-    _check_offsets_length("E", "w_gate_up", w_gate_up, group_offsets)
+    _check_offsets_length("E", "w_gate_up", experts.w_gate_up, group_offsets)
 
 
 def check_moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: Tensor,  # [E, W, H], or [E, H, W] if transposed
-    w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
-    w_up: Tensor | None,  # as w_gate_up
-    gate_up_bias: Tensor | None,  # [E, W]
-    up_bias: Tensor | None,  # [E, W]
-    down_bias: Tensor | None,  # [E, H]
-    spec: GLUSpec,
-    transposed: bool,
-    *,
-    reference: bool = False,
+    experts: Experts,
 ) -> None:
     """Check the arguments of `moe_mlp`, as `check_route` and `check_swiglu_ffn` do.
 
@@ -365,23 +365,17 @@ def check_moe_mlp(
         TypeError: an argument is no tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
     """
-    _check_first_weights("hidden", "T", hidden, w_gate_up, w_up, gate_up_bias, up_bias, spec, transposed, reference)
-    _check_floats((("hidden", hidden), ("w_down", w_down)), reference, (("down_bias", down_bias),))
-    _check_routed(hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up is not None, down_bias, spec, transposed)
+    _check_first_floats("hidden", hidden, experts, False)
+    _check_first_shapes("hidden", "T", hidden, experts)
+    _check_floats((("hidden", hidden), ("w_down", experts.w_down)), False, (("down_bias", experts.down_bias),))
+    _check_routed(hidden, topk_ids, topk_weights, experts)
 
 
 def check_quantized_moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: Tensor | ScaledTensor,  # [E, W, H]; a ScaledTensor is refused
-    w_down: Tensor | ScaledTensor,  # [E, H, I]
-    w_up: Tensor | None,  # refused, as up_bias
-    gate_up_bias: Tensor | None,  # [E, W]
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,  # [E, H]
-    spec: GLUSpec,
-    transposed: bool,  # refused
+    experts: Experts,  # ScaledTensors, w_up, up_bias and transposed are refused
     compute: str,
 ) -> None:
     """Check the arguments of `moe_mlp` with `compute`.
@@ -391,30 +385,28 @@ def check_quantized_moe_mlp(
         ValueError: as for `check_moe_mlp`; there is no such `compute`; weights in fp8, `w_up`, or `transposed`.
     """
     check_compute(compute)
-    for name, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-        if isinstance(weight, ScaledTensor):
+    for name in ("w_gate_up", "w_down"):
+        if isinstance(getattr(experts, name), ScaledTensor):
             raise ValueError(
                 f"compute: expected None for weights in fp8, got {compute!r}; {name} is a ScaledTensor, and compute "
                 "quantises bfloat16, float16 or float32 weights"
             )
-    _check_one_layout(w_up, transposed)
-    biases = (gate_up_bias, up_bias, down_bias)
-    weights = cast("tuple[Tensor, Tensor]", (w_gate_up, w_down))
-    check_moe_mlp(hidden, topk_ids, topk_weights, *weights, None, *biases, spec, False)
-    floats = {"hidden": hidden, "w_gate_up": weights[0], "w_down": weights[1]}
-    for name, tensor in (floats | {"gate_up_bias": gate_up_bias, "down_bias": down_bias}).items():
-        if tensor is not None:
+    _check_one_layout(experts)
+    check_moe_mlp(hidden, topk_ids, topk_weights, experts)
+    _check_beside_fp8("hidden", hidden.dtype)
+    for name in ("w_gate_up", "w_down", "gate_up_bias", "down_bias"):
+        if (tensor := getattr(experts, name)) is not None:
             _check_beside_fp8(name, tensor.dtype)
 
 
-def _check_one_layout(w_up: Tensor | None, transposed: bool) -> None:
+def _check_one_layout(experts: Experts) -> None:
     """Raise ValueError for other weights of a layer with products in fp8 than `[E, 2I, H]` and `[E, H, I]`."""
-    if transposed:
+    if experts.transposed:
         raise ValueError(
             "transposed: expected False for products in fp8, got True; pass weights [E, 2I, H] and [E, H, I], such as "
             "w.mT or quantize(w.mT, ...)"
         )
-    if w_up is not None:
+    if experts.w_up is not None:
         raise ValueError(
             "w_up: expected None for products in fp8, got a value; pass gate and up as one w_gate_up [E, 2I, H], such "
             "as torch.cat((gate, up), 1), or what quantize makes of it"
@@ -435,14 +427,7 @@ def check_scaled_moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: ScaledTensor | Tensor,  # [E, W, H]; a Tensor is refused
-    w_down: ScaledTensor | Tensor,  # [E, H, I]
-    w_up: Tensor | None,  # refused, as up_bias
-    gate_up_bias: Tensor | None,  # [E, W]
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,  # [E, H]
-    spec: GLUSpec,
-    transposed: bool,  # refused
+    experts: Experts,  # Tensors for weights, w_up, up_bias and transposed are refused
 ) -> None:
     """Check the arguments of `moe_mlp` with weights in fp8, both "rowwise" or both "128x128".
 
@@ -451,8 +436,8 @@ def check_scaled_moe_mlp(
         ValueError: as for `check_moe_mlp`; wrong formats or shapes of scales, `w_up`, or `transposed`.
         RuntimeError: autograd would record the layer.
     """
-    _check_one_layout(w_up, transposed)
-    w_gate_up, w_down = _scaled_both("w_gate_up", w_gate_up, "w_down", w_down)
+    _check_one_layout(experts)
+    w_gate_up, w_down = _scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
     for name, value in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         if value.data.dtype != torch.float8_e4m3fn:
             raise TypeError(f"{name}.data: expected float8_e4m3fn, got {value.data.dtype}")
@@ -462,8 +447,8 @@ def check_scaled_moe_mlp(
             "w_gate_up, w_down: expected the formats 'rowwise' and 'rowwise', or '128x128' and '128x128', "
             f"got {formats[0]!r} and {formats[1]!r}"
         )
-    _check_spec(spec, False, up_bias is not None)
-    floats = {"hidden": hidden, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    _check_spec(experts.spec, experts.w_up is not None, experts.up_bias is not None)
+    floats = {"hidden": hidden, "gate_up_bias": experts.gate_up_bias, "down_bias": experts.down_bias}
     for name, tensor in floats.items():
         if tensor is None and name != "hidden":
             continue
@@ -472,11 +457,12 @@ def check_scaled_moe_mlp(
         _check_beside_fp8(name, tensor.dtype)
         _check_same_device(name, tensor, "w_gate_up", w_gate_up.data)
     _check_same_device("w_down", w_down.data, "w_gate_up", w_gate_up.data)
-    _check_first_shapes("hidden", "T", hidden, w_gate_up.data, None, gate_up_bias, None, spec, False)
-    _check_routed(hidden, topk_ids, topk_weights, w_gate_up.data, w_down.data, False, down_bias, spec, False)
+    data = experts._replace(w_gate_up=w_gate_up.data, w_down=w_down.data)
+    _check_first_shapes("hidden", "T", hidden, data)
+    _check_routed(hidden, topk_ids, topk_weights, data)
     form = "[E, {}, 1]" if formats[0] == "rowwise" else "[E, cdiv({}, 128), cdiv({}, 128)]"
     tensors = {**floats, "topk_weights": topk_weights}
-    first = "2I" if spec.gated else "I"
+    first = "2I" if experts.spec.gated else "I"
     for name, weight, letters in (("w_gate_up", w_gate_up, (first, "H")), ("w_down", w_down, ("H", "I"))):
         tensors |= {f"{name}.data": weight.data, f"{name}.scales": weight.scales}
         shape = scales_shape(weight.shape, weight.format)
@@ -497,60 +483,37 @@ def _check_not_differentiated(subject: str, name: str, tensors: Sequence[Tensor 
         raise RuntimeError(f"{subject} no forward-mode derivatives, but {name} has a tangent: {instead}")
 
 
-def _check_routed(
-    hidden: Tensor,  # [T, H]
-    topk_ids: Tensor,  # [T, top_k]
-    topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: Tensor,  # [E, W, H], or [E, H, W] if transposed
-    w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
-    apart: bool,  # gate and up are
-    down_bias: Tensor | None,  # [E, H]
-    spec: GLUSpec,
-    transposed: bool,
-) -> None:
+def _check_routed(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts) -> None:
     """Check the routing and the shapes of the second product, after those of the first."""
+    w_gate_up, w_down, w_up, _, _, down_bias, spec, transposed = experts
     E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
     check_route(topk_ids, topk_weights, E)
     T, H = hidden.shape
     if topk_ids.shape[0] != T:
         raise ValueError(f"topk_ids: expected T = {T} as in hidden {[T, H]}, got {list(topk_ids.shape)}")
     _check_same_device("topk_ids", topk_ids, "hidden", hidden)
-    width = spec.width(W, apart)
+    width = spec.width(W, w_up is not None)
     form, down = ("[E, I, H]", (E, width, H)) if transposed else ("[E, H, I]", (E, H, width))
     _check_shape("w_down", w_down, form, down)
     if down_bias is not None:
         _check_shape("down_bias", down_bias, "[E, H]", (E, H))
 
 
-def _check_first_weights(
-    name: str,  # "rows" or "hidden"
-    count: str,  # what their number is called
-    inputs: Tensor,  # [count, H]
-    w_gate_up: Tensor,
-    w_up: Tensor | None,
-    gate_up_bias: Tensor | None,
-    up_bias: Tensor | None,
-    spec: GLUSpec,
-    transposed: bool,
-    reference: bool,
-) -> None:
+def _check_first_floats(name: str, inputs: Tensor, experts: Experts, reference: bool) -> None:
+    """Check the options, and the operands of the first product: their dtypes and devices."""
+    w_gate_up, _, w_up, gate_up_bias, up_bias, _, spec, _ = experts
     _check_spec(spec, w_up is not None, up_bias is not None)
     optional = ("w_up", w_up), ("gate_up_bias", gate_up_bias), ("up_bias", up_bias)
     _check_floats(((name, inputs), ("w_gate_up", w_gate_up)), reference, optional)
-    _check_first_shapes(name, count, inputs, w_gate_up, w_up, gate_up_bias, up_bias, spec, transposed)
 
 
 def _check_first_shapes(
     name: str,  # "rows" or "hidden"
     count: str,  # what their number is called
     inputs: Tensor,  # [count, H]
-    w_gate_up: Tensor,
-    w_up: Tensor | None,
-    gate_up_bias: Tensor | None,
-    up_bias: Tensor | None,
-    spec: GLUSpec,
-    transposed: bool,
+    experts: Experts,
 ) -> None:
+    w_gate_up, _, w_up, gate_up_bias, up_bias, _, spec, transposed = experts
     if inputs.dim() != 2:
         raise ValueError(f"{name}: expected shape [{count}, H], got {list(inputs.shape)}")
     width = "2I" if spec.gated and w_up is None else "I"

@@ -63,7 +63,8 @@ def swiglu_ffn(
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     rows, w_gate_up, w_up = autocast(rows, w_gate_up, w_up)
-    checks.check_swiglu_ffn(rows, w_gate_up, group_offsets, w_up, gate_up_bias, up_bias, spec, transposed)
+    experts = checks.Experts(w_gate_up, None, w_up, gate_up_bias, up_bias, None, spec, transposed)
+    checks.check_swiglu_ffn(rows, group_offsets, experts)
     if checks.validation_enabled(None):
         checks.validate_offsets(group_offsets, rows.size(0))
     w_in, w_up = _columns(w_gate_up, transposed), _columns(w_up, transposed)
@@ -138,31 +139,19 @@ def moe_mlp(
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     biases = (gate_up_bias, up_bias, down_bias)
     if compute is not None:
-        return _quantized_moe_mlp(
-            hidden,
-            topk_ids,
-            topk_weights,
-            w_gate_up,
-            w_down,
-            w_up,
-            biases,
-            spec,
-            transposed,
-            compute,
-            fp8_wgrad,
-            validate,
-        )
+        experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
+        return _quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, compute, fp8_wgrad, validate)
     if isinstance(w_gate_up, ScaledTensor) or isinstance(w_down, ScaledTensor):
-        return _scaled_moe_mlp(
-            hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, biases, spec, transposed, validate
-        )
+        experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
+        return _scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, validate)
     given, asked = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases), (transposed, spec)
     validates = checks.validation_enabled(validate)
     if not validates and w_up is None and (known := cache.replay(MOE_LAYER, given, asked)) is not None:
         again: Tensor = known
         return again
     hidden, first, w_up, second = autocast(hidden, w_gate_up, w_up, w_down)
-    checks.check_moe_mlp(hidden, topk_ids, topk_weights, first, second, w_up, *biases, spec, transposed)
+    experts = checks.Experts(first, second, w_up, *biases, spec, transposed)
+    checks.check_moe_mlp(hidden, topk_ids, topk_weights, experts)
     num_experts = first.size(0)
     if validates:
         checks.validate_ids(topk_ids, num_experts)
@@ -196,22 +185,18 @@ def _scaled_moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: Any,
-    w_down: Any,
-    w_up: Tensor | None,
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None],  # of gate_up, up and down
-    spec: GLUSpec,
-    transposed: bool,
+    experts: checks.Experts,
     validate: bool | None,
 ) -> Tensor:
     """`moe_mlp` with fp8 weights."""
     (hidden,) = autocast(hidden)
-    routed = (hidden, topk_ids, topk_weights)
-    checks.check_scaled_moe_mlp(*routed, w_gate_up, w_down, w_up, *biases, spec, transposed)
+    checks.check_scaled_moe_mlp(hidden, topk_ids, topk_weights, experts)
+    first, second = experts.w_gate_up, experts.w_down
     if checks.validation_enabled(validate):
-        checks.validate_ids(topk_ids, w_gate_up.shape[0])
-    weights = (w_gate_up.data, w_gate_up.scales, w_down.data, w_down.scales, biases[0], biases[2])
-    out: Tensor = ops.scaled_moe_mlp(*routed, *weights, w_gate_up.format == "rowwise", *spec)
+        checks.validate_ids(topk_ids, first.shape[0])
+    weights = (first.data, first.scales, second.data, second.scales, experts.gate_up_bias, experts.down_bias)
+    options = (first.format == "rowwise", *experts.spec)
+    out: Tensor = ops.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, *options)
     return out
 
 
@@ -219,26 +204,21 @@ def _quantized_moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: Any,
-    w_down: Any,
-    w_up: Tensor | None,
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None],  # of gate_up, up and down
-    spec: GLUSpec,
-    transposed: bool,
+    experts: checks.Experts,
     compute: str,
     fp8_wgrad: bool,
     validate: bool | None,
 ) -> Tensor:
     """`moe_mlp` with `compute`."""
     (hidden,) = autocast(hidden)
-    routed = (hidden, topk_ids, topk_weights)
-    checks.check_quantized_moe_mlp(*routed, w_gate_up, w_down, w_up, *biases, spec, transposed, compute)
+    checks.check_quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, compute)
+    num_experts = experts.w_gate_up.size(0)
     if checks.validation_enabled(validate):
-        checks.validate_ids(topk_ids, w_gate_up.size(0))
-    parameters = (w_gate_up.mT, w_down.mT, biases[0], biases[2])
+        checks.validate_ids(topk_ids, num_experts)
+    parameters = (experts.w_gate_up.mT, experts.w_down.mT, experts.gate_up_bias, experts.down_bias)
     save = differentiated(hidden, topk_weights, *parameters)
-    routing = ops.route(topk_ids, w_gate_up.size(0))
-    options = (compute == "fp8_rowwise", fp8_wgrad, save, *spec)
+    routing = ops.route(topk_ids, num_experts)
+    options = (compute == "fp8_rowwise", fp8_wgrad, save, *experts.spec)
     out: Tensor = ops.quantized_moe_mlp(hidden, topk_weights, *routing, *parameters, *options)[0]
     return out
 

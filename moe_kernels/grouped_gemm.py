@@ -234,21 +234,9 @@ def scaled_grouped_mm(
         TypeError, ValueError, RuntimeError, ImportError: as for `grouped_gemm`; ValueError also for other recipes and
             swizzles.
     """
-    a, b, dtype = checks.check_scaled_grouped_mm(
-        mat_a,
-        mat_b,
-        scale_a,
-        scale_recipe_a,
-        scale_b,
-        scale_recipe_b,
-        swizzle_a,
-        swizzle_b,
-        bias,
-        offs,
-        output_dtype,
-        contraction_dim,
-        use_fast_accum,
-    )
+    recipes = (scale_a, scale_recipe_a, scale_b, scale_recipe_b, swizzle_a, swizzle_b)
+    options = (bias, offs, output_dtype, contraction_dim, use_fast_accum)
+    a, b, dtype = checks.check_scaled_grouped_mm(mat_a, mat_b, *recipes, *options)
     validate = checks.validation_enabled(None)
     if offs is None:
         G, M, K = mat_a.shape

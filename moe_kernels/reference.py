@@ -17,23 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import (
-    check_dequantize,
-    check_grouped_gemm,
-    check_grouped_gemm_wgrad,
-    check_grouped_mm,
-    check_permute,
-    check_quantize,
-    check_route,
-    check_scaled_grouped_gemm,
-    check_scaled_grouped_mm,
-    check_scaled_moe_mlp,
-    check_swiglu_ffn,
-    check_uniform,
-    check_unpermute,
-    check_varied,
-    clamp_offsets,
-)
+from . import checks
 from .glu import CLAMPED, GLUSpec
 from .packing import group_offsets_from_offs, group_sizes
 from .routing_maps import Routing
@@ -65,10 +49,10 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError: see `checks.check_grouped_gemm`.
     """
-    result = check_grouped_gemm(A_packed, B, group_offsets, out_dtype, reference=True)
+    result = checks.check_grouped_gemm(A_packed, B, group_offsets, out_dtype, reference=True)
     M, N = A_packed.shape[0], B.shape[-1]
     compute = result if A_packed.dtype == B.dtype == result else _accumulation_dtype(A_packed, B)
-    offsets = clamp_offsets(group_offsets, M).tolist()
+    offsets = checks.clamp_offsets(group_offsets, M).tolist()
     first, last = offsets[0], offsets[-1]
     if B.dim() == 2:
         weights, offsets = [B], [first, last]
@@ -94,22 +78,15 @@ def grouped_gemm_wgrad(
 ) -> Tensor:  # [G, K, N]
     """The gradient of `grouped_gemm` in `B [G, K, N]`: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
 
-    Args:
-        A_packed: `[M, K]`, any strides.
-        d_out: `[M, N]`, any strides.
-        group_offsets: `[G + 1]` int32 or int64, taken as `checks.clamp_offsets`.
-        out_dtype: of the result; None is `torch.promote_types(A_packed.dtype, d_out.dtype)`.
-
-    Returns:
-        `[G, K, N]`. Empty groups have exact zeros. Rows outside all groups do not affect the result, even if they hold
-        NaN.
+    Offsets and `out_dtype` are as for `grouped_gemm`. Empty groups have exact zeros. Rows outside all groups do not
+    affect the result, even if they hold NaN.
 
     Raises:
         TypeError, ValueError: see `checks.check_grouped_gemm_wgrad`.
     """
-    result = check_grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype, reference=True)
+    result = checks.check_grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype, reference=True)
     compute = result if A_packed.dtype == d_out.dtype == result else _accumulation_dtype(A_packed, d_out)
-    offsets = clamp_offsets(group_offsets, A_packed.shape[0]).tolist()
+    offsets = checks.clamp_offsets(group_offsets, A_packed.shape[0]).tolist()
     if len(offsets) == 1:
         # One empty product keeps the result differentiable in both operands.
         return (A_packed[:0].T @ d_out[:0].to(A_packed.dtype)).to(result).expand(0, -1, -1)
@@ -127,27 +104,15 @@ def grouped_mm(
     bias: Tensor | None = None,  # [G, N]
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.grouped_mm`.
+    """`torch.nn.functional.grouped_mm`, in the four forms of `moe_kernels.grouped_mm`.
 
-        [M, K]    x [G, K, N]  ->  [M, N]        the rows of mat_a are grouped
-        [M, K]    x [K, N]     ->  [G, M, N]     the contraction is grouped
-        [G, M, K] x [K, N]     ->  [M, N]        the columns of mat_b are grouped
-        [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
-
-    Args:
-        mat_a, mat_b: as above, any strides.
-        offs: `[G]` int32 or int64, the inclusive ends of the groups.
-        bias: `[G, N]`, for the first form only, added to each row of its group in float32 (float64 if an argument
-            is) before the result is rounded. It does not change the result's dtype.
-        out_dtype: of the result; None is `torch.promote_types(mat_a.dtype, mat_b.dtype)`.
-
-    Returns:
-        As above. Rows or columns outside all groups are exact zeros, without a bias.
+    The bias is added as by `grouped_linear`, and does not change the result's dtype. Rows or columns outside all groups
+    are exact zeros, without a bias.
 
     Raises:
         TypeError, ValueError: see `checks.check_grouped_mm`.
     """
-    result = check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype, reference=True)
+    result = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype, reference=True)
     if offs is None:
         compute = result if mat_a.dtype == mat_b.dtype == result else _accumulation_dtype(mat_a, mat_b)
         return torch.bmm(mat_a.to(compute), mat_b.to(compute)).to(result)
@@ -171,7 +136,7 @@ def grouped_linear(
         return grouped_gemm(A_packed, B, group_offsets, out_dtype=out_dtype)
     compute = _accumulation_dtype(A_packed, B, bias)
     products = grouped_gemm(A_packed, B, group_offsets, out_dtype=compute)
-    offsets = clamp_offsets(group_offsets, len(A_packed))
+    offsets = checks.clamp_offsets(group_offsets, len(A_packed))
     biases = bias.to(compute).repeat_interleave(group_sizes(offsets), dim=0)
     first, last = offsets[[0, -1]].tolist()
     return (products + F.pad(biases, (0, 0, first, len(A_packed) - last))).to(
@@ -192,7 +157,7 @@ def scaled_grouped_gemm(
     Raises:
         TypeError, ValueError: see `checks.check_scaled_grouped_gemm`.
     """
-    _, _, result = check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype)
+    _, _, result = checks.check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype)
     return grouped_linear(dequantize(A_packed), dequantize(B), group_offsets, bias, result)
 
 
@@ -220,10 +185,10 @@ def scaled_grouped_mm(
     """
     recipes = (scale_a, scale_recipe_a, scale_b, scale_recipe_b, swizzle_a, swizzle_b)
     options = (bias, offs, output_dtype, contraction_dim, use_fast_accum)
-    a, b, result = check_scaled_grouped_mm(mat_a, mat_b, *recipes, *options)
+    a, b, result = checks.check_scaled_grouped_mm(mat_a, mat_b, *recipes, *options)
     if mat_a.dim() == mat_b.dim() == 2:
         assert offs is not None
-        ends = clamp_offsets(group_offsets_from_offs(offs), len(mat_b))
+        ends = checks.clamp_offsets(group_offsets_from_offs(offs), len(mat_b))
         inside, sizes = int(ends[-1]), ends.diff()
         values_a = mat_a[:, :inside].float() * a.scales[:, :, 0].repeat_interleave(sizes, 0).T
         values_b = mat_b[:inside].float() * b.scales[:, 0].repeat_interleave(sizes, 0)
@@ -243,16 +208,10 @@ def uniform_grouped_gemm(
 
     The products are `torch.bmm`, in the dtypes in which `grouped_gemm` computes.
 
-    Args:
-        A: `[G, M, K]`, or `[G * M, K]` with the groups one below the other; any strides.
-        B: `[G, K, N]` or `[G * K, N]`, any strides.
-        num_groups: `G`.
-        out_dtype: of the result; None is `torch.promote_types(A.dtype, B.dtype)`.
-
     Raises:
         TypeError, ValueError: see `checks.check_uniform`.
     """
-    result = check_uniform(A, B, num_groups, out_dtype, reference=True)
+    result = checks.check_uniform(A, B, num_groups, out_dtype, reference=True)
     compute = result if A.dtype == B.dtype == result else _accumulation_dtype(A, B)
     M = A.shape[-2] if A.dim() == 3 else A.shape[0] // max(num_groups, 1)
     a = A.to(compute).reshape(num_groups, M, A.shape[-1])
@@ -269,15 +228,10 @@ def varied_grouped_gemm(
 ) -> list[Tensor]:
     """Multiply matrices pair by pair, each pair with sizes of its own: `torch.mm(group_A[p], group_B[p])`.
 
-    Args:
-        group_A: list of `[M_p, K_p]`, all of one dtype, any strides.
-        group_B: list of `[K_p, N_p]` of the same dtype.
-        out: list of `[M_p, N_p]` to write to; by default new tensors.
-
     Raises:
         TypeError, ValueError: see `checks.check_varied`.
     """
-    check_varied(group_A, group_B, out, reference=True)
+    checks.check_varied(group_A, group_B, out, reference=True)
     outs = [None] * len(group_A) if out is None else out
     return [torch.mm(a, b, out=o) for a, b, o in zip(group_A, group_B, outs, strict=True)]
 
@@ -294,7 +248,7 @@ def quantize(
     Raises:
         TypeError, ValueError: see `checks.check_quantize`.
     """
-    check_quantize(x, format, dtype, reference=True)
+    checks.check_quantize(x, format, dtype, reference=True)
     *groups, R, K = x.shape
     *_, rows, parts = scales_shape(x.shape, format)
     height = BLOCK if format == "128x128" else 1
@@ -319,7 +273,7 @@ def dequantize(scaled: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tens
     Raises:
         TypeError, ValueError: see `checks.check_dequantize`.
     """
-    check_dequantize(scaled, dtype)
+    checks.check_dequantize(scaled, dtype)
     data, scales, _ = scaled
     for dim in (-2, -1):
         n = data.shape[dim]
@@ -334,7 +288,7 @@ def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
     Raises:
         TypeError, ValueError: see `checks.check_route`.
     """
-    check_route(topk_ids, topk_weights, num_experts)
+    checks.check_route(topk_ids, topk_weights, num_experts)
     ids = topk_ids.reshape(-1)
     experts = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     experts, row_to_slot = torch.sort(experts, stable=True)
@@ -351,7 +305,7 @@ def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
     Raises:
         TypeError, ValueError: see `checks.check_permute`.
     """
-    check_permute(hidden, routing)
+    checks.check_permute(hidden, routing)
     top_k = routing.topk_weights.size(1)
     return scatter_rows(hidden, None, routing.slot_to_row, routing.group_offsets, top_k, hidden.dtype)
 
@@ -362,7 +316,7 @@ def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tenso
     Raises:
         TypeError, ValueError: see `checks.check_unpermute`.
     """
-    check_unpermute(rows, routing)
+    checks.check_unpermute(rows, routing)
     topk_weights = routing.topk_weights if weighted else None
     top_k = routing.topk_weights.size(1)
     return combine_rows(rows, topk_weights, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)
@@ -545,7 +499,8 @@ def swiglu_ffn(
         TypeError, ValueError: see `checks.check_swiglu_ffn`.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
-    check_swiglu_ffn(rows, w_gate_up, group_offsets, w_up, gate_up_bias, up_bias, spec, transposed, reference=True)
+    experts = checks.Experts(w_gate_up, None, w_up, gate_up_bias, up_bias, None, spec, transposed)
+    checks.check_swiglu_ffn(rows, group_offsets, experts, reference=True)
 
     def project(weight: Tensor, bias: Tensor | None) -> Tensor:
         return grouped_linear(rows, weight if transposed else weight.mT, group_offsets, bias, None)
@@ -602,9 +557,8 @@ def scaled_moe_mlp(
         TypeError, ValueError, RuntimeError: see `checks.check_scaled_moe_mlp`.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
-    check_scaled_moe_mlp(
-        hidden, topk_ids, topk_weights, w_gate_up, w_down, None, gate_up_bias, None, down_bias, spec, False
-    )
+    experts = checks.Experts(w_gate_up, w_down, None, gate_up_bias, None, down_bias, spec, False)
+    checks.check_scaled_moe_mlp(hidden, topk_ids, topk_weights, experts)
     routing = route(topk_ids, topk_weights, w_gate_up.shape[0])
     offsets, dtype = routing.group_offsets, hidden.dtype
     format = "rowwise" if w_gate_up.format == "rowwise" else "1x128"
@@ -652,7 +606,7 @@ def quantized_wgrad(
         rows if slots is None else rows[slots.long() // max(len(slots) // max(len(rows), 1), 1)]
         for rows, slots in ((X, x_slots), (Y, y_slots))
     )
-    offsets = clamp_offsets(group_offsets, len(x))
+    offsets = checks.clamp_offsets(group_offsets, len(x))
     values = []
     for rows, format in ((x, "1x128"), (y, "128x128")):
         made = torch.zeros_like(rows, dtype=torch.float32, memory_format=torch.contiguous_format)

@@ -227,17 +227,7 @@ def assert_grouped_gemm_close(
         name = f"group {g} (rows {start}:{end})"
         if differing:
             raise AssertionError(f"{name}: NaN or infinity in other places than in the reference")
-        budget = 0.0
-        if largest > 0:
-            budget = 2 * plain_error + 2 * torch.finfo(torch.float32).eps * scale
-            # Not "budget > ...", because a plain result that overflows makes the budget inf or NaN.
-            if not budget <= largest / 10:
-                raise ValueError(f"{name}: budget too loose: {budget:.3e} is over a tenth of max|ref| = {largest:.3e}")
-        if error > budget:
-            raise AssertionError(
-                f"{name}: error {error:.3e} exceeds the budget {budget:.3e} "
-                f"(plain PyTorch's error: {plain_error:.3e}, max|ref|: {largest:.3e})"
-            )
+        budget = _budget(name, error, plain_error, largest, scale, "ref")
         ratio = error / budget if budget else 0.0
         if report["group"] < 0 or ratio > report["ratio"]:
             report = CloseReport(group=g, max_error=error, max_plain_error=plain_error, budget=budget, ratio=ratio)
@@ -271,15 +261,22 @@ def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: fl
         return 0.0
     error, plain_error = ((x.double() - exact).abs().amax().item() for x in (out, plain))
     largest = exact.abs().amax().item()
+    budget = _budget(name, error, plain_error, largest, scale, "exact")
+    return error / budget if budget else 0.0
+
+
+def _budget(name: str, error: float, plain_error: float, largest: float, scale: float, ref: str) -> float:
+    """The limit of `error`; raises as `assert_within_budget`. `largest` is max|ref|."""
     budget = 2 * plain_error + 2 * torch.finfo(torch.float32).eps * scale if largest > 0 else 0.0
+    # Not "budget > ...", because a plain result that overflows makes the budget inf or NaN.
     if not budget <= largest / 10:
-        raise ValueError(f"{name}: budget too loose: {budget:.3e} is over a tenth of max|exact| = {largest:.3e}")
+        raise ValueError(f"{name}: budget too loose: {budget:.3e} is over a tenth of max|{ref}| = {largest:.3e}")
     if not error <= budget:
         raise AssertionError(
             f"{name}: error {error:.3e} exceeds the budget {budget:.3e} "
-            f"(plain PyTorch's error: {plain_error:.3e}, max|exact|: {largest:.3e})"
+            f"(plain PyTorch's error: {plain_error:.3e}, max|{ref}|: {largest:.3e})"
         )
-    return error / budget if budget else 0.0
+    return budget
 
 
 def flop_count(sizes: Sequence[int], N: int, K: int) -> int:

@@ -165,6 +165,20 @@ def test_no_varied_products(function: Any) -> None:
     assert (result() if function is plan_varied_grouped_gemm else result) == []
 
 
+def test_autocast_refuses_to_plan_what_it_would_convert() -> None:
+    """A plan reads the tensors that it was given; the function multiplies converted ones."""
+    A, B = ([x.bfloat16() for x in tensors] for tensors in varied_inputs([(2, 3, 4), (1, 2, 2)]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for out, a, b in zip(plan_varied_grouped_gemm(A, B)(), A, B, strict=True):
+            assert torch.equal(out, a @ b)
+        A, B = [a.float() for a in A], [b.float() for b in B]
+        with pytest.raises(ValueError, match=r"autocast would convert the operands.*\.to\(torch\.bfloat16\)"):
+            plan_varied_grouped_gemm(A, B)
+        assert varied_grouped_gemm(A, B)[0].dtype == torch.bfloat16
+    for out, a, b in zip(plan_varied_grouped_gemm(A, B)(), A, B, strict=True):
+        assert torch.equal(out, a @ b)
+
+
 def test_gradients_of_varied_products() -> None:
     A, B = varied_inputs([(2, 3, 4), (1, 2, 2), (0, 2, 1)])
     tensors = [x.requires_grad_() for x in (*A, *B)]

@@ -289,6 +289,18 @@ def test_the_cache_folder_without_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert entries.cache_folder() == tmp_path / ".cache" / "moe_kernels" / "configs"
 
 
+def test_a_user_without_a_home_has_the_other_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def nobody(uid: int) -> Any:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    file = put(named(tmp_path), entry())
+    assert choose_quietly().source == str(file)
+    assert {path.parent for path, _ in entries.files_for(GPU)} == {file.parent, entries.BUNDLED}
+
+
 def test_the_nearest_bucket_wins_whatever_the_file(tmp_path: Path) -> None:
     put(named(tmp_path), entry(replace(PROBLEM, N=1024)))
     near = put(entries.file_in(tmp_path / "bundled", GPU.name), entry(replace(PROBLEM, K=1792)))

@@ -177,12 +177,10 @@ class VariedLaunch:
         bases = [next((tensor for tensor in tensors if tensor.numel()), first) for tensors in (group_A, group_B, outs)]
         operands = [_Operand(tensors, base) for tensors, base in zip((group_A, group_B, outs), bases, strict=True)]
         most = 16 // first.element_size()
-        layout = varied_rules.Layout(
-            *(operand.contiguous for operand in operands),
-            *(operand.unit(most) for operand in operands),
-            *(math.gcd(most, *extents) for extents in zip(*shapes, strict=True)),  # M, N, K
-        )
-        aligned = layout.contiguous_a < 2 and layout.contiguous_b < 2 and set(layout[3:5]) == {most}
+        units = [operand.unit(most) for operand in operands]
+        extent_units = [math.gcd(most, *extents) for extents in zip(*shapes, strict=True)]  # of M, N, K
+        layout = varied_rules.Layout(*(operand.contiguous for operand in operands), *units, *extent_units)
+        aligned = layout.contiguous_a < 2 and layout.contiguous_b < 2 and layout.unit_a == layout.unit_b == most
         gpu = targets.of_tensor(first)
         problem = varied_rules.Problem(
             shapes,
@@ -199,9 +197,9 @@ class VariedLaunch:
         ends = list(itertools.accumulate(m * n for m, n in counts))
         records = [ends[-1], 0]
         for p, (shape, (m, n)) in enumerate(zip(shapes, counts, strict=True)):
-            records += (extent // unit for extent, unit in zip(shape, layout[6:], strict=True))
+            records += (extent // unit for extent, unit in zip(shape, extent_units, strict=True))
             records += (ends[p] - m * n, n)
-            for operand, unit in zip(operands, layout[3:6], strict=True):
+            for operand, unit in zip(operands, units, strict=True):
                 records += (value // unit for value in operand.places[p])
             records += (0, 0)
         P = len(shapes)
@@ -215,7 +213,8 @@ class VariedLaunch:
         if buffer is None:
             self.run(*self.tensors)
         else:
-            self.run(*self.tensors[:5], buffer)
+            *inputs, _ = self.tensors
+            self.run(*inputs, buffer)
 
 
 class _Operand:

@@ -13,17 +13,27 @@ from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
 from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.runtime import cache
-from moe_kernels.runtime.signature import Counts, Operator, Tensors
+from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
 
 
-def _rows(tensors: Tensors, _: Any) -> Counts:
-    return Counts(_size(tensors[0]))
+def layer_operator(name: str, inputs: tuple[str, ...], rows: tuple[str, ...], slots: str, weight: str) -> Operator:
+    """Of a layer: its first input is `[T, H]`, `slots` names one of T * top_k elements, `weight` one of E matrices."""
+    of_slots, of_weight = inputs.index(slots), inputs.index(weight)
+
+    def counts(tensors: Any, options: Any) -> Counts:
+        return Counts(tensors[0].size(0), (tensors[of_slots].numel(),), groups=tensors[of_weight].size(0))
+
+    return Operator(name, "moe_kernels.kernels.layer", inputs, rows, counts)
 
 
-def _size(tensor: Tensor | None) -> int:
-    assert tensor is not None
-    return tensor.size(0)
+def _rows(tensors: Any, options: Any) -> Counts:
+    return Counts(tensors[0].size(0))
+
+
+def _swiglu_ffn_counts(tensors: Any, options: Any) -> Counts:
+    rows, _, w_in, _, _, _ = tensors
+    return Counts(rows.size(0), groups=w_in.size(0))
 
 
 ACTIVATE = Operator(
@@ -41,33 +51,34 @@ SWIGLU_FFN = Operator(
     planner="moe_kernels.kernels.layer",
     inputs=("rows", "group_offsets", "w_in", "w_up", "b_in", "b_up"),
     rows=("rows",),
-    counts=lambda tensors, _: Counts(_size(tensors[0]), groups=_size(tensors[2])),
+    counts=_swiglu_ffn_counts,
 )
 _PARAMETERS = ("w_in", "w_up", "w_out", "b_in", "b_up", "b_out")
-MOE_MLP = Operator(
+MOE_MLP = layer_operator(
     "moe_mlp",
-    planner="moe_kernels.kernels.layer",
     inputs=("hidden", "topk_weights", "group_offsets", "row_to_slot", "slot_to_row", *_PARAMETERS),
     rows=("hidden", "topk_weights", "row_to_slot", "slot_to_row"),
-    counts=lambda tensors, _: Counts(_size(tensors[0]), (_size(tensors[4]),), groups=_size(tensors[5])),
+    slots="slot_to_row",
+    weight="w_in",
 )
 # All of a layer, from ids to the result, for calls that nothing observes.
-MOE_LAYER = Operator(
+MOE_LAYER = layer_operator(
     "moe_layer",
-    planner="moe_kernels.kernels.layer",
     inputs=("hidden", "topk_ids", "topk_weights", "w_gate_up", "w_down", "w_up", "b_in", "b_up", "b_out"),
     rows=("hidden", "topk_ids", "topk_weights"),
-    counts=lambda tensors, _: Counts(_size(tensors[0]), (tensors[1].numel(),), groups=_size(tensors[3])),
+    slots="topk_ids",
+    weight="w_gate_up",
 )
 MOE_MLP_OF_ONE_TOKEN = Operator(
     "moe_mlp_of_one_token",
     planner="moe_kernels.kernels.layer",
     inputs=("hidden", "topk_ids", "topk_weights", *_PARAMETERS),
     rows=(),
-    counts=lambda tensors, _: Counts(1),
+    counts=lambda *_: Counts(1),
 )
 
-_SPEC = "str activation, bool gated, bool interleaved, float alpha, float limit"
+SPEC_LENGTH = len(GLUSpec._fields)
+SPEC = "str activation, bool gated, bool interleaved, float alpha, float limit"
 
 
 def _activate(preact: Tensor, preact_up: Tensor | None, *spec: Any) -> Tensor:
@@ -115,16 +126,8 @@ def _activate_backward(
     return grads
 
 
-def _activate_backward_fake(
-    preact: Tensor,
-    preact_up: Tensor | None,
-    d_act: Tensor,
-    topk_weights: Tensor | None,
-    row_to_slot: Tensor | None,
-    group_offsets: Tensor | None,
-    weigh: bool,
-    *spec: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _activate_backward_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    preact, preact_up, d_act, topk_weights, _, _, weigh, *_ = inputs
     d_preact = preact.new_empty(preact.shape)
     d_preact_up = preact.new_empty((0,) if preact_up is None else preact_up.shape)
     if topk_weights is None:
@@ -134,13 +137,14 @@ def _activate_backward_fake(
 
 
 def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.weigh, ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit = inputs
+    *tensors, ctx.weigh = inputs[:-SPEC_LENGTH]
+    ctx.spec = inputs[-SPEC_LENGTH:]
     ctx.save_for_backward(*tensors)
 
 
 def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     """The second order, through plain PyTorch."""
-    spec = GLUSpec(ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
+    spec = GLUSpec(*ctx.spec)
     inputs = ctx.saved_tensors
     asked = [i for i in range(4) if ctx.needs_input_grad[i]]
     upstream: list[Tensor] = []
@@ -164,7 +168,7 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
 
 
 activate = define(
-    f"activate(Tensor preact, Tensor? preact_up, {_SPEC}) -> Tensor",
+    f"activate(Tensor preact, Tensor? preact_up, {SPEC}) -> Tensor",
     _activate,
     _activate_fake,
     _activate_setup,
@@ -173,7 +177,7 @@ activate = define(
 activate_backward = define(
     "activate_backward(Tensor preact, Tensor? preact_up, Tensor d_act, Tensor? topk_weights, Tensor? row_to_slot,"
     " Tensor? group_offsets,"
-    f" bool weigh, {_SPEC}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f" bool weigh, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor)",
     _activate_backward,
     _activate_backward_fake,
     _activate_backward_setup,
@@ -220,16 +224,8 @@ def adjacent(w_in: Tensor, w_up: Tensor | None) -> bool:
     return middle and w_up.untyped_storage().data_ptr() == w_in.untyped_storage().data_ptr()
 
 
-def _swiglu_ffn_fake(
-    rows: Tensor,
-    group_offsets: Tensor,
-    w_in: Tensor,
-    w_up: Tensor | None,
-    b_in: Tensor | None,
-    b_up: Tensor | None,
-    save_preact: bool,
-    *spec: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _swiglu_ffn_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, _, w_in, w_up, _, _, save_preact, *spec = inputs
     dtype = torch.promote_types(rows.dtype, w_in.dtype)
     M, W = rows.size(0), w_in.size(2)
     act = rows.new_empty((M, GLUSpec(*spec).width(w_in.size(2), w_up is not None)), dtype=dtype)
@@ -258,15 +254,11 @@ def _swiglu_ffn_gradient(
         found = activate_backward(preact, preact_up, d_act, None, None, None, False, *ctx.spec)
         d_preact, d_preact_up = _sum(found[0], d_preact), _sum(found[1], d_preact_up)
     del preact, preact_up
-    d_rows, *weights = _projection_gradients(
-        ctx.needs_input_grad[:1] + ctx.needs_input_grad[2:6],
-        rows,
-        group_offsets,
-        (w_in, w_up, b_in, b_up),
-        d_preact,
-        d_preact_up,
-    )
-    return d_rows, None, *weights, None, *[None] * len(ctx.spec)
+    need_rows, _, need_w_in, need_w_up, need_b_in, need_b_up, *_ = ctx.needs_input_grad
+    needed = (need_rows, need_w_in, need_w_up, need_b_in, need_b_up)
+    parameters = (w_in, w_up, b_in, b_up)
+    d_rows, *d_parameters = _projection_gradients(needed, rows, group_offsets, parameters, d_preact, d_preact_up)
+    return d_rows, None, *d_parameters, None, *[None] * len(ctx.spec)
 
 
 def _projection_gradients(
@@ -279,18 +271,22 @@ def _projection_gradients(
 ) -> list[Tensor | None]:
     """The gradients of rows and of the parameters."""
     w_in, w_up, b_in, b_up = parameters
-    result: list[Tensor | None] = [None] * 5
-    for i, weight, bias, d in ((0, w_in, b_in, d_preact), (1, w_up, b_up, d_preact_up)):
+    need_rows, *need_weights_and_biases = needed
+    need_weights, need_biases = need_weights_and_biases[:2], need_weights_and_biases[2:]
+    d_rows: Tensor | None = None
+    d_weights: list[Tensor | None] = [None, None]
+    d_biases: list[Tensor | None] = [None, None]
+    for i, (weight, bias, d) in enumerate(((w_in, b_in, d_preact), (w_up, b_up, d_preact_up))):
         if weight is None or d is None:
             continue
-        if needed[0]:
+        if need_rows:
             dtype = d.dtype if rows is None else rows.dtype
-            result[0] = _sum(grouped_gemm(d, weight.mT, group_offsets, None, dtype, "auto"), result[0])
-        if needed[1 + i]:
-            result[1 + i] = weight_gradient(rows, d, group_offsets, weight)
-        if bias is not None and needed[3 + i]:
-            result[3 + i] = bias_gradient(d, group_offsets, bias.dtype)
-    return result
+            d_rows = _sum(grouped_gemm(d, weight.mT, group_offsets, None, dtype, "auto"), d_rows)
+        if need_weights[i]:
+            d_weights[i] = weight_gradient(rows, d, group_offsets, weight)
+        if bias is not None and need_biases[i]:
+            d_biases[i] = bias_gradient(d, group_offsets, bias.dtype)
+    return [d_rows, *d_weights, *d_biases]
 
 
 def weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
@@ -307,7 +303,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 swiglu_ffn = define(
     "swiglu_ffn(Tensor rows, Tensor group_offsets, Tensor w_in, Tensor? w_up, Tensor? b_in, Tensor? b_up,"
-    f" bool save_preact, {_SPEC}) -> (Tensor, Tensor, Tensor)",
+    f" bool save_preact, {SPEC}) -> (Tensor, Tensor, Tensor)",
     _swiglu_ffn,
     _swiglu_ffn_fake,
     _swiglu_ffn_setup,
@@ -346,21 +342,8 @@ def _moe_mlp(
     return out_rows, preact, preact_up
 
 
-def _moe_mlp_fake(
-    hidden: Tensor,
-    topk_weights: Tensor,
-    group_offsets: Tensor,
-    row_to_slot: Tensor,
-    slot_to_row: Tensor,
-    w_in: Tensor,
-    w_up: Tensor | None,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_up: Tensor | None,
-    b_out: Tensor | None,
-    save_preact: bool,
-    *spec: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _moe_mlp_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, _, _, _, slot_to_row, w_in, w_up, w_out, _, _, _, save_preact, *_ = inputs
     dtype = torch.promote_types(hidden.dtype, w_in.dtype)
     R, W = slot_to_row.size(0), w_in.size(2)
     out = hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=torch.promote_types(dtype, w_out.dtype))
@@ -369,7 +352,8 @@ def _moe_mlp_fake(
 
 
 def _moe_mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.save_preact, ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit = inputs
+    *tensors, ctx.save_preact = inputs[:-SPEC_LENGTH]
+    ctx.spec = inputs[-SPEC_LENGTH:]
     _, preact, preact_up = output
     ctx.save_for_backward(*tensors, *((preact, preact_up) if ctx.save_preact else (None, None)))
     ctx.set_materialize_grads(False)
@@ -384,8 +368,9 @@ def _moe_mlp_gradient(
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *parameters, preact, preact_up = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
     w_in, w_up, w_out, b_in, b_up, b_out = parameters
-    spec = (ctx.activation, ctx.gated, ctx.interleaved, ctx.alpha, ctx.limit)
-    need = ctx.needs_input_grad
+    need_hidden, need_topk_weights, _, _, _, *needed = ctx.needs_input_grad
+    need_w_in, need_w_up, need_w_out, need_b_in, need_b_up, need_b_out, *_ = needed
+    spec = ctx.spec
     top_k = topk_weights.size(1)
     routing = slot_to_row, group_offsets, top_k
     d_topk_weights: Any = None
@@ -400,7 +385,14 @@ def _moe_mlp_gradient(
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
         d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, preact.dtype, "auto")
         d_preact_by_act, d_preact_up_by_act, weighted, d_topk_weights = activate_backward(
-            preact, None if w_up is None else preact_up, d_act, topk_weights, row_to_slot, group_offsets, need[7], *spec
+            preact,
+            None if w_up is None else preact_up,
+            d_act,
+            topk_weights,
+            row_to_slot,
+            group_offsets,
+            need_w_out,
+            *spec,
         )
         del d_act
         d_preact, d_preact_up = _sum(d_preact_by_act, d_preact), _sum(d_preact_up_by_act, d_preact_up)
@@ -409,25 +401,27 @@ def _moe_mlp_gradient(
     # The first product's gradients before the second's, for what these need is smaller, and one or the other waits.
     first = (w_in, w_up, b_in, b_up)
     d_hidden = None
-    if need[0]:
-        needed = (True, False, False, False, False)
-        d_sorted = _projection_gradients(needed, None, group_offsets, first, d_preact, d_preact_up)[0]
+    if need_hidden:
+        of_rows = (True, False, False, False, False)
+        d_sorted = _projection_gradients(of_rows, None, group_offsets, first, d_preact, d_preact_up)[0]
         d_hidden = None if d_sorted is None else combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
-    needed = (False, need[5], need[6], need[8], need[9])
-    rows = scatter_rows(hidden, None, *routing, hidden.dtype) if any(need[5:7]) else None
-    d_first = _projection_gradients(needed, rows, group_offsets, first, d_preact, d_preact_up)[1:]
+    of_parameters = (False, need_w_in, need_w_up, need_b_in, need_b_up)
+    rows = scatter_rows(hidden, None, *routing, hidden.dtype) if need_w_in or need_w_up else None
+    _, *d_first = _projection_gradients(of_parameters, rows, group_offsets, first, d_preact, d_preact_up)
     del d_preact, d_preact_up, rows
     if d_out is not None and d_rows is not None:
-        if need[7]:
+        if need_w_out:
             d_w_out = weight_gradient(weighted, d_rows, group_offsets, w_out)
-        if b_out is not None and need[10]:
+        if need_b_out:
             d_b_out = down_bias_gradient(d_out, d_rows, topk_weights, b_out, *routing)
-        if b_out is not None and need[1]:
+        if b_out is not None and need_topk_weights:
             d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     d_w_in, d_w_up, d_b_in, d_b_up = d_first
     d_parameters = (d_w_in, d_w_up, d_w_out, d_b_in, d_b_up, d_b_out)
-    return d_hidden, d_topk_weights if need[1] else None, None, None, None, *d_parameters, None, *[None] * len(spec)
+    if not need_topk_weights:
+        d_topk_weights = None
+    return d_hidden, d_topk_weights, None, None, None, *d_parameters, None, *[None] * len(spec)
 
 
 def down_bias_gradient(
@@ -465,7 +459,7 @@ moe_mlp = define(
     "moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot, Tensor slot_to_row,"
     " Tensor w_in,"
     " Tensor? w_up, Tensor w_out, Tensor? b_in, Tensor? b_up, Tensor? b_out, bool save_preact,"
-    f" {_SPEC}) -> (Tensor, Tensor, Tensor)",
+    f" {SPEC}) -> (Tensor, Tensor, Tensor)",
     _moe_mlp,
     _moe_mlp_fake,
     _moe_mlp_setup,
@@ -495,16 +489,16 @@ def _moe_mlp_of_one_token(
     return reference.moe_mlp(hidden, topk_ids, topk_weights, w_in, w_out, transposed=True, **others, **options)
 
 
-def _moe_mlp_of_one_token_fake(
-    hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, w_in: Tensor, w_up: Tensor | None, w_out: Tensor, *_: Any
-) -> Tensor:
+def _moe_mlp_of_one_token_fake(*inputs: Any) -> Tensor:
+    hidden, _, _, w_in, _, w_out, *_ = inputs
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, w_in.dtype), w_out.dtype)
-    return hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=dtype)
+    out: Tensor = hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=dtype)
+    return out
 
 
 moe_mlp_of_one_token = define(
     "moe_mlp_of_one_token(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_in, Tensor? w_up, Tensor w_out,"
-    f" Tensor? b_in, Tensor? b_up, Tensor? b_out, {_SPEC}) -> Tensor",
+    f" Tensor? b_in, Tensor? b_up, Tensor? b_out, {SPEC}) -> Tensor",
     _moe_mlp_of_one_token,
     _moe_mlp_of_one_token_fake,
 )

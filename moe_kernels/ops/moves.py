@@ -79,14 +79,8 @@ def _mover(operator: Operator, twin: Callable[..., Tensor]) -> Callable[..., Ten
 def _move_fake(shape: Callable[[Tensor, int, int], tuple[int, int]]) -> Callable[..., Tensor]:
     """Of the first input, R and top_k: the result's shape."""
 
-    def fake(
-        first: Tensor,
-        second: Tensor | None,
-        slot_to_row: Tensor,
-        group_offsets: Tensor,
-        top_k: int,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
+    def fake(first: Tensor, *others: Any) -> Tensor:
+        _, slot_to_row, _, top_k, out_dtype = others
         return first.new_empty(shape(first, slot_to_row.size(0), top_k), dtype=out_dtype)
 
     return fake

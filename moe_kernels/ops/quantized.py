@@ -11,21 +11,19 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.runtime import cache
-from moe_kernels.runtime.signature import Counts, Operator, Tensors
+from moe_kernels.runtime.signature import Counts, Operator
 
 
-def _counts(tensors: Tensors, options: Any) -> Counts:
+def _counts(tensors: Any, options: Any) -> Counts:
     """The first operand has the rows, or tokens if it has a map."""
     first, _, _, group_offsets, rows, *_ = tensors
-    assert first is not None and group_offsets is not None
     others = () if rows is None else (rows.size(0),)
     return Counts(first.size(0), others, groups=group_offsets.size(0) - 1)
 
 
-def _counts_of_wgrad(tensors: Tensors, _: Any) -> Counts:
+def _counts_of_wgrad(tensors: Any, options: Any) -> Counts:
     """Of each operand, and of each map."""
     X, Y, group_offsets, *maps = tensors
-    assert X is not None and Y is not None and group_offsets is not None
     others = (Y.size(0), *(rows.size(0) for rows in maps if rows is not None))
     return Counts(X.size(0), others, groups=group_offsets.size(0) - 1)
 
@@ -67,16 +65,8 @@ def _quantized_grouped_gemm(
     return out
 
 
-def _quantized_grouped_gemm_fake(
-    A: Tensor,
-    B: Tensor,
-    scales_B: Tensor | None,
-    group_offsets: Tensor,
-    slot_to_row: Tensor | None,
-    bias: Tensor | None,
-    rowwise: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _quantized_grouped_gemm_fake(A: Tensor, B: Tensor, *others: Any) -> Tensor:
+    _, _, slot_to_row, _, _, out_dtype = others
     return A.new_empty(((A if slot_to_row is None else slot_to_row).size(0), B.size(2)), dtype=out_dtype)
 
 
@@ -100,15 +90,8 @@ def _quantized_wgrad(
     return out
 
 
-def _quantized_wgrad_fake(
-    X: Tensor,
-    Y: Tensor,
-    group_offsets: Tensor,
-    x_slots: Tensor | None,
-    y_slots: Tensor | None,
-    transposed: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _quantized_wgrad_fake(X: Tensor, Y: Tensor, group_offsets: Tensor, *others: Any) -> Tensor:
+    _, _, transposed, out_dtype = others
     G, P, Q = group_offsets.size(0) - 1, X.size(1), Y.size(1)
     if transposed:
         return X.new_empty((G, Q, P), dtype=out_dtype).mT

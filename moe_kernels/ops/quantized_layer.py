@@ -9,22 +9,29 @@ from torch import Tensor
 
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
-from moe_kernels.ops.layer import activate_backward, dots_with_down_bias, down_bias_gradient, weight_gradient
+from moe_kernels.ops.layer import (
+    SPEC,
+    SPEC_LENGTH,
+    activate_backward,
+    dots_with_down_bias,
+    down_bias_gradient,
+    layer_operator,
+    weight_gradient,
+)
 from moe_kernels.ops.library import check_rows, define, needs, use_kernels
 from moe_kernels.ops.moves import combine_rows, scatter_rows
 from moe_kernels.ops.products import bias_gradient
 from moe_kernels.ops.quantized import differentiable_once, quantized_grouped_gemm, quantized_wgrad
 from moe_kernels.runtime import cache
-from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
 from moe_kernels.scaled import BLOCK
 
-QUANTIZED_MOE_MLP = Operator(
+QUANTIZED_MOE_MLP = layer_operator(
     "quantized_moe_mlp",
-    planner="moe_kernels.kernels.layer",
     inputs=("hidden", "topk_weights", "group_offsets", "slot_to_row", "w_in", "w_out", "b_in", "b_out"),
     rows=("hidden", "topk_weights", "slot_to_row"),
-    counts=lambda tensors, _: Counts(tensors[0].size(0), (tensors[3].size(0),), groups=tensors[4].size(0)),
+    slots="slot_to_row",
+    weight="w_in",
 )
 
 
@@ -53,21 +60,8 @@ def _quantized_moe_mlp(
     return tuple([x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in made])
 
 
-def _quantized_moe_mlp_fake(
-    hidden: Tensor,
-    topk_weights: Tensor,
-    group_offsets: Tensor,
-    row_to_slot: Tensor,
-    slot_to_row: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    rowwise: bool,
-    fp8_wgrad: bool,
-    save: bool,
-    *_: Any,
-) -> tuple[Tensor, ...]:
+def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    hidden, _, _, _, slot_to_row, w_in, w_out, _, _, rowwise, _, save, *_ = inputs
     saved = [hidden.new_empty((slot_to_row.size(0), w_in.size(2)) if save else (0,))]
     for w in (w_in, w_out):
         shape = (w.size(0), -(-w.size(2) // BLOCK), -(-w.size(1) // BLOCK))
@@ -78,12 +72,14 @@ def _quantized_moe_mlp_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.rowwise, ctx.fp8_wgrad, ctx.save = inputs[:12]
-    ctx.spec = inputs[12:]
-    ctx.mark_non_differentiable(*output[2:])
-    preact, *weights = output[1:] if ctx.save else [None] * 5
+    *tensors, ctx.rowwise, ctx.fp8_wgrad, ctx.save = inputs[:-SPEC_LENGTH]
+    ctx.spec = inputs[-SPEC_LENGTH:]
+    _, preact, *weights = output
+    ctx.mark_non_differentiable(*weights)
+    saved: Any = (preact, *weights) if ctx.save else (None,) * 5
+    preact, data_in, scales_in, data_out, scales_out = saved
     # Only the gradient of hidden states multiplies with w_in.
-    ctx.save_for_backward(*tensors, preact, *(needs(ctx, 0, x) for x in weights[:2]), *weights[2:])
+    ctx.save_for_backward(*tensors, preact, needs(ctx, 0, data_in), needs(ctx, 0, scales_in), data_out, scales_out)
     ctx.set_materialize_grads(False)
 
 
@@ -102,8 +98,9 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
             by_in = data_in.mT, scales_in
     del saved, data_in, data_out
     ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
-    need, rowwise, top_k = ctx.needs_input_grad, ctx.rowwise, topk_weights.size(1)
-    result: list[Tensor | None] = [None] * len(need)
+    need_hidden, need_topk_weights, _, _, _, need_w_in, need_w_out, need_b_in, need_b_out, *_ = ctx.needs_input_grad
+    d_hidden = d_w_in = d_w_out = d_b_in = d_b_out = None
+    rowwise, top_k = ctx.rowwise, topk_weights.size(1)
     if not ctx.save:
         preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, rowwise, hidden.dtype)
         d_preact = None  # of an empty tensor
@@ -112,53 +109,52 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
     if d_out is not None:
         d_act = quantized_grouped_gemm(d_out, *by_out, group_offsets, slot_to_row, None, rowwise, preact.dtype)
         d_preact_by_act, _, weighted, d_topk_weights = activate_backward(
-            preact, None, d_act, topk_weights, row_to_slot, group_offsets, need[6], *ctx.spec
+            preact, None, d_act, topk_weights, row_to_slot, group_offsets, need_w_out, *ctx.spec
         )
         d_preact = d_preact_by_act if d_preact is None else d_preact + d_preact_by_act
         del d_act, d_preact_by_act
     del preact, by_out
     if d_preact is None:
-        return tuple(result)
+        return (None,) * len(ctx.needs_input_grad)
     routing = slot_to_row, group_offsets, top_k
-    if need[0]:
+    if need_hidden:
         d_sorted = quantized_grouped_gemm(d_preact, *by_in, group_offsets, None, None, rowwise, hidden.dtype)
-        result[0] = combine_rows(d_sorted, None, *routing, hidden.dtype)
+        d_hidden = combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
     del by_in
-    if need[5] and not ctx.fp8_wgrad:
+    if need_w_in and not ctx.fp8_wgrad:
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
-        result[5] = weight_gradient(rows, d_preact, group_offsets, w_in)
+        d_w_in = weight_gradient(rows, d_preact, group_offsets, w_in)
         del rows
-    elif need[5]:
+    elif need_w_in:
         order = lies_transposed(w_in)
-        result[5] = quantized_wgrad(hidden, d_preact, group_offsets, row_to_slot, None, order, w_in.dtype)
-    if need[7] and b_in is not None:
-        result[7] = bias_gradient(d_preact, group_offsets, b_in.dtype)
+        d_w_in = quantized_wgrad(hidden, d_preact, group_offsets, row_to_slot, None, order, w_in.dtype)
+    if need_b_in:
+        d_b_in = bias_gradient(d_preact, group_offsets, b_in.dtype)
     del d_preact
-    if d_out is None:
-        return tuple(result)
-    d_rows: Any = None
-    if (need[6] and not ctx.fp8_wgrad) or (need[8] and b_out is not None):
-        d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
-    if need[6] and not ctx.fp8_wgrad:
-        result[6] = weight_gradient(weighted, d_rows, group_offsets, w_out)
-    elif need[6]:
-        order = lies_transposed(w_out)
-        result[6] = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_slot, order, w_out.dtype)
-    if need[8] and b_out is not None:
-        result[8] = down_bias_gradient(d_out, d_rows, topk_weights, b_out, *routing)
-    if need[1]:
-        result[1] = d_topk_weights
-        if b_out is not None:
-            result[1] = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
-    return tuple(result)
+    if d_out is not None:
+        d_rows: Any = None
+        if need_b_out or (need_w_out and not ctx.fp8_wgrad):
+            d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
+        if need_w_out and not ctx.fp8_wgrad:
+            d_w_out = weight_gradient(weighted, d_rows, group_offsets, w_out)
+        elif need_w_out:
+            order = lies_transposed(w_out)
+            d_w_out = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_slot, order, w_out.dtype)
+        if need_b_out:
+            d_b_out = down_bias_gradient(d_out, d_rows, topk_weights, b_out, *routing)
+        if need_topk_weights and b_out is not None:
+            d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
+    if not need_topk_weights:
+        d_topk_weights = None
+    d_parameters = (d_w_in, d_w_out, d_b_in, d_b_out)
+    return d_hidden, d_topk_weights, None, None, None, *d_parameters, None, None, None, *[None] * len(ctx.spec)
 
 
 quantized_moe_mlp = define(
     "quantized_moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot,"
     " Tensor slot_to_row, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, bool rowwise, bool fp8_wgrad,"
-    " bool save, str activation, bool gated, bool interleaved, float alpha, float limit)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" bool save, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantized_moe_mlp,
     _quantized_moe_mlp_fake,
     _setup,

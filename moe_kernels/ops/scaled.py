@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,12 +13,18 @@ from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.scaled import ScaledTensor
 
+
+def _counts(tensors: Any, options: Any) -> Counts:
+    A, _, _, _, group_offsets, _ = tensors
+    return Counts(A.size(0), groups=group_offsets.size(0) - 1)
+
+
 SCALED_GROUPED_GEMM = Operator(
     "scaled_grouped_gemm",
     planner="moe_kernels.kernels.scaled_gemm",
     inputs=("A", "scales_A", "B", "scales_B", "group_offsets", "bias"),
     rows=("A", "scales_A"),
-    counts=lambda tensors, _: Counts(tensors[0].size(0), groups=tensors[4].size(0) - 1),
+    counts=_counts,
 )
 
 
@@ -52,17 +60,8 @@ def _scaled_grouped_gemm(
     return out
 
 
-def _scaled_grouped_gemm_fake(
-    A: Tensor,
-    scales_A: Tensor,
-    B: Tensor,
-    scales_B: Tensor,
-    group_offsets: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    variant: str,
-    fast_accumulation: bool,
-) -> Tensor:
+def _scaled_grouped_gemm_fake(A: Tensor, scales_A: Tensor, B: Tensor, *others: Any) -> Tensor:
+    _, _, _, out_dtype, *_ = others
     return A.new_empty((A.size(0), B.size(-1)), dtype=out_dtype)
 
 

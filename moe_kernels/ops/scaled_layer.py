@@ -9,19 +9,19 @@ from torch import Tensor
 
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
+from moe_kernels.ops.layer import SPEC, layer_operator
 from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.rules.layer import sorts
 from moe_kernels.runtime import cache
-from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.scaled import ScaledTensor
 
 _WEIGHTS = ("w_gate_up", "scales_gate_up", "w_down", "scales_down", "gate_up_bias", "down_bias")
-SCALED_MOE_MLP = Operator(
+SCALED_MOE_MLP = layer_operator(
     "scaled_moe_mlp",
-    planner="moe_kernels.kernels.layer",
     inputs=("hidden", "topk_ids", "topk_weights", "group_offsets", "slot_to_row", *_WEIGHTS),
     rows=("hidden", "topk_ids", "topk_weights", "slot_to_row"),
-    counts=lambda tensors, _: Counts(tensors[0].size(0), (tensors[1].numel(),), groups=tensors[5].size(0)),
+    slots="topk_ids",
+    weight="w_gate_up",
 )
 
 
@@ -65,8 +65,7 @@ def _scaled_moe_mlp_fake(hidden: Tensor, *_: Any) -> Tensor:
 
 scaled_moe_mlp = define(
     "scaled_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor scales_gate_up,"
-    " Tensor w_down, Tensor scales_down, Tensor? gate_up_bias, Tensor? down_bias, bool rowwise, str activation,"
-    " bool gated, bool interleaved, float alpha, float limit) -> Tensor",
+    f" Tensor w_down, Tensor scales_down, Tensor? gate_up_bias, Tensor? down_bias, bool rowwise, {SPEC}) -> Tensor",
     _scaled_moe_mlp,
     _scaled_moe_mlp_fake,
 )

@@ -31,10 +31,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moe_kernels.requirements import installed
 from moe_kernels.runtime.plan import Plan, plan_from_json
 from moe_kernels.runtime.targets import Gpu
 
@@ -117,10 +117,8 @@ def read_only_folders() -> list[Path]:
 
 def public_version(package: str) -> str | None:
     """The version of an installed package without its local part, None if there is none."""
-    try:
-        return metadata.version(package).partition("+")[0]
-    except metadata.PackageNotFoundError:
-        return None
+    version = installed(package)
+    return None if version is None else version.partition("+")[0]
 
 
 @functools.cache

@@ -14,27 +14,20 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+
+from moe_kernels.runtime.targets import Gpu
 
 SCHEMA = 1
 LIMIT = 1.0  # farther than a factor of two in one of rows, N, K and G, the rule is the better guess
 TUNE = "python -m moe_kernels tune"
 BUNDLED = Path(__file__).parent
-
-
-class Gpu(Protocol):
-    """A GPU model: `targets.Gpu`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def capability(self) -> tuple[int, int]: ...
 
 
 def family(gpu: Gpu) -> str:
@@ -134,7 +127,10 @@ def file_in(folder: Path, gpu: str) -> Path:
 def files_for(gpu: Gpu) -> list[tuple[Path, str]]:
     """The files that may hold entries for `gpu`, the preferred first, and the GPU that each has to name."""
     named = os.environ.get("MOE_KERNELS_CONFIG_DIR")
-    folders = [*([Path(named)] if named else []), cache_folder(), BUNDLED]
+    folders = [Path(named)] if named else []
+    with suppress(RuntimeError):  # a user without a home
+        folders.append(cache_folder())
+    folders.append(BUNDLED)
     return [(file_in(folder, name), name) for folder in folders for name in (gpu.name, family(gpu))]
 
 
