@@ -212,9 +212,6 @@ def _print_configs() -> None:
             tma_A=True,
             tma_B=True,
             tma_out=True,
-            int64_A=False,
-            int64_B=False,
-            int64_out=False,
             has_bias=False,
             gpu=gpu,
         )
