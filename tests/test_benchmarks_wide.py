@@ -75,14 +75,20 @@ def test_a_case() -> None:
 
 
 def test_a_case_that_is_behind_is_timed_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for us, rounds in ((96.0, [5]), (94.0, [5, 20])):
+    for provider, us, rounds in (("quack", 96.0, [5]), ("quack", 94.0, [5, 20]), ("torch", 98.0, [5, 20])):
         asked: list[int] = []
 
         def interleaved(
-            calls: dict[str, Call], n: int, *_: Any, asked: list[int] = asked, us: float = us, **__: Any
+            calls: dict[str, Call],
+            n: int,
+            *_: Any,
+            asked: list[int] = asked,
+            provider: str = provider,
+            us: float = us,
+            **__: Any,
         ) -> dict[str, float]:
             asked.append(n)
-            return {LABELS["torch"]: us, LABELS["ours"]: 100.0}
+            return {LABELS["torch"]: 99.5, LABELS["ours"]: 100.0, LABELS[provider]: us}
 
         monkeypatch.setattr(run, "interleaved", interleaved)
         assert measured()["rounds"] == rounds[-1] and asked == rounds
