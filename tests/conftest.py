@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 
@@ -35,3 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items += share + others[:missing]
         del others[:missing]
     items += others
+
+
+def pytest_sessionfinish() -> None:
+    """pytest then looks for cycles five times, which takes seconds where compilers have made many objects."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
