@@ -7,8 +7,8 @@ import gc
 import os
 
 import pytest
+from processes import WORKERS
 
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # Threads of PyTorch that wait for cores which other workers use take 30 times as long as one thread.
 if WORKERS > 1:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // WORKERS))
@@ -19,6 +19,7 @@ LONGEST = ("test_interpreter.py", "test_lowering.py", "test_ahead.py")
 TOGETHER = "test_ahead.py"  # its tests share a fixture that takes minutes
 
 
+@pytest.hookimpl(trylast=True)  # without what `-m` and `-k` have left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     units: dict[str, list[pytest.Item]] = {}
     others: list[pytest.Item] = []

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # of this run of pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 

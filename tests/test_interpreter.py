@@ -1,6 +1,6 @@
 """Runs tests/kernels in Triton's interpreter, in processes of their own: Triton reads TRITON_INTERPRET at its import.
 
-They are as few as keep two workers evenly busy: each imports Helion, and compiles what the files of another do, too.
+They are as few as keep all workers busy: each imports Helion, and compiles what the files of another do, too.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import run_tests
+from processes import WORKERS, run_tests
 
 from moe_kernels import requirements
 
 FILES = sorted((Path(__file__).parent / "kernels").glob("test_*.py"))
+PARTS = min(WORKERS, len(FILES))
 
 
 def why_not() -> str:
@@ -25,6 +26,6 @@ def why_not() -> str:
 
 # No other test is skipped for this: numpy 2.4 breaks the interpreter of Triton 3.6.
 @pytest.mark.skipif("numpy" in why_not(), reason=why_not())
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_kernels_in_the_interpreter(part: int) -> None:
-    run_tests(FILES[part::2], os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    run_tests(FILES[part::PARTS], os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
