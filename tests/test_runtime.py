@@ -689,6 +689,17 @@ def test_products_of_float32_are_not_replayed(name: str, calls: list[int]) -> No
     assert calls == [M, M] and not replays()
 
 
+@pytest.mark.parametrize(("name", "multiplied"), [("scales_A", False), ("topk_weights", False), ("bias", True)])
+def test_float32_that_is_not_multiplied_is_replayed(name: str, multiplied: bool) -> None:
+    """And its signature is the same under every setting."""
+    operator = Operator("op", "", ("A", name), ("A",), lambda *_: Counts(4))
+    tensors = torch.zeros(4, 8, dtype=torch.float16), torch.zeros(4, 1)
+    plan = Plan(operator.inputs, (Launch("kernel", (ROWS,), ()),), (0,))
+    made = emit_replay(plan, {"kernel": Noting([])}, CPU, tensors, operator, None, (4, 7))
+    assert (made is None) == multiplied
+    assert ("tf32" in signature(operator, tensors, None)) == multiplied
+
+
 @pytest.mark.parametrize("name", ["not aligned", "weights not aligned"])
 def test_tensors_that_are_not_aligned_are_not_replayed(name: str, calls: list[int]) -> None:
     for _ in range(2):
@@ -704,7 +715,8 @@ def test_a_call_from_another_device_is_not_replayed(monkeypatch: pytest.MonkeyPa
     plan = Plan(("A", "B"), (Launch("kernel", (ROWS,), ()),), (0,))
     device = torch.device("cuda", 1)
     A = torch.zeros(4, 8, dtype=torch.float16)
-    made = emit_replay(plan, {"kernel": Noting(seen)}, device, (A, None), (True, True), "asked", (1, 9))
+    operator = Operator("op", "", plan.inputs, plan.inputs, lambda *_: Counts(4))
+    made = emit_replay(plan, {"kernel": Noting(seen)}, device, (A, None), operator, "asked", (1, 9))
     assert made is not None and made("asked", A, None) is A and seen.pop() == ((4,),)
     assert made("else", A, None) is None and made("asked", A, A) is None
     current[0] = 0
@@ -723,19 +735,20 @@ def test_a_call_from_another_device_is_not_replayed(monkeypatch: pytest.MonkeyPa
 def test_rows_that_are_multiples_of_rows(like: Any, alike: Any, others: Any) -> None:
     seen: list[Any] = []
     plan = Plan(("A", "B", "C"), (Launch("kernel", (ROWS, SymbolicInt.extent(2, 0, 0, 99)), ()),), (0,))
+    operator = Operator("op", "", plan.inputs, ("A", "C"), lambda *_: Counts(8))
 
     def inputs(rows: int, others: int) -> tuple[Tensor, Tensor, Tensor]:
         empty = torch.zeros(100, 8, dtype=torch.float16)
         return empty[:rows], torch.zeros(3, dtype=torch.int64), empty[:others]
 
-    made = emit_replay(plan, {"kernel": Noting(seen)}, CPU, inputs(*like), (True, False, True), None, (6, 30))
+    made = emit_replay(plan, {"kernel": Noting(seen)}, CPU, inputs(*like), operator, None, (6, 30))
     assert made is not None
     for rows in alike:
         assert made(None, *inputs(*rows)) is not None and seen.pop() == (rows,)
     for rows in others:
         assert made(None, *inputs(*rows)) is None and not seen
     for rows in ((8, 25), (8, 7), (0, 8), (8, 0)):
-        none = emit_replay(plan, {"kernel": Noting(seen)}, CPU, inputs(*rows), (True, False, True), None, (0, 30))
+        none = emit_replay(plan, {"kernel": Noting(seen)}, CPU, inputs(*rows), operator, None, (0, 30))
         assert none is None
 
 

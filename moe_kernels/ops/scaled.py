@@ -50,14 +50,23 @@ def _scaled_grouped_gemm(
         A = A.contiguous()
     if B.stride(-2) != 1:
         B = B.mT.contiguous().mT
-    if scales_A.size(1) > 1 and scales_A.mT.is_contiguous():
-        scales_A = scales_A.mT.flatten()  # whose strides, unlike these, do not depend on the number of rows
+    scales_A = flattened(scales_A)
     out: Tensor = cache.call(
         SCALED_GROUPED_GEMM,
         (A, scales_A, B, scales_B, group_offsets, bias),
         (out_dtype, variant, fast_accumulation),
     )
     return out
+
+
+def flattened(scales: Any) -> Any:
+    """Scales of blocks that lie in memory column by column, as `quantize` makes them, in one dimension: its stride does
+    not depend on the number of rows. Others as they are.
+    """
+    if not isinstance(scales, Tensor) or scales.layout != torch.strided or scales.dim() != 2 or scales.size(1) < 2:
+        return scales
+    M, parts = scales.shape
+    return scales.as_strided((M * parts,), (1,)) if scales.stride() == (1, M) else scales
 
 
 def _scaled_grouped_gemm_fake(A: Tensor, scales_A: Tensor, B: Tensor, *others: Any) -> Tensor:

@@ -111,7 +111,7 @@ def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> 
             entry.launchers,
             first.device,
             tensors,
-            operator.has_rows,
+            operator,
             asked,
             rows_bounds(operator.counts(tensors, options)),
         )

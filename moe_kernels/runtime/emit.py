@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_kernels.runtime import torch_internals
 from moe_kernels.runtime.launch import Launcher
 from moe_kernels.runtime.plan import Alloc, Call, Plan
+from moe_kernels.runtime.signature import Operator
 from moe_kernels.runtime.symbolic import contiguous_strides, text
 
 
@@ -109,27 +110,27 @@ def emit_replay(
     launchers: Mapping[str, Launcher],
     device: torch.device,
     inputs: Sequence[Tensor | None],
-    has_rows: Sequence[bool],
+    operator: Operator,
     asked: Any,
     bounds: tuple[int, int],
 ) -> Callable[..., Any] | None:
     """`replay(asked, *inputs)`: what `run` does, or None for a call that is not like this one; None if there is none.
 
     Alike are calls with equal `asked`, from the same device, with the dispatcher as it is now (autocast, inference
-    mode, modes, transforms), and with tensors like these, aligned to 16 bytes. The first of those that `has_rows` has
-    rows within `bounds`, and the others as many times as many as these.
+    mode, modes, transforms), and with tensors like these, aligned to 16 bytes. The first of the operator's inputs with
+    rows has rows within `bounds`, and the others as many times as many as these.
     """
     present = [i for i, x in enumerate(inputs) if x is not None]
     tensors = [x for x in inputs if x is not None]
-    # What products of float32 may use is a setting, which guards do not see. The rows that are multiplied come first.
+    # What products of float32 may use is a setting, which guards do not see.
     if any(
         [
-            (x.dtype == torch.float32 and (i == 0 or not has_rows[i])) or x.data_ptr() % 16
+            (x.dtype == torch.float32 and operator.multiplied[i]) or x.data_ptr() % 16
             for i, x in zip(present, tensors, strict=True)
         ]
     ):
         return None
-    dynamic = [i for i in present if has_rows[i]]
+    dynamic = [i for i in present if operator.has_rows[i]]
     sizes: list[list[int | None]] = [list(x.shape) for x in tensors]
     for i in dynamic:
         sizes[present.index(i)][0] = None

@@ -46,6 +46,11 @@ class Operator:
     def has_rows(self) -> tuple[bool, ...]:
         return tuple(name in self.rows for name in self.inputs)
 
+    @functools.cached_property
+    def multiplied(self) -> tuple[bool, ...]:
+        """Inputs that tensor cores may multiply, in tf32 if they are float32 and PyTorch's settings allow it."""
+        return tuple(name != "topk_weights" and not name.startswith("scales_") for name in self.inputs)
+
 
 def extent_class(n: int) -> tuple[int, ...]:
     """The class of a number of rows, as rules distinguish it."""
@@ -90,12 +95,12 @@ def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, 
     Every call without a replay computes it; reading an attribute of a tensor takes about 0.1 us.
     """
     key: list[Any] = [operator.name, options, rows_class(operator.counts(tensors, options))]
-    for tensor, has_rows, name in zip(tensors, operator.has_rows, operator.inputs, strict=True):
+    for tensor, has_rows, multiplied in zip(tensors, operator.has_rows, operator.multiplied, strict=True):
         if tensor is None:
             key.append(None)
             continue
         dtype, shape = tensor.dtype, tensor.shape
-        if dtype is torch.float32 and name != "topk_weights" and "tf32" not in key:
+        if dtype is torch.float32 and multiplied and "tf32" not in key:
             key += ["tf32", torch.backends.cuda.matmul.fp32_precision]
         key += (
             dtype,
