@@ -3,8 +3,8 @@
 A slot is one of the token's top_k choices. Its expert is read from `topk_ids` where it is needed, so that the layer is
 two kernels. An id outside `0..E - 1` drops its slot.
 
-Weights in fp8 have scales. They are multiplied in float32, 128 elements of a row at a time, and a scale is applied to
-each such sum. Activations are not quantised.
+A thread reads runs of 16 bytes of a weight's row, and adds up their products in float32. Weights in fp8 have scales,
+which are applied to each such sum. Activations are not quantised.
 """
 
 from __future__ import annotations
@@ -17,31 +17,28 @@ import torch
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels.activation import activated
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import decode_odd
-from moe_kernels.rules import fitting
+from moe_kernels.kernels.inline import decode_odd, unmasked
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 from moe_kernels.scaled import BLOCK
 
-_BLOCK = 1024  # elements of a weight's row that a program reads at once
+
+def _config(width: int, dtype: torch.dtype) -> Config:
+    """For rows of `width` weights, one to a program: many small programs on an SM keep the most loads in flight. As
+    many bytes of fp8 take more instructions, of which a warp by itself has the fewest beside its products.
+    """
+    runs = max(2, 1 << (-(-width * dtype.itemsize // 16) - 1).bit_length())
+    block, num_warps = (64, 1) if dtype.itemsize == 1 else (128, 4)
+    return Config(block_sizes=[min(block, runs), 1], num_warps=num_warps)
 
 
-def _config(width: int, scaled: bool) -> Config:
-    """One row of a weight per program, or two long ones: many small programs on an SM keep the most loads in flight."""
-    if scaled:  # as many bytes are twice as many elements; short rows leave threads for a second one
-        parts = min(2 * _BLOCK, 1 << (width - 1).bit_length()) // BLOCK
-        return Config(block_sizes=[max(1, parts), 1 if 1024 < width <= 8192 else 2], num_warps=4)
-    rows = 1 if width <= 4096 else 2
-    return Config(block_sizes=[fitting(_BLOCK, width), rows], num_warps=4)
+def _dots(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Dot products of runs of elements, the last dimension, in float32."""
+    return torch.sum(unmasked(w.to(torch.float32) * x), dim=-1)
 
 
-def _sums(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[rows, parts]: the products with x `[1, parts, 128]` of parts of rows, w `[rows, parts, 128]`."""
-    return torch.sum(w.to(torch.float32) * x, dim=2)
-
-
-@kernel(lambda act, hidden, ids, gate, up, gate_bias, up_bias, scales, *_: _config(hidden.size(1), scales is not None))
+@kernel(lambda act, hidden, ids, gate, *_: _config(hidden.size(1), gate.dtype))
 def first_half(
     act: torch.Tensor,  # [top_k, I], written
     hidden: torch.Tensor,  # [1, H]
@@ -54,8 +51,10 @@ def first_half(
     programs: int,  # at least top_k; odd
     odd_k: int,  # 2 * top_k + 1
     first_up: int,  # the row in that weight where up begins
+    runs: int,  # of `run` elements in a row, at least 2
     distance: hl.constexpr,  # between the rows of gate in it
     height: hl.constexpr,  # rows that share a scale
+    run: hl.constexpr,  # elements of a weight that a thread reads at once
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
@@ -66,32 +65,29 @@ def first_half(
     H = hidden.size(1)
     I = act.size(1)  # noqa: E741
     E = gate.size(0)
-    block_h = hl.register_block_size(1, 4096)  # columns, or parts of 128 where there are scales
+    block_r = hl.register_block_size(1, 4096)
     for tile_k, tile_i in hl.tile([programs, I], block_size=[1, None]):
         zero = hl.zeros([], dtype=torch.int32)
         slot = tile_k.id + zero
         if slot < decode_odd(odd_k, zero):
             expert = topk_ids[slot].to(torch.int64)
             if (expert >= 0) & (expert < E):
-                sum_gate = hl.zeros([tile_i, block_h], dtype=torch.float32)
-                sum_up = hl.zeros([tile_i, block_h], dtype=torch.float32)
-                in_both = tile_i.index * distance
-                if scales is None:
-                    for tile_h in hl.tile(H, block_size=block_h):
-                        x = hidden[zero, tile_h].to(torch.float32)[None, :]
-                        sum_gate = sum_gate + gate[expert, tile_i, tile_h].to(torch.float32) * x
-                        if up is not None:
-                            sum_up = sum_up + up[expert, tile_i, tile_h].to(torch.float32) * x
-                else:
-                    for tile_p in hl.tile(scales.size(2), block_size=block_h):
-                        columns = ((tile_p.index * 128)[:, None] + hl.arange(128)[None, :])[None]
-                        rows, inside = tile_i.index[:, None, None], columns < H
-                        x = hl.load(hidden, [zero, columns], extra_mask=inside).to(torch.float32)
-                        sums = _sums(hl.load(gate, [expert, rows, columns], extra_mask=inside), x)
-                        sum_gate = sum_gate + sums * scales[expert, in_both // height, tile_p]
-                        if up is not None:
-                            sums = _sums(hl.load(up, [expert, rows, columns], extra_mask=inside), x)
-                            sum_up = sum_up + sums * scales[expert, (in_both + first_up) // height, tile_p]
+                sum_gate = hl.zeros([tile_i, block_r], dtype=torch.float32)
+                sum_up = hl.zeros([tile_i, block_r], dtype=torch.float32)
+                rows, in_both = tile_i.index[:, None, None], tile_i.index[:, None] * distance
+                for tile_r in hl.tile(runs, block_size=block_r):
+                    columns = ((tile_r.index * run)[:, None] + hl.arange(run)[None, :])[None]
+                    inside, part = columns < H, (tile_r.index * run // 128)[None, :]
+                    x = hl.load(hidden, [zero, columns], extra_mask=inside).to(torch.float32)
+                    sums = _dots(hl.load(gate, [expert, rows, columns], extra_mask=inside), x)
+                    if scales is not None:
+                        sums = sums * hl.load(scales, [expert, in_both // height, part])
+                    sum_gate = sum_gate + sums
+                    if up is not None:
+                        sums = _dots(hl.load(up, [expert, rows, columns], extra_mask=inside), x)
+                        if scales is not None:
+                            sums = sums * hl.load(scales, [expert, (in_both + first_up) // height, part])
+                        sum_up = sum_up + sums
                 h_gate = torch.sum(sum_gate, dim=1)
                 if gate_bias is not None:
                     h_gate = h_gate + gate_bias[expert, tile_i].to(torch.float32)
@@ -106,7 +102,7 @@ def first_half(
     return act
 
 
-@kernel(lambda out, act, ids, topk_weights, weight, bias, scales, *_: _config(act.size(1), scales is not None))
+@kernel(lambda out, act, ids, topk_weights, weight, *_: _config(act.size(1), weight.dtype))
 def second_half(
     out: torch.Tensor,  # [1, H], written
     act: torch.Tensor,  # [top_k, I]
@@ -115,8 +111,10 @@ def second_half(
     weight: torch.Tensor,  # [E, H, I]
     bias: torch.Tensor | None,  # [E, H]
     scales: torch.Tensor | None,  # [E, cdiv(H, height), cdiv(I, 128)]
+    runs: int,  # of `run` elements in a row, at least 2
     top_k: hl.constexpr,
     height: hl.constexpr,  # rows that share a scale
+    run: hl.constexpr,  # elements of a weight that a thread reads at once
     rounds: hl.constexpr,  # each slot's row to the dtype of `out` before it is weighted, so that it may overflow
 ) -> torch.Tensor:
     """A program per block of columns, which adds up the slots in float32."""
@@ -124,39 +122,33 @@ def second_half(
     H = out.size(1)
     I = act.size(1)  # noqa: E741
     E = weight.size(0)
-    block_i = hl.register_block_size(1, 4096)  # as in the first half
+    block_r = hl.register_block_size(1, 4096)
     for tile_h in hl.tile(H):
         zero = hl.zeros([], dtype=torch.int32)
-        sums = hl.zeros([tile_h, block_i], dtype=torch.float32)
+        sums = hl.zeros([tile_h, block_r], dtype=torch.float32)
         total = hl.zeros([tile_h], dtype=torch.float32)
         for k in hl.static_range(top_k):
             slot = zero + k
             expert = topk_ids[slot].to(torch.int64)
             kept = (expert >= 0) & (expert < E)
             factor = torch.where(kept, topk_weights[slot].to(torch.float32), 0.0)
-            if scales is None:
-                for tile_i in hl.tile(I, block_size=block_i):
-                    w = hl.load(weight, [expert, tile_h, tile_i], extra_mask=kept)
-                    x = hl.load(act, [slot, tile_i], extra_mask=kept).to(torch.float32)
-                    if not rounds:
-                        x = factor * x
-                    sums = sums + w.to(torch.float32) * x[None, :]
-            else:
-                for tile_p in hl.tile(scales.size(2), block_size=block_i):
-                    columns = ((tile_p.index * 128)[:, None] + hl.arange(128)[None, :])[None]
-                    rows, inside = tile_h.index[:, None, None], (columns < I) & kept
-                    x = hl.load(act, [slot, columns], extra_mask=inside).to(torch.float32)
-                    products = _sums(hl.load(weight, [expert, rows, columns], extra_mask=inside), x)
-                    products = products * hl.load(scales, [expert, tile_h.index // height, tile_p], extra_mask=kept)
-                    if not rounds:
-                        products = factor * products
-                    sums = sums + products
+            for tile_r in hl.tile(runs, block_size=block_r):
+                columns = ((tile_r.index * run)[:, None] + hl.arange(run)[None, :])[None]
+                rows, inside = tile_h.index[:, None, None], (columns < I) & kept
+                x = hl.load(act, [slot, columns], extra_mask=inside).to(torch.float32)
+                products = _dots(hl.load(weight, [expert, rows, columns], extra_mask=inside), x)
+                if scales is not None:
+                    row, part = (tile_h.index // height)[:, None], (tile_r.index * run // 128)[None, :]
+                    products = products * hl.load(scales, [expert, row, part], extra_mask=kept)
+                if not rounds:
+                    products = factor * products
+                sums = sums + products
             if rounds:
-                row = torch.sum(sums, dim=1)
+                added = torch.sum(sums, dim=1)
                 if bias is not None:
-                    row = row + hl.load(bias, [expert, tile_h], extra_mask=kept).to(torch.float32)
-                total = total + factor * row.to(out.dtype).to(torch.float32)
-                sums = hl.zeros([tile_h, block_i], dtype=torch.float32)
+                    added = added + hl.load(bias, [expert, tile_h], extra_mask=kept).to(torch.float32)
+                total = total + factor * added.to(out.dtype).to(torch.float32)
+                sums = hl.zeros([tile_h, block_r], dtype=torch.float32)
             elif bias is not None:
                 b = hl.load(bias, [expert, tile_h], extra_mask=kept)
                 total = total + factor * b.to(torch.float32)
@@ -185,19 +177,22 @@ def multiply_one_token(
     stored = [None if w is None else replace(w.transpose(1, 2), few_groups=True) for w in weights]
     gate, up, down = stored
     assert gate is not None and down is not None
-    top_k, width, H, scaled = topk_ids.size(1), gate.size(1), hidden.size(1), scales[0] is not None
+    top_k, width, H = topk_ids.size(1), gate.size(1), hidden.size(1)
     topk_ids, topk_weights = topk_ids.select(0, 0), topk_weights.select(0, 0)
     act = builder.alloc((top_k, width), dtype)
     int64_index = needs_int64(out, act, hidden, topk_ids, topk_weights, *stored, *biases, *scales)
     first, height = _by_parts(scales[0], width * (2 if spec.gated else 1), H)
     place = (1, 2) if spec.interleaved else (width, 1)
-    constants = (height, spec.activation, spec.alpha, spec.limit)
-    arguments = (act, hidden, topk_ids, gate, up, *biases[:2], first, top_k | 1, 2 * top_k + 1, *place, *constants)
-    builder.launch(first_half, arguments, _config(H, scaled), int64_index=int64_index)
+    run = 16 // gate.dtype.itemsize
+    constants = (place[1], height, run, spec.activation, spec.alpha, spec.limit)
+    sizes = (top_k | 1, 2 * top_k + 1, place[0], max(2, -(-H // run)))
+    arguments = (act, hidden, topk_ids, gate, up, *biases[:2], first, *sizes, *constants)
+    builder.launch(first_half, arguments, _config(H, gate.dtype), int64_index=int64_index)
     second, height = _by_parts(scales[1], out.size(1), width)
     rounds = out.dtype == torch.float16
-    arguments = (out, act, topk_ids, topk_weights, down, biases[2], second, top_k, height, rounds)
-    builder.launch(second_half, arguments, _config(width, scaled), int64_index=int64_index)
+    sizes = (max(2, -(-width // run)), top_k, height, run, rounds)
+    arguments = (out, act, topk_ids, topk_weights, down, biases[2], second, *sizes)
+    builder.launch(second_half, arguments, _config(width, down.dtype), int64_index=int64_index)
 
 
 def _by_parts(scales: SymbolicTensor | None, rows: int, K: int) -> tuple[SymbolicTensor | None, int]:

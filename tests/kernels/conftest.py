@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from moe_kernels.rules.config import Config
 from moe_kernels.runtime import torch_internals
 from moe_kernels.runtime.cache import set_aside
 
@@ -53,6 +55,14 @@ def _same_numbers_each_time() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _leave_memory_to_other_workers() -> Iterator[None]:
+    """Processes that share a GPU cannot use what PyTorch keeps in another."""
+    yield
+    if not INTERPRETED and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def _poison_uninitialised_memory() -> Iterator[None]:
     """What PyTorch itself allocates, and in the interpreter plans too."""
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -67,6 +77,22 @@ def fresh_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
     with set_aside():
         yield
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kernels for one token in the interpreter, which takes long for many; and some rounds of their loops."""
+    if not INTERPRETED:
+        return
+    from moe_kernels.kernels import one_token  # imports Helion
+
+    chosen = one_token._config
+
+    def config(*args: Any, **options: Any) -> Config:
+        block, _ = chosen(*args, **options).config["block_sizes"]
+        return Config(block_sizes=[min(4, block), 32], num_warps=4)
+
+    monkeypatch.setattr(one_token, "_config", config)
 
 
 @pytest.fixture

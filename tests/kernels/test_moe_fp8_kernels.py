@@ -10,9 +10,8 @@ from torch import Tensor
 
 from moe_kernels import MoE, ScaledTensor, dequantize, moe_mlp, quantize, reference, topk_softmax
 from moe_kernels.glu import GLUSpec
-from moe_kernels.kernels import activation, one_token, permute
+from moe_kernels.kernels import activation, permute
 from moe_kernels.rules import quantize as rules
-from moe_kernels.rules.config import Config
 from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.signature import Counts, Operator
@@ -176,10 +175,8 @@ def assert_exact_but_for_weights(arguments: dict[str, Any], options: dict[str, A
 
 
 @pytest.fixture
-def launched(fresh_plans: None, device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels of the plans that are made; those for one token with few programs in the interpreter."""
-    if device == "cpu":
-        monkeypatch.setattr(one_token, "_config", lambda *_: Config(block_sizes=[1, 32], num_warps=4))
+def launched(fresh_plans: None, few_programs: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of the plans that are made."""
     names: list[str] = []
     launch = Builder.launch
 

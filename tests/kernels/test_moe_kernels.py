@@ -165,13 +165,10 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
     ],
     ids=str,
 )
-def test_one_token(
-    name: str, dtype: torch.dtype, of_one_token: list[torch.dtype], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("few_programs")
+def test_one_token(name: str, dtype: torch.dtype, of_one_token: list[torch.dtype], device: str) -> None:
     """One dropped slot, an expert chosen twice, and weights of the others that must not be read."""
     H, I = (1100, 72) if device == "cuda" else (40, 24)  # noqa: E741
-    if device == "cpu":
-        monkeypatch.setattr(one_token, "_BLOCK", 16)  # the interpreter takes long for many programs
     tensors, ids, options = make(ONE_TOKEN[name], 1, H, I, 5, 4, device, dtype)
     ids.copy_(torch.tensor([[3, -1, 1, 3]]))
     tensors["topk_weights"][0, 1] = NAN
