@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from moe_kernels.ahead import LayerShape, Made, compile_ahead, output, requests
 from moe_kernels.models import MODELS
 from moe_kernels.runtime import store, targets
+from moe_kernels.runtime.plan import Request
 
 COMPILE = """\
 Makes the plans and binaries of layers of experts for a range of token counts, and stores them in a folder. A process
@@ -172,13 +173,23 @@ def print_layer(options: argparse.Namespace) -> None:
         gpu = targets.of_device("cuda", torch.cuda.current_device())
     shape = LayerShape(*MODELS[options.model])
     print(f"{options.model} {tuple(MODELS[options.model])} on {gpu.name}: launches by token counts")
-    configs: Counter[Any] = Counter()
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}  # constants of each launch, by kernel and config
     for (low, high), launches in requests(options.tokens, shape, gpu).items():
         names = []
         for launch in launches:
-            configs[launch.kernel.name, repr(launch.config)] += 1
+            found.setdefault((launch.kernel.name, repr(launch.config)), []).append(_constants(launch))
             names.append(f"{launch.kernel.name} {launch.config.config.get('block_sizes')}")
         print(f"  {low if low == high else f'{low} to {high}'}: {', '.join(names)}")
-    print(f"{len(configs)} distinct kernels with configs:")
-    for (name, config), count in sorted(configs.items()):
-        print(f"  {name}: {config.removeprefix('Config')}, in {count} launches")
+    distinct = sum(len({repr(constants) for constants in each}) for each in found.values())
+    print(f"{len(found)} distinct kernels with configs, {distinct} with their constants:")
+    for (name, config), each in sorted(found.items()):
+        values = {key: sorted({constants[key] for constants in each}, key=repr) for key in each[0]}
+        differing = [f"{key} {', '.join(map(str, value))}" for key, value in values.items() if len(value) > 1]
+        print("; ".join([f"  {name}: {config.removeprefix('Config')}", *differing]) + f"; in {len(each)} launches")
+
+
+def _constants(launch: Request) -> dict[str, Any]:
+    """The arguments that are compiled into a kernel, by name."""
+    parameters = inspect.signature(launch.kernel.fn).parameters.values()
+    pairs = zip(parameters, launch.arguments, strict=True)
+    return {parameter.name: value for parameter, value in pairs if "constexpr" in str(parameter.annotation)}
