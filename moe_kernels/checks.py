@@ -77,8 +77,8 @@ def check_scaled_grouped_gemm(
     bias: Tensor | None,  # [G, N]
     out_dtype: torch.dtype | None,
     fast_accumulation: bool = False,
-) -> tuple[ScaledTensor, ScaledTensor, torch.dtype]:
-    """Check the arguments of a grouped GEMM of fp8 operands with scales; return these, and the dtype of the result.
+) -> torch.dtype:
+    """Check the arguments of a grouped GEMM of fp8 operands with scales; return the dtype of its result.
 
     Args:
         A_packed: data `[M, K]` in fp8; scales `[M, 1]` ("rowwise") or `[M, cdiv(K, 128)]` ("1x128"), float32.
@@ -94,7 +94,9 @@ def check_scaled_grouped_gemm(
         ValueError: wrong rank, shape, device or format.
         RuntimeError: autograd would record the product.
     """
-    A_packed, B = _scaled_both("A_packed", A_packed, "B", B)
+    A_packed, B = scaled_both("A_packed", A_packed, "B", B)
+    for name, value in (("A_packed", A_packed), ("B", B)):
+        _check_scaled(f"{name}.data", f"{name}.scales", value)
     data, weight = A_packed.data, B.data
     _check_same_device("B", weight, "A_packed", data)
     _check_grouped_gemm_shapes(data, weight, group_offsets)
@@ -118,8 +120,7 @@ def check_scaled_grouped_gemm(
     _check_shape("B.scales", B.scales, f"[{'G, ' if groups else ''}{right}]", (*groups, blocks, columns))
     if bias is not None:
         _check_shape("bias", bias, "[G, N]", (group_offsets.shape[0] - 1, N))
-    dtype = _check_scaled_result((data, A_packed.scales, weight, B.scales, bias), out_dtype, "out_dtype")
-    return A_packed, B, dtype
+    return _check_scaled_result((data, A_packed.scales, weight, B.scales, bias), out_dtype, "out_dtype")
 
 
 def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dtype | None, name: str) -> torch.dtype:
@@ -147,16 +148,19 @@ def _check_beside_fp8(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
 
 
-def _scaled_both(
+def scaled_both(
     name: str, value: ScaledTensor | Tensor, other_name: str, other: ScaledTensor | Tensor
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Check that two operands are ScaledTensors, as `_check_scaled` does; return them."""
+    """Check that two operands are ScaledTensors; return them.
+
+    Raises:
+        TypeError: one is none.
+    """
     made: list[ScaledTensor] = []
     for one, operand, beside in ((name, value, other_name), (other_name, other, name)):
         if not isinstance(operand, ScaledTensor):
             check_not_torchao(one, operand)
             raise TypeError(f"{one}: expected a ScaledTensor, as for {beside}, got {type(operand).__name__}")
-        _check_scaled(f"{one}.data", f"{one}.scales", operand)
         made.append(operand)
     return made[0], made[1]
 
@@ -437,8 +441,9 @@ def check_scaled_moe_mlp(
         RuntimeError: autograd would record the layer.
     """
     _check_one_layout(experts)
-    w_gate_up, w_down = _scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
+    w_gate_up, w_down = scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
     for name, value in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        _check_scaled(f"{name}.data", f"{name}.scales", value)
         if value.data.dtype != torch.float8_e4m3fn:
             raise TypeError(f"{name}.data: expected float8_e4m3fn, got {value.data.dtype}")
     formats = w_gate_up.format, w_down.format

@@ -190,26 +190,22 @@ def _scaled_moe_mlp(
     validate: bool | None,
 ) -> Tensor:
     """`moe_mlp` with fp8 weights."""
-    first, second, spec = experts.w_gate_up, experts.w_down, experts.spec
-    weights: tuple[Any, ...] = ()
-    given: tuple[Any, ...] = ()
-    asked: Any = None
+    first, second = checks.scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
+    weights = (first.data, first.scales, second.data, second.scales, experts.gate_up_bias, experts.down_bias)
+    given = (hidden, topk_ids, topk_weights, None, None, *weights)
+    asked = (first.format, second.format, experts.transposed, experts.spec)
     validates = checks.validation_enabled(validate)
-    if isinstance(first, ScaledTensor) and isinstance(second, ScaledTensor):
-        weights = (first.data, first.scales, second.data, second.scales, experts.gate_up_bias, experts.down_bias)
-        given = (hidden, topk_ids, topk_weights, None, None, *weights)
-        asked = (first.format, second.format, experts.transposed, spec)
-        replays = not validates and experts.w_up is None and experts.up_bias is None
-        if replays and (known := cache.replay(SCALED_MOE_MLP, given, asked)) is not None:
-            again: Tensor = known
-            return again
+    replays = not validates and experts.w_up is None and experts.up_bias is None
+    if replays and (known := cache.replay(SCALED_MOE_MLP, given, asked)) is not None:
+        again: Tensor = known
+        return again
     (hidden,) = autocast(hidden)
     checks.check_scaled_moe_mlp(hidden, topk_ids, topk_weights, experts)
     if validates:
         checks.validate_ids(topk_ids, first.shape[0])
     rowwise = first.format == "rowwise"
-    out: Tensor = ops.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, rowwise, *spec)
-    cache.remember(SCALED_MOE_MLP, given, asked, (rowwise, spec))
+    out: Tensor = ops.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, rowwise, *experts.spec)
+    cache.remember(SCALED_MOE_MLP, given, asked, (rowwise, experts.spec))
     return out
 
 

@@ -85,16 +85,14 @@ def _scaled_grouped_gemm(
     fast_accumulation: bool,
     validate: bool,
 ) -> Tensor:
-    given: tuple[Any, ...] = ()
-    asked: Any = None
-    if isinstance(A_packed, ScaledTensor) and isinstance(B, ScaledTensor):
-        given = (A_packed.data, flattened(A_packed.scales), B.data, B.scales, group_offsets, bias)
-        asked = (A_packed.format, B.format, out_dtype, variant, fast_accumulation)
-        if not validate and (known := cache.replay(SCALED_GROUPED_GEMM, given, asked)) is not None:
-            again: Tensor = known
-            return again
+    A, weight = checks.scaled_both("A_packed", A_packed, "B", B)
+    given = (A.data, flattened(A.scales), weight.data, weight.scales, group_offsets, bias)
+    asked = (A.format, weight.format, out_dtype, variant, fast_accumulation)
+    if not validate and (known := cache.replay(SCALED_GROUPED_GEMM, given, asked)) is not None:
+        again: Tensor = known
+        return again
     _check_variant(variant)
-    A, weight, dtype = checks.check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype, fast_accumulation)
+    dtype = checks.check_scaled_grouped_gemm(A, weight, group_offsets, bias, out_dtype, fast_accumulation)
     if validate:
         checks.validate_offsets(group_offsets, A.shape[0])
     operands = A.data, A.scales, weight.data, weight.scales

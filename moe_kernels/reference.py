@@ -157,7 +157,7 @@ def scaled_grouped_gemm(
     Raises:
         TypeError, ValueError: see `checks.check_scaled_grouped_gemm`.
     """
-    _, _, result = checks.check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype)
+    result = checks.check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype)
     return grouped_linear(dequantize(A_packed), dequantize(B), group_offsets, bias, result)
 
 
