@@ -7,6 +7,7 @@ of the arguments, and the divisibility of strides and extents. All plans with th
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import json
@@ -22,6 +23,7 @@ from typing import Any
 
 import helion
 import helion._compiler.compile_environment as helion_environment
+import helion._compiler.type_propagation as helion_types
 import helion.language as hl
 import helion.runtime.kernel as helion_kernel
 import torch
@@ -287,6 +289,7 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
         if not hasattr(hl.inline_triton, "_get_masked_value"):
             raise requirements.lacks("helion", "inline_triton._get_masked_value")
         stack.enter_context(replaced(hl.inline_triton, _get_masked_value=_value_outside))
+        stack.enter_context(_bodies_visited_once())
         args = tuple(tensors(x) if isinstance(x, _Example) else x for x in examples)
         bound = _variant(request.kernel, request.int64_index, request.tf32).bind(args)
         code = bound.to_triton_code(helion.Config(**config))
@@ -298,6 +301,34 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
     module._helion_tensor_descriptor = _HostDescriptor
     made: Callable[..., Any] = getattr(module, request.kernel.fn.__name__)
     return made
+
+
+@contextmanager
+def _bodies_visited_once() -> Iterator[None]:
+    """In here, Helion finds types in the body of a kernel's grid once, not twice, if no name in it has a value before:
+    a second visit can find nothing else. Loops inside are visited half as often. If Helion has no such function any
+    more, it takes longer.
+    """
+    propagation = getattr(helion_types, "TypePropagation", None)
+    visit = getattr(propagation, "_loop_body", None)
+    found: dict[int, Any] = {}  # the scope that a visit leaves, by the list of statements
+
+    def loop_body(self: Any, statements: list[ast.stmt]) -> Any:
+        assert visit is not None
+        if self.device_loop_depth != 1:
+            return visit(self, statements)
+        if id(statements) in found:
+            return found.pop(id(statements))
+        nodes = (node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name))
+        names = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+        carries = any(self.scope.maybe_get(name) is not None for name in names)
+        scope = visit(self, statements)
+        if not carries:
+            found[id(statements)] = scope.clone()
+        return scope
+
+    with replaced(propagation, _loop_body=loop_body):
+        yield
 
 
 def _value_outside(node: Any) -> float | None:
