@@ -43,12 +43,13 @@ def product(
             grouped_gemm.multiply(builder, A, B, offsets, bias, out)
 
     out = torch.empty(A.size(0), B.size(2), dtype=A.dtype, device=A.device).fill_(torch.nan)
-    again = out.clone()
     tensors = {"A": A, "B": B, "offsets": group_offsets, "bias": bias, "out": out}
     multiply = function(*draw(steps, tensors, rows=("A", "out"), groups=group_offsets.size(0) - 1), A.device)
     multiply(*tensors.values())
-    multiply(A, B, group_offsets, bias, again)
-    assert torch.equal(out, again)
+    if A.is_cuda or A.size(0) < 400:  # the interpreter, which has one order of programs, takes long
+        again = torch.full_like(out, torch.nan)
+        multiply(A, B, group_offsets, bias, again)
+        assert torch.equal(out, again)
     return out
 
 
