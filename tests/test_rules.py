@@ -931,6 +931,18 @@ def test_where_nothing_can_be_compiled_without_a_private_name(name: str, monkeyp
         needs_it()
 
 
+@pytest.mark.parametrize("types", [SimpleNamespace(), SimpleNamespace(TypePropagation=SimpleNamespace())])
+def test_without_helions_search_for_types_nothing_is_replaced(types: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code takes longer to generate then; see tests/lowering for the code."""
+    pytest.importorskip("helion")
+    from moe_kernels.runtime import compile as compiler
+
+    before = {name: vars(value).copy() for name, value in vars(types).items()}
+    monkeypatch.setattr(compiler, "helion_types", types)
+    with compiler._bodies_visited_once():
+        assert {name: vars(value) for name, value in vars(types).items()} == before
+
+
 def test_what_no_other_config_can_help_is_raised(machine: Machine, tmp_path: Path) -> None:
     put(named(tmp_path), entry())
     machine.error = torch.OutOfMemoryError("full")
