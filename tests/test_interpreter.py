@@ -1,6 +1,6 @@
 """Runs tests/kernels in Triton's interpreter, in processes of their own: Triton reads TRITON_INTERPRET at its import.
 
-They are as few as keep all workers busy: each imports Helion, and compiles what the files of another do, too.
+They are as few as keep all workers busy: each imports Helion.
 """
 
 from __future__ import annotations

@@ -305,9 +305,9 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
 
 @contextmanager
 def _bodies_visited_once() -> Iterator[None]:
-    """In here, Helion finds types in the body of a kernel's grid once, not twice, if no name in it has a value before:
-    a second visit can find nothing else. Loops inside are visited half as often. If Helion has no such function any
-    more, it takes longer.
+    """In here, Helion finds types in the body of a kernel's grid, and of unrolled loops right in it, once, not twice,
+    if no name in it has a value before: a second visit can find nothing else. Loops inside are visited half as often.
+    If Helion has no such function any more, it takes longer.
     """
     propagation = getattr(helion_types, "TypePropagation", None)
     visit = getattr(propagation, "_loop_body", None)

@@ -6,7 +6,7 @@ Here new memory is filled with NaN, so an output element that a kernel forgets s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from moe_kernels.rules.config import Config
-from moe_kernels.runtime import torch_internals
-from moe_kernels.runtime.cache import set_aside
+from moe_kernels.runtime import cache, torch_internals
+from moe_kernels.runtime.signature import Operator
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
@@ -75,8 +75,25 @@ def fresh_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """Plans are made anew, and kept for this test alone: for tests that change what a plan depends on."""
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "plans"))
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
-    with set_aside():
+    with cache.set_aside():
         yield
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Without plans at first. Once it is called with an operator's name, calls of this fail unless they are replays."""
+    call = cache.call
+
+    def only(name: str) -> None:
+        def refuse(operator: Operator, *rest: Any) -> Any:
+            assert operator.name != name, "no replay"
+            return call(operator, *rest)
+
+        monkeypatch.setattr(cache, "call", refuse)
+
+    monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
+    with cache.set_aside():
+        yield only
 
 
 @pytest.fixture

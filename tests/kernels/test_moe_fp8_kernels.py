@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from moe_kernels import MoE, ScaledTensor, dequantize, moe_mlp, quantize, refere
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels import activation, permute
 from moe_kernels.rules import quantize as rules
-from moe_kernels.runtime import cache, torch_internals
+from moe_kernels.runtime import cache
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import SymbolicTensor
@@ -132,29 +133,21 @@ def test_as_the_twin(
 
 @pytest.mark.parametrize(("T", "format"), [(1, "rowwise"), (6, "128x128")])
 def test_calls_like_an_earlier_one_are_replays(
-    T: int, format: str, device: str, monkeypatch: pytest.MonkeyPatch
+    T: int, format: str, device: str, replays: Callable[[str], None]
 ) -> None:
     """Each with tensors of its own, and other numbers of tokens. Other options are not taken for them."""
-
-    def refuse(operator: Operator, *rest: Any) -> Any:
-        assert operator.name != "scaled_moe_mlp", "no replay"
-        return call(operator, *rest)
-
-    call = cache.call
-    monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
-    with cache.set_aside():
-        for tokens in (T, T, T + (T > 1)):
-            arguments = make(tokens, 200, 72, 6, 2, format, device, {}, True)
-            out = moe_mlp(**arguments)
-            (assert_near_twin(out, arguments, {}) if T > 1 else assert_exact_but_for_weights(arguments, {}))
-            monkeypatch.setattr(cache, "call", refuse)
-        assert len(cache.plans.recent["scaled_moe_mlp"]) == 1
-        for options in ({"activation": "gelu"}, {"interleaved": True}):
-            with pytest.raises(AssertionError, match="no replay"):
-                moe_mlp(**arguments, **options)
-        for options in ({"transposed": True}, {"up_bias": arguments["gate_up_bias"]}):
-            with pytest.raises(ValueError):
-                moe_mlp(**arguments, **options)
+    for tokens in (T, T, T + (T > 1)):
+        arguments = make(tokens, 200, 72, 6, 2, format, device, {}, True)
+        out = moe_mlp(**arguments)
+        (assert_near_twin(out, arguments, {}) if T > 1 else assert_exact_but_for_weights(arguments, {}))
+        replays("scaled_moe_mlp")
+    assert len(cache.plans.recent["scaled_moe_mlp"]) == 1
+    for options in ({"activation": "gelu"}, {"interleaved": True}):
+        with pytest.raises(AssertionError, match="no replay"):
+            moe_mlp(**arguments, **options)
+    for options in ({"transposed": True}, {"up_bias": arguments["gate_up_bias"]}):
+        with pytest.raises(ValueError):
+            moe_mlp(**arguments, **options)
 
 
 def assert_exact_but_for_weights(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 from moe_kernels import dequantize, group_offsets_from_sizes, grouped_gemm, ops, quantize, reference, scaled_grouped_mm
 from moe_kernels.kernels import fast_persistent, promoted_persistent, scaled_jagged
-from moe_kernels.runtime import cache, torch_internals
-from moe_kernels.runtime.signature import Operator, signature
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.signature import signature
 from moe_kernels.scaled import ScaledTensor
 from moe_kernels.testing import assert_scaled_grouped_gemm_close, assert_within_budget
 
@@ -72,32 +73,24 @@ def product(
 
 @pytest.mark.parametrize(("rows", "format"), [(20, "rowwise"), (200, "block")])
 def test_calls_like_an_earlier_one_are_replays(
-    rows: int, format: str, device: str, monkeypatch: pytest.MonkeyPatch
+    rows: int, format: str, device: str, replays: Callable[[str], None]
 ) -> None:
     """Each with tensors of its own, and other numbers of rows. Other formats and options are not taken for them."""
-
-    def refuse(operator: Operator, *rest: Any) -> Any:
-        assert operator.name != "scaled_grouped_gemm", "no replay"
-        return call(operator, *rest)
-
-    call = cache.call
 
     def given(M: int) -> tuple[ScaledTensor, ScaledTensor, torch.Tensor]:
         return operands([M // 4 - 1, 0, M // 4 + 1, M - 2 * (M // 4)], 64, 200, format, device)
 
-    monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
-    with cache.set_aside():
-        for M in (4 * rows, 4 * rows, 4 * rows + 1, 4 * rows + 3):
-            tensors = given(M)
-            assert_scaled_grouped_gemm_close(grouped_gemm(*tensors), *tensors)
-            monkeypatch.setattr(cache, "call", refuse)
-        assert len(cache.plans.recent["scaled_grouped_gemm"]) == 1
-        for options in ({"out_dtype": torch.float32}, {"variant": "basic"}, {"validate": True}):
-            with pytest.raises(AssertionError, match="no replay"):
-                grouped_gemm(*tensors, **options)
-        A, B, group_offsets = tensors
-        with pytest.raises(ValueError, match="A_packed, B: expected the formats"):
-            grouped_gemm(A._replace(format="128x128"), B, group_offsets)
+    for M in (4 * rows, 4 * rows, 4 * rows + 1, 4 * rows + 3):
+        tensors = given(M)
+        assert_scaled_grouped_gemm_close(grouped_gemm(*tensors), *tensors)
+        replays("scaled_grouped_gemm")
+    assert len(cache.plans.recent["scaled_grouped_gemm"]) == 1
+    for options in ({"out_dtype": torch.float32}, {"variant": "basic"}, {"validate": True}):
+        with pytest.raises(AssertionError, match="no replay"):
+            grouped_gemm(*tensors, **options)
+    A, B, group_offsets = tensors
+    with pytest.raises(ValueError, match="A_packed, B: expected the formats"):
+        grouped_gemm(A._replace(format="128x128"), B, group_offsets)
 
 
 @kernels
