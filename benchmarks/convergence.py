@@ -3,13 +3,16 @@
     python -m benchmarks.convergence [--steps N] [--only SEED:COMPUTE ...] [--tiny] [--json FILE]
 
 A transformer on bytes, with `moe_mlp` in each layer, learns to write Python from the standard library of this Python.
-Weights are float32, and rounded to bfloat16 for each step. `compute` is that of `moe_mlp`; all that have a seed begin
-with the same weights, and get the same batches. The held-out batches are the same for all.
+Weights are float32, and rounded to bfloat16 for each step. Products are in bfloat16, or `compute` is that of `moe_mlp`,
+with `fast_accumulation` for "fp8_rowwise_fast". All runs of a seed begin with the same weights, and get the same
+batches. The held-out batches are the same for all.
 
 On a GPU this writes benchmarks/results/<gpu>/convergence.json after each run. Runs that are in the file are not
 repeated, and processes that share a GPU may write to it:
 
-    for run in {0,1,2}:{bfloat16,fp8_rowwise,fp8_block}; do python -m benchmarks.convergence --only $run & done; wait
+    for run in {0,1,2}:{bfloat16,fp8_rowwise,fp8_rowwise_fast,fp8_block}; do
+        python -m benchmarks.convergence --only $run &
+    done; wait
 
 --tiny shows on a CPU that the script works.
 """
@@ -40,7 +43,12 @@ from moe_kernels import moe_mlp, topk_softmax
 from moe_kernels.models import positive
 
 SEEDS = (0, 1, 2)
-COMPUTES = ("bfloat16", "fp8_rowwise", "fp8_block")  # the first is moe_mlp without `compute`
+COMPUTES: dict[str, dict[str, Any]] = {  # options of moe_mlp
+    "bfloat16": {},
+    "fp8_rowwise": {"compute": "fp8_rowwise"},
+    "fp8_rowwise_fast": {"compute": "fp8_rowwise", "fast_accumulation": True},
+    "fp8_block": {"compute": "fp8_block"},
+}
 BALANCE = 0.01  # weight of the loss that keeps experts in even use
 LEARNING_RATE = 1e-3
 HELD_OUT_SEED = 1000
@@ -73,7 +81,7 @@ class Block(nn.Module):
         super().__init__()
         D, E, width = sizes.width, sizes.experts, sizes.inner
         self.heads, self.top_k = sizes.heads, sizes.top_k
-        self.options: dict[str, Any] = {} if compute == COMPUTES[0] else {"compute": compute}
+        self.options = COMPUTES[compute]
         self.norm_1, self.norm_2 = nn.RMSNorm(D), nn.RMSNorm(D)
         self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
         self.router = nn.Linear(D, E, bias=False)

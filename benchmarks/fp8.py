@@ -157,11 +157,14 @@ def layer_calls(layer: ffn.Layer) -> dict[str, Call]:
     }
     for format, of_rows in (("rowwise", "rowwise"), ("128x128", "1x128")):
         scaled: Any = [quantize(w, format) for w in weights]
-        calls[f"moe_mlp, {format}"] = partial(moe_mlp, hidden, ids, topk_weights, *scaled)
+        multiply = partial(moe_mlp, hidden, ids, topk_weights, *scaled)
+        if format == "rowwise":
+            calls["moe_mlp, rowwise, fast_accumulation"] = partial(multiply, fast_accumulation=True)
+        calls[f"moe_mlp, {format}"] = multiply
         if use_kernels(hidden):
             first = scaled[0].mT
             operands = hidden, first.data, first.scales, routing.group_offsets, routing.slot_to_row, None
-            options = format == "rowwise", hidden.dtype, top_k
+            options = format == "rowwise", False, hidden.dtype, top_k
             calls[f"permute, {of_rows}"] = _permute_quantized(operands, options, of_rows)
     return calls
 
@@ -190,9 +193,11 @@ def training_calls(layer: ffn.Layer) -> dict[str, Call]:
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
     calls: dict[str, Call] = {"step, bfloat16": partial(step, {})}
-    for compute in ("fp8_rowwise", "fp8_block"):
-        calls[f"step, {compute}"] = partial(step, {"compute": compute})
-    calls["step, fp8_block, bfloat16 wgrad"] = partial(step, {"compute": "fp8_block", "fp8_wgrad": False})
+    rowwise, blocks = {"compute": "fp8_rowwise"}, {"compute": "fp8_block"}
+    calls["step, fp8_rowwise, fast_accumulation"] = partial(step, rowwise | {"fast_accumulation": True})
+    calls["step, fp8_rowwise"] = partial(step, rowwise)
+    calls["step, fp8_block"] = partial(step, blocks)
+    calls["step, fp8_block, bfloat16 wgrad"] = partial(step, blocks | {"fp8_wgrad": False})
     routing = route(ids, topk_weights, E)
     offsets, slots = routing.group_offsets, routing.row_to_slot
     rows, d_rows = (x[slots.long() // top_k] for x in (hidden, d_out))

@@ -150,7 +150,7 @@ def _losses(results: Results) -> Figure:
     curves: dict[str, list[list[tuple[int, float]]]] = {}
     for record in sorted(results.records, key=lambda r: (r["compute"], r["seed"])):
         curves.setdefault(record["compute"], []).append(record["held_out"])
-    for color, (compute, runs) in zip((_COLORS[0], *_COLORS[1:4:2]), curves.items(), strict=False):
+    for color, (compute, runs) in zip(_COLORS, curves.items(), strict=False):
         steps = [step for step, _ in runs[0]]
         losses = list(zip(*([loss for _, loss in one] for one in runs), strict=True))
         axes.fill_between(steps, [min(at) for at in losses], [max(at) for at in losses], color=color, alpha=0.2, lw=0)

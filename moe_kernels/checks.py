@@ -107,11 +107,7 @@ def check_scaled_grouped_gemm(
             f"got {formats[0]!r} and {formats[1]!r}"
         )
     rowwise = formats[0] == "rowwise"
-    if fast_accumulation and not rowwise:
-        raise ValueError(
-            "fast_accumulation: expected False for '1x128' and '128x128', whose blocks are added in float32; it is for "
-            "'rowwise' operands"
-        )
+    _check_accumulation(fast_accumulation, rowwise)
     (M, K), (*groups, _, N) = data.shape, weight.shape
     left, right = ("[M, 1]", "1, N") if rowwise else ("[M, cdiv(K, 128)]", "cdiv(K, 128), cdiv(N, 128)")
     blocks = 1 if rowwise else -(-K // BLOCK)
@@ -121,6 +117,14 @@ def check_scaled_grouped_gemm(
     if bias is not None:
         _check_shape("bias", bias, "[G, N]", (group_offsets.shape[0] - 1, N))
     return _check_scaled_result((data, A_packed.scales, weight, B.scales, bias), out_dtype, "out_dtype")
+
+
+def _check_accumulation(fast_accumulation: bool, rowwise: bool) -> None:
+    if fast_accumulation and not rowwise:
+        raise ValueError(
+            "fast_accumulation: expected False for '1x128' and '128x128', whose blocks are added in float32; it is for "
+            "'rowwise' operands"
+        )
 
 
 def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dtype | None, name: str) -> torch.dtype:
@@ -381,14 +385,17 @@ def check_quantized_moe_mlp(
     topk_weights: Tensor,  # [T, top_k]
     experts: Experts,  # ScaledTensors, w_up, up_bias and transposed are refused
     compute: str,
+    fast_accumulation: bool,
 ) -> None:
     """Check the arguments of `moe_mlp` with `compute`.
 
     Raises:
         TypeError: as for `check_moe_mlp`; float64.
-        ValueError: as for `check_moe_mlp`; there is no such `compute`; weights in fp8, `w_up`, or `transposed`.
+        ValueError: as for `check_moe_mlp`; there is no such `compute`; weights in fp8, `w_up`, or `transposed`;
+            `fast_accumulation` with "fp8_block".
     """
     check_compute(compute)
+    _check_accumulation(fast_accumulation, FP8_COMPUTE[compute] == "rowwise")
     for name in ("w_gate_up", "w_down"):
         if isinstance(getattr(experts, name), ScaledTensor):
             raise ValueError(
@@ -432,12 +439,14 @@ def check_scaled_moe_mlp(
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
     experts: Experts,  # Tensors for weights, w_up, up_bias and transposed are refused
+    fast_accumulation: bool = False,
 ) -> None:
     """Check the arguments of `moe_mlp` with weights in fp8, both "rowwise" or both "128x128".
 
     Raises:
         TypeError: one weight is no ScaledTensor, or something has a wrong dtype.
-        ValueError: as for `check_moe_mlp`; wrong formats or shapes of scales, `w_up`, or `transposed`.
+        ValueError: as for `check_moe_mlp`; wrong formats or shapes of scales, `w_up`, or `transposed`;
+            `fast_accumulation` with "128x128".
         RuntimeError: autograd would record the layer.
     """
     _check_one_layout(experts)
@@ -452,6 +461,7 @@ def check_scaled_moe_mlp(
             "w_gate_up, w_down: expected the formats 'rowwise' and 'rowwise', or '128x128' and '128x128', "
             f"got {formats[0]!r} and {formats[1]!r}"
         )
+    _check_accumulation(fast_accumulation, formats[0] == "rowwise")
     _check_spec(experts.spec, experts.w_up is not None, experts.up_bias is not None)
     floats = {"hidden": hidden, "gate_up_bias": experts.gate_up_bias, "down_bias": experts.down_bias}
     for name, tensor in floats.items():

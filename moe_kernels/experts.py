@@ -93,6 +93,7 @@ def moe_mlp(
     limit: float = 7.0,
     compute: str | None = None,
     fp8_wgrad: bool = True,
+    fast_accumulation: bool = False,
     validate: bool | None = None,
 ) -> Tensor:
     """Compute a layer of experts: `out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])`.
@@ -124,6 +125,7 @@ def moe_mlp(
         transposed: all weights are stored transposed, `[E, H, 2I]` and `[E, I, H]`.
         compute: None, "fp8_rowwise" or "fp8_block".
         fp8_wgrad: with `compute`, False leaves the operands of the weights' gradients in their dtypes.
+        fast_accumulation: as for `grouped_gemm`, of products with "rowwise" weights; weights' gradients do without.
         validate: as for `route`.
 
     Returns:
@@ -141,10 +143,16 @@ def moe_mlp(
     biases = (gate_up_bias, up_bias, down_bias)
     if compute is not None:
         experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
-        return _quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, compute, fp8_wgrad, validate)
+        in_fp8 = (compute, fast_accumulation, fp8_wgrad)
+        return _quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, *in_fp8, validate)
     if isinstance(w_gate_up, ScaledTensor) or isinstance(w_down, ScaledTensor):
         experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
-        return _scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, validate)
+        return _scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, fast_accumulation, validate)
+    if fast_accumulation:
+        raise ValueError(
+            "fast_accumulation: expected False for products that are not in fp8; it is for 'rowwise' weights and "
+            "compute='fp8_rowwise'"
+        )
     given, asked = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases), (transposed, spec)
     validates = checks.validation_enabled(validate)
     if not validates and w_up is None and (known := cache.replay(MOE_LAYER, given, asked)) is not None:
@@ -187,25 +195,26 @@ def _scaled_moe_mlp(
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
     experts: checks.Experts,
+    fast_accumulation: bool,
     validate: bool | None,
 ) -> Tensor:
     """`moe_mlp` with fp8 weights."""
     first, second = checks.scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
     weights = (first.data, first.scales, second.data, second.scales, experts.gate_up_bias, experts.down_bias)
     given = (hidden, topk_ids, topk_weights, None, None, *weights)
-    asked = (first.format, second.format, experts.transposed, experts.spec)
+    asked = (first.format, second.format, fast_accumulation, experts.transposed, experts.spec)
     validates = checks.validation_enabled(validate)
     replays = not validates and experts.w_up is None and experts.up_bias is None
     if replays and (known := cache.replay(SCALED_MOE_MLP, given, asked)) is not None:
         again: Tensor = known
         return again
     (hidden,) = autocast(hidden)
-    checks.check_scaled_moe_mlp(hidden, topk_ids, topk_weights, experts)
+    checks.check_scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, fast_accumulation)
     if validates:
         checks.validate_ids(topk_ids, first.shape[0])
-    rowwise = first.format == "rowwise"
-    out: Tensor = ops.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, rowwise, *experts.spec)
-    cache.remember(SCALED_MOE_MLP, given, asked, (rowwise, experts.spec))
+    products = first.format == "rowwise", fast_accumulation
+    out: Tensor = ops.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, *products, *experts.spec)
+    cache.remember(SCALED_MOE_MLP, given, asked, (*products, experts.spec))
     return out
 
 
@@ -215,19 +224,20 @@ def _quantized_moe_mlp(
     topk_weights: Tensor,  # [T, top_k]
     experts: checks.Experts,
     compute: str,
+    fast_accumulation: bool,
     fp8_wgrad: bool,
     validate: bool | None,
 ) -> Tensor:
     """`moe_mlp` with `compute`."""
     (hidden,) = autocast(hidden)
-    checks.check_quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, compute)
+    checks.check_quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, compute, fast_accumulation)
     num_experts = experts.w_gate_up.size(0)
     if checks.validation_enabled(validate):
         checks.validate_ids(topk_ids, num_experts)
     parameters = (experts.w_gate_up.mT, experts.w_down.mT, experts.gate_up_bias, experts.down_bias)
     save = differentiated(hidden, topk_weights, *parameters)
     routing = ops.route(topk_ids, num_experts)
-    options = (compute == "fp8_rowwise", fp8_wgrad, save, *experts.spec)
+    options = (compute == "fp8_rowwise", fast_accumulation, fp8_wgrad, save, *experts.spec)
     out: Tensor = ops.quantized_moe_mlp(hidden, topk_weights, *routing, *parameters, *options)[0]
     return out
 

@@ -27,6 +27,7 @@ class MoE(nn.Module):
         w_gate_up: `[E, 2I, H]`, gate first; `[E, I, H]` unless `gated`.
         w_down: `[E, H, I]`.
         compute, fp8_wgrad: as for `moe_mlp`; may be changed between calls, and mean nothing after `quantize`.
+        fast_accumulation: as for `moe_mlp`; may be changed between calls, and means nothing but in "fp8_rowwise".
 
     After `quantize` the experts' weights are buffers in fp8, `w_gate_up` and `w_down`, with the buffers
     `w_gate_up_scales` and `w_down_scales`, and there are no gradients.
@@ -47,11 +48,12 @@ class MoE(nn.Module):
         gated: bool = True,
         compute: str | None = None,
         fp8_wgrad: bool = True,
+        fast_accumulation: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """`renormalize` is that of `topk_softmax`, `activation` and `gated` are those of `swiglu_ffn`, `compute` and
-        `fp8_wgrad` those of `moe_mlp`.
+        """`renormalize` is that of `topk_softmax`, `activation` and `gated` are those of `swiglu_ffn`, `compute`,
+        `fp8_wgrad` and `fast_accumulation` those of `moe_mlp`.
 
         Raises:
             TypeError, ValueError: a size or `top_k` is no int, or out of range; an unknown activation or `compute`.
@@ -60,7 +62,7 @@ class MoE(nn.Module):
         checks.check_moe(hidden_size, intermediate_size, num_experts, top_k, activation, gated)
         checks.check_compute(compute)
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
-        self.compute, self.fp8_wgrad = compute, fp8_wgrad
+        self.compute, self.fp8_wgrad, self.fast_accumulation = compute, fp8_wgrad, fast_accumulation
         self.format: str | None = None  # of `quantize`
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -82,6 +84,7 @@ class MoE(nn.Module):
         activation: str | None = None,
         compute: str | None = None,
         fp8_wgrad: bool = True,
+        fast_accumulation: bool = False,
     ) -> MoE:
         """The layer of experts that are modules, with trainable copies of their weights.
 
@@ -91,7 +94,7 @@ class MoE(nn.Module):
                 and `down_proj`; or without a gate `up_proj` and `down_proj`, `fc1` and `fc2`, or
                 `nn.Sequential(Linear, activation, Linear)`.
             router: `[E, H]`, or the module without a bias that has it as its weight; None for a random one.
-            top_k, renormalize, compute, fp8_wgrad: as for the class.
+            top_k, renormalize, compute, fp8_wgrad, fast_accumulation: as for the class.
             activation: as for `swiglu_ffn`. By default each expert is called with random hidden states, in float64 and
                 with the weights of the first, to find out which one all of them have, and that they compute nothing
                 else. Experts whose activation is given are not called.
@@ -108,7 +111,8 @@ class MoE(nn.Module):
             activation = expert_modules.activation_of(modules, stacked)
         E, H, I = stacked.w_down.shape  # noqa: E741
         options: dict[str, Any] = {"activation": activation, "gated": stacked.gated, "renormalize": renormalize}
-        layer = cls(H, I, E, top_k, compute=compute, fp8_wgrad=fp8_wgrad, device="meta", **options)
+        options |= {"compute": compute, "fp8_wgrad": fp8_wgrad, "fast_accumulation": fast_accumulation}
+        layer = cls(H, I, E, top_k, device="meta", **options)
         layer.w_gate_up, layer.w_down = nn.Parameter(stacked.w_gate_up), nn.Parameter(stacked.w_down)
         if router is None:
             layer.router = nn.Parameter(stacked.w_down.new_empty(E, H))
@@ -173,6 +177,9 @@ class MoE(nn.Module):
         w_gate_up = ScaledTensor(self.w_gate_up, self.get_buffer("w_gate_up_scales"), format)
         return w_gate_up, ScaledTensor(self.w_down, self.get_buffer("w_down_scales"), format)
 
+    def _accumulates_fast(self) -> bool:
+        return self.fast_accumulation and (self.format or self.compute) == "fp8_rowwise"
+
     def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., H]
         """Route each hidden state to its top_k experts, and add up what they give.
 
@@ -192,6 +199,7 @@ class MoE(nn.Module):
             gated=self.gated,
             compute=self.compute if self.format is None else None,
             fp8_wgrad=self.fp8_wgrad,
+            fast_accumulation=self._accumulates_fast(),
         )
         return out if hidden.dim() == 2 else reshaped(out, hidden.shape)
 
@@ -203,6 +211,7 @@ class MoE(nn.Module):
             f"top_k={self.top_k}, activation={self.activation}, gated={self.gated}"
             f"{'' if self.compute is None or self.format else f', compute={self.compute}, fp8_wgrad={self.fp8_wgrad}'}"
             f"{'' if self.format is None else f', format={self.format}'}"
+            f"{', fast_accumulation=True' if self._accumulates_fast() else ''}"
         )
 
 

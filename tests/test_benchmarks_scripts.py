@@ -169,7 +169,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         if operator is fp8.QUANTIZED_WGRAD:
             return lambda: ops.quantized_wgrad(*tensors, False, torch.bfloat16), ()
         hidden, _, _, group_offsets, slot_to_row, _ = tensors
-        rowwise, dtype, top_k = options
+        rowwise, _, dtype, top_k = options
         rows = ops.scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, dtype)
         return lambda: None, quantize(rows, "rowwise" if rowwise else "1x128")[:2]
 
@@ -192,10 +192,11 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert product["rel_err"].keys() == product["host_us"].keys() == products < product["us"].keys()
     assert all(0 < error < fp8.LARGEST_ERROR for error in product["rel_err"].values())
     assert product["quantize_gbps"].keys() == {"rowwise", "1x128", "copy"}
-    layers = {"moe_mlp, bfloat16", "moe_mlp, rowwise", "moe_mlp, 128x128"}
+    layers = {"moe_mlp, bfloat16", "moe_mlp, rowwise, fast_accumulation", "moe_mlp, rowwise", "moe_mlp, 128x128"}
     moves = {"permute, bfloat16", "permute, rowwise", "permute, 1x128"}
     assert layer["us"].keys() == layers | moves | {"transformers, bfloat16"} and layer["host_us"].keys() == layers
-    steps = ("bfloat16", "fp8_rowwise", "fp8_block", "fp8_block, bfloat16 wgrad")
+    rowwise = ("fp8_rowwise, fast_accumulation", "fp8_rowwise")
+    steps = ("bfloat16", *rowwise, "fp8_block", "fp8_block, bfloat16 wgrad")
     assert [label for label in training["us"] if label.startswith("step")] == [f"step, {name}" for name in steps]
     assert len(training["wgrad_tflops"]) == 6
     text = table_of(file, tmp_path)
@@ -221,8 +222,8 @@ def test_convergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked, moe_mlp = [], convergence.moe_mlp
 
-    def noted(*arguments: Any, compute: str | None = None) -> Any:
-        asked.append(compute)
+    def noted(*arguments: Any, compute: str | None = None, fast_accumulation: bool = False) -> Any:
+        asked.append(f"{compute}{'_fast' * fast_accumulation}")
         return moe_mlp(*arguments)
 
     monkeypatch.setattr(convergence, "moe_mlp", noted)
@@ -231,7 +232,9 @@ def test_convergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert convergence.main([*arguments, "1:fp8_block"]) == 0
     assert set(asked) == {"fp8_block"}
     assert convergence.main([*arguments, "0:bfloat16", "1:bfloat16", "1:fp8_block"]) == 0
-    assert asked.count("fp8_block") * 2 == asked.count(None)
+    assert asked.count("fp8_block") * 2 == asked.count("None")
+    assert convergence.main([*arguments[:3], *arguments[5:], "0:fp8_rowwise_fast", "0:fp8_rowwise"]) == 0
+    assert asked.count("fp8_rowwise_fast") == asked.count("fp8_rowwise") > 0
     assert f"seed 1, fp8_block: in {file}" in capsys.readouterr().out
     runs = {record["case"]: record for record in run.Results.read(file).records}
     assert runs.keys() == {"0:bfloat16", "1:bfloat16", "1:fp8_block"}
@@ -260,7 +263,10 @@ def test_a_wrong_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("0:fp16", "bfloat16", "x:bfloat16"):
         with pytest.raises(SystemExit):
             convergence.main(["--tiny", "--only", text])
-        assert "expected SEED:COMPUTE with one of bfloat16, fp8_rowwise, fp8_block" in capsys.readouterr().err
+        assert (
+            "expected SEED:COMPUTE with one of bfloat16, fp8_rowwise, fp8_rowwise_fast, fp8_block"
+            in capsys.readouterr().err
+        )
 
 
 def test_results_of_another_gpu_are_not_kept(tmp_path: Path) -> None:

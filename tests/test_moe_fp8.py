@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.library import opcheck
 
 from moe_kernels import MoE, ScaledTensor, dequantize, moe_mlp, quantize, reference, topk_softmax
+from moe_kernels import nn as nn_module
 from moe_kernels.ahead import collect, layers_of
 from moe_kernels.glu import GLUSpec
 from moe_kernels.scaled import FP8_COMPUTE
@@ -128,7 +129,7 @@ def test_traced_and_without_memory(format: str) -> None:
     given = (*routed, *weights["w_gate_up"][:2], *weights["w_down"][:2], None, None)
     opcheck(
         torch.ops.moe_kernels.scaled_moe_mlp.default,
-        (*given, format == "rowwise", "silu", True, False, 1.702, 7.0),
+        (*given, format == "rowwise", format == "rowwise", "silu", True, False, 1.702, 7.0),
         test_utils=(
             "test_autograd_registration",
             "test_faketensor",
@@ -182,6 +183,12 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
         "expected T =",
     ),
     ({"activation": "swish"}, ValueError, "activation: expected one of"),
+    ({"fast_accumulation": True}, ValueError, "fast_accumulation: expected False for '1x128' and '128x128'"),
+    (
+        {"fast_accumulation": True, "w_gate_up": torch.ones(E, 2 * I, H), "w_down": torch.ones(E, H, I)},
+        ValueError,
+        "fast_accumulation: expected False for products that are not in fp8.*compute='fp8_rowwise'",
+    ),
     ({"validate": True}, ValueError, r"topk_ids\[2, 1\]: expected 0 to 3, got -1"),
 ]
 
@@ -231,6 +238,31 @@ def test_quantize_a_layer(format: str) -> None:
     with pytest.raises(RuntimeError, match=f"quantised before, as '{format}'"):
         made.quantize("fp8_block")
     assert torch.equal(copy.deepcopy(made)(hidden), out)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_rowwise"])
+def test_fast_accumulation_of_a_layer(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for only where it means something."""
+    asked: list[bool] = []
+
+    def noted(*arguments: Any, fast_accumulation: bool, **options: Any) -> Tensor:
+        asked.append(fast_accumulation)
+        return moe_mlp(*arguments, fast_accumulation=fast_accumulation, **options)
+
+    monkeypatch.setattr(nn_module, "moe_mlp", noted)
+    made, hidden = layer(fast_accumulation=True), torch.randn(5, H).bfloat16()
+    made(hidden)
+    assert "fast_accumulation" not in repr(made)
+    made.quantize(format)(hidden)
+    rowwise = format == "fp8_rowwise"
+    assert asked == [False, rowwise] and ("fast_accumulation=True" in repr(made)) == rowwise
+    made.fast_accumulation = False
+    made(hidden)
+    assert asked[2:] == [False]
+    trained = layer(fast_accumulation=True, compute=format)
+    trained(hidden)
+    assert asked[3:] == [rowwise] and ("fast_accumulation=True" in repr(trained)) == rowwise
 
 
 def test_quantize_refuses() -> None:

@@ -219,7 +219,7 @@ def test_operator_of_the_layer(compute: str) -> None:
     biases, spec = (given["gate_up_bias"], given["down_bias"]), ("silu", True, False, 1.702, 7.0)
     opcheck(
         torch.ops.moe_kernels.quantized_moe_mlp.default,
-        (*tensors, *biases, compute == "fp8_rowwise", True, True, *spec),
+        (*tensors, *biases, compute == "fp8_rowwise", False, True, True, *spec),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
@@ -233,7 +233,7 @@ def test_operators_of_the_gradient() -> None:
     for transposed in (False, True):
         given: tuple[Any, ...] = (x, y, offsets, rows, None, transposed, torch.bfloat16)
         opcheck(torch.ops.moe_kernels.quantized_wgrad.default, given, test_utils=checks)
-    given = (x[: T // 2], w, None, offsets, rows, None, True, torch.float32)
+    given = (x[: T // 2], w, None, offsets, rows, None, True, True, torch.float32)
     opcheck(torch.ops.moe_kernels.quantized_grouped_gemm.default, given, test_utils=checks)
 
 
@@ -382,7 +382,8 @@ def test_layer_from_experts() -> None:
         expert.insert(1, torch.nn.ReLU())
     options = {"top_k": TOP_K, "renormalize": True}
     layer = MoE.from_experts(experts, torch.randn(E, H), **options, compute="fp8_block", fp8_wgrad=False)
-    assert (layer.compute, layer.fp8_wgrad) == ("fp8_block", False)
+    assert (layer.compute, layer.fp8_wgrad, layer.fast_accumulation) == ("fp8_block", False, False)
+    assert MoE.from_experts(experts, **options, fast_accumulation=True).fast_accumulation
     exact = MoE.from_experts(experts, layer.router, **options)
     hidden = torch.randn(T, H)
     with torch.no_grad():
@@ -439,6 +440,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"w_down": GOOD["w_down"][:, 1:]}, ValueError, r"w_down: expected shape \[E, H, I\]"),
     ({"down_bias": torch.ones(E, H + 1)}, ValueError, r"down_bias: expected shape \[E, H\]"),
     ({"activation": "swish"}, ValueError, "activation: expected one of"),
+    ({"fast_accumulation": True}, ValueError, "fast_accumulation: expected False for '1x128' and '128x128'"),
     ({"validate": True}, ValueError, r"topk_ids\[2, 1\]: expected 0 to 3, got -1"),
 ]
 

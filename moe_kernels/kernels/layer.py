@@ -75,11 +75,11 @@ def plan_moe_mlp_of_one_token(
 
 
 def plan_scaled_moe_mlp(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, GLUSpec]
+    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
 ) -> SymbolicTensor:
     """Plan the result `[T, H]` with fp8 weights, from ids or, where these cannot be sorted here, a routing."""
     hidden, topk_ids, topk_weights, group_offsets, slot_to_row, w_in, scales_in, w_out, scales_out, *biases = tensors
-    rowwise, spec = options
+    rowwise, fast, spec = options
     assert hidden is not None and topk_ids is not None and topk_weights is not None
     assert w_in is not None and scales_in is not None and w_out is not None and scales_out is not None
     if one_token_is_faster(most(hidden.size(0)), topk_ids.size(1), w_in.mT, w_out.mT):
@@ -89,15 +89,15 @@ def plan_scaled_moe_mlp(
         group_offsets, _, slot_to_row = sort_slots(builder, topk_ids, w_in.size(0))
     weights = (w_in, scales_in), (w_out, scales_out)
     routed = hidden, topk_weights, group_offsets, slot_to_row
-    return _scaled_layer(builder, *routed, weights, biases, rowwise, spec)[0]
+    return _scaled_layer(builder, *routed, weights, biases, rowwise, fast, spec)[0]
 
 
 def plan_quantized_moe_mlp(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
+    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
     """Plan the result `[T, H]` and what `reference.quantized_moe_mlp` saves for the gradient, empty unless `save`."""
     hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, *biases = tensors
-    rowwise, save, spec = options
+    rowwise, fast, save, spec = options
     weights: list[Any] = []
     saved: list[SymbolicTensor] = []
     for w in (w_in, w_out):
@@ -110,19 +110,19 @@ def plan_quantized_moe_mlp(
         else:
             saved += other_order, scales
     routed = hidden, topk_weights, group_offsets, slot_to_row
-    out, preact = _scaled_layer(builder, *routed, weights, biases, rowwise, spec)
+    out, preact = _scaled_layer(builder, *routed, weights, biases, rowwise, fast, spec)
     return out, preact if save else builder.alloc((0,), preact.dtype), *saved
 
 
 def plan_quantized_grouped_gemm(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, torch.dtype, int]
+    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, torch.dtype, int]
 ) -> SymbolicTensor:
     """Plan the product of A `[M, K]`, or tokens `[T, K]` with slot_to_row, and B `[G, K, N]`, quantised here.
 
     B is quantised already if it has scales.
     """
     A, B, scales_B, group_offsets, slot_to_row, bias = tensors
-    rowwise, dtype, top_k = options
+    rowwise, fast, dtype, top_k = options
     assert A is not None and B is not None and group_offsets is not None
     format = _format(rowwise)
     if slot_to_row is not None:
@@ -134,7 +134,7 @@ def plan_quantized_grouped_gemm(
         scales = scales if rowwise else scales.as_strided((M, -(-A.size(1) // BLOCK)), (1, M), 0)
     out = builder.alloc((M, B.size(2)), dtype)
     weight = _scaled_weight(builder, B, rowwise) if scales_B is None else (B.mT, scales_B.mT)
-    scaled_gemm.multiply(builder, data, scales, *weight, group_offsets, bias, out)
+    scaled_gemm.multiply(builder, data, scales, *weight, group_offsets, bias, out, fast=fast)
     return out
 
 
@@ -159,6 +159,7 @@ def _scaled_layer(
     weights: Any,  # data and scales, [E, 2I, H] or [E, I, H]; and [E, H, I]
     biases: Any,  # [E, 2I] or [E, I], and [E, H], or None
     rowwise: bool,
+    fast: bool,  # accumulation, for `rowwise`
     spec: GLUSpec,
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
     """The result `[T, H]` and the preactivation `[R, 2I]` or `[R, I]`."""
@@ -167,10 +168,10 @@ def _scaled_layer(
     format, (b_in, b_out) = _format(rowwise), biases
     x = scatter_scaled(builder, hidden, slot_to_row, group_offsets, top_k, format)
     preact = builder.alloc((R, w_in.size(1)), dtype)
-    scaled_gemm.multiply(builder, *x, w_in, scales_in, group_offsets, b_in, preact)
+    scaled_gemm.multiply(builder, *x, w_in, scales_in, group_offsets, b_in, preact, fast=fast)
     act = write_scaled_activation(builder, preact, format, spec)
     rows = builder.alloc((R, w_out.size(1)), dtype)
-    scaled_gemm.multiply(builder, *act, w_out, scales_out, group_offsets, b_out, rows)
+    scaled_gemm.multiply(builder, *act, w_out, scales_out, group_offsets, b_out, rows, fast=fast)
     return combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype), preact
 
 

@@ -52,6 +52,7 @@ def _quantized_grouped_gemm(
     slot_to_row: Tensor | None,  # [M]
     bias: Tensor | None,  # [G, N]
     rowwise: bool,
+    fast_accumulation: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [M, N]
     if scales_B is not None:
@@ -61,12 +62,12 @@ def _quantized_grouped_gemm(
         return reference.quantized_grouped_gemm(A, B, scales_B, group_offsets, slot_to_row, bias, rowwise, out_dtype)
     check_rows("A", M)
     tensors, top_k = (A, B, scales_B, group_offsets, slot_to_row, bias), M // A.size(0)
-    out: Tensor = cache.call(QUANTIZED_GROUPED_GEMM, tensors, (rowwise, out_dtype, top_k))
+    out: Tensor = cache.call(QUANTIZED_GROUPED_GEMM, tensors, (rowwise, fast_accumulation, out_dtype, top_k))
     return out
 
 
 def _quantized_grouped_gemm_fake(A: Tensor, B: Tensor, *others: Any) -> Tensor:
-    _, _, slot_to_row, _, _, out_dtype = others
+    _, _, slot_to_row, *_, out_dtype = others
     return A.new_empty(((A if slot_to_row is None else slot_to_row).size(0), B.size(2)), dtype=out_dtype)
 
 
@@ -125,7 +126,7 @@ def differentiable_once(gradient: Callable[..., tuple[Tensor | None, ...]]) -> C
 _first_order = define("first_order(Tensor x) -> Tensor", torch.clone, torch.empty_like, _setup, _no_second_order)
 quantized_grouped_gemm = define(
     "quantized_grouped_gemm(Tensor A, Tensor B, Tensor? scales_B, Tensor group_offsets, Tensor? slot_to_row,"
-    " Tensor? bias, bool rowwise, ScalarType out_dtype) -> Tensor",
+    " Tensor? bias, bool rowwise, bool fast_accumulation, ScalarType out_dtype) -> Tensor",
     _quantized_grouped_gemm,
     _quantized_grouped_gemm_fake,
     _setup,

@@ -46,6 +46,7 @@ def _quantized_moe_mlp(
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_out: Tensor | None,  # [E, H]
     rowwise: bool,
+    fast_accumulation: bool,
     fp8_wgrad: bool,
     save: bool,
     *spec: Any,
@@ -56,12 +57,12 @@ def _quantized_moe_mlp(
         made = reference.quantized_moe_mlp(*tensors, rowwise, save, GLUSpec(*spec))
     else:
         check_rows("topk_ids", slot_to_row.size(0))
-        made = cache.call(QUANTIZED_MOE_MLP, tensors, (rowwise, save, GLUSpec(*spec)))
+        made = cache.call(QUANTIZED_MOE_MLP, tensors, (rowwise, fast_accumulation, save, GLUSpec(*spec)))
     return tuple([x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in made])
 
 
 def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    hidden, _, _, _, slot_to_row, w_in, w_out, _, _, rowwise, _, save, *_ = inputs
+    hidden, _, _, _, slot_to_row, w_in, w_out, _, _, rowwise, _, _, save, *_ = inputs
     saved = [hidden.new_empty((slot_to_row.size(0), w_in.size(2)) if save else (0,))]
     for w in (w_in, w_out):
         shape = (w.size(0), -(-w.size(2) // BLOCK), -(-w.size(1) // BLOCK))
@@ -72,7 +73,7 @@ def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.rowwise, ctx.fp8_wgrad, ctx.save = inputs[:-SPEC_LENGTH]
+    *tensors, ctx.rowwise, ctx.fast_accumulation, ctx.fp8_wgrad, ctx.save = inputs[:-SPEC_LENGTH]
     ctx.spec = inputs[-SPEC_LENGTH:]
     _, preact, *weights = output
     ctx.mark_non_differentiable(*weights)
@@ -100,14 +101,14 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
     ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
     need_hidden, need_topk_weights, _, _, _, need_w_in, need_w_out, need_b_in, need_b_out, *_ = ctx.needs_input_grad
     d_hidden = d_w_in = d_w_out = d_b_in = d_b_out = None
-    rowwise, top_k = ctx.rowwise, topk_weights.size(1)
+    products, top_k = (ctx.rowwise, ctx.fast_accumulation), topk_weights.size(1)
     if not ctx.save:
-        preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, rowwise, hidden.dtype)
+        preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, *products, hidden.dtype)
         d_preact = None  # of an empty tensor
     weighted: Any = None
     d_topk_weights: Any = None
     if d_out is not None:
-        d_act = quantized_grouped_gemm(d_out, *by_out, group_offsets, slot_to_row, None, rowwise, preact.dtype)
+        d_act = quantized_grouped_gemm(d_out, *by_out, group_offsets, slot_to_row, None, *products, preact.dtype)
         d_preact_by_act, _, weighted, d_topk_weights = activate_backward(
             preact, None, d_act, topk_weights, row_to_slot, group_offsets, need_w_out, *ctx.spec
         )
@@ -118,7 +119,7 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
         return (None,) * len(ctx.needs_input_grad)
     routing = slot_to_row, group_offsets, top_k
     if need_hidden:
-        d_sorted = quantized_grouped_gemm(d_preact, *by_in, group_offsets, None, None, rowwise, hidden.dtype)
+        d_sorted = quantized_grouped_gemm(d_preact, *by_in, group_offsets, None, None, *products, hidden.dtype)
         d_hidden = combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
     del by_in
@@ -148,13 +149,13 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
     if not need_topk_weights:
         d_topk_weights = None
     d_parameters = (d_w_in, d_w_out, d_b_in, d_b_out)
-    return d_hidden, d_topk_weights, None, None, None, *d_parameters, None, None, None, *[None] * len(ctx.spec)
+    return d_hidden, d_topk_weights, None, None, None, *d_parameters, *[None] * (4 + len(ctx.spec))
 
 
 quantized_moe_mlp = define(
     "quantized_moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot,"
-    " Tensor slot_to_row, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, bool rowwise, bool fp8_wgrad,"
-    f" bool save, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor slot_to_row, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, bool rowwise,"
+    f" bool fast_accumulation, bool fp8_wgrad, bool save, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantized_moe_mlp,
     _quantized_moe_mlp_fake,
     _setup,

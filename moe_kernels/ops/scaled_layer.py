@@ -36,6 +36,7 @@ def _scaled_moe_mlp(
     gate_up_bias: Tensor | None,  # [E, 2I] or [E, I]
     down_bias: Tensor | None,  # [E, H]
     rowwise: bool,
+    fast_accumulation: bool,
     *spec: Any,
 ) -> Tensor:  # [T, H]
     empty = 0 in (*topk_ids.shape, *w_gate_up.shape, *w_down.shape)
@@ -54,7 +55,7 @@ def _scaled_moe_mlp(
     out: Tensor = cache.call(
         SCALED_MOE_MLP,
         (hidden, topk_ids, topk_weights, group_offsets, slot_to_row, *weights_and_biases),
-        (rowwise, GLUSpec(*spec)),
+        (rowwise, fast_accumulation, GLUSpec(*spec)),
     )
     return out
 
@@ -65,7 +66,8 @@ def _scaled_moe_mlp_fake(hidden: Tensor, *_: Any) -> Tensor:
 
 scaled_moe_mlp = define(
     "scaled_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor scales_gate_up,"
-    f" Tensor w_down, Tensor scales_down, Tensor? gate_up_bias, Tensor? down_bias, bool rowwise, {SPEC}) -> Tensor",
+    " Tensor w_down, Tensor scales_down, Tensor? gate_up_bias, Tensor? down_bias, bool rowwise,"
+    f" bool fast_accumulation, {SPEC}) -> Tensor",
     _scaled_moe_mlp,
     _scaled_moe_mlp_fake,
 )

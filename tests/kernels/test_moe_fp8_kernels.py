@@ -142,7 +142,8 @@ def test_calls_like_an_earlier_one_are_replays(
         (assert_near_twin(out, arguments, {}) if T > 1 else assert_exact_but_for_weights(arguments, {}))
         replays("scaled_moe_mlp")
     assert len(cache.plans.recent["scaled_moe_mlp"]) == 1
-    for options in ({"activation": "gelu"}, {"interleaved": True}):
+    rowwise: list[dict[str, Any]] = [{"fast_accumulation": True}] if format == "rowwise" else []
+    for options in ({"activation": "gelu"}, {"interleaved": True}, *rowwise):
         with pytest.raises(AssertionError, match="no replay"):
             moe_mlp(**arguments, **options)
     for options in ({"transposed": True}, {"up_bias": arguments["gate_up_bias"]}):
@@ -357,6 +358,19 @@ def test_sizes_of_models(T: int, H: int, I: int, E: int, top_k: int, format: str
     out = assert_as_twin(arguments, {}) if T > 1 else assert_exact_but_for_weights(arguments, {})
     for _ in range(5):
         assert torch.equal(moe_mlp(**arguments), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [40, 2048])
+def test_fast_accumulation(T: int, device: str) -> None:
+    """Other sums than the exact ones, as near to float64; the same bits on repeat."""
+    arguments = make(T, 4096, 1024, 8, 2, "rowwise", device, {})
+    exact, fast = moe_mlp(**arguments), moe_mlp(**arguments, fast_accumulation=True)
+    assert_near_twin(fast, arguments, {})
+    assert not torch.equal(fast, exact)
+    for _ in range(3):
+        assert torch.equal(moe_mlp(**arguments, fast_accumulation=True), fast)
+        assert torch.equal(moe_mlp(**arguments), exact)
 
 
 @pytest.mark.gpu

@@ -157,7 +157,7 @@ def test_weights_are_kept_in_the_other_order(device: str) -> None:
     weights = arguments["w_gate_up"].mT, arguments["w_down"].mT
     tensors = (arguments["hidden"], arguments["topk_weights"], *routing[:3], *weights, None, None)
     spec = "silu", True, False, 1.0, 1.0
-    made = quantized_moe_mlp(*tensors, False, True, True, *spec)
+    made = quantized_moe_mlp(*tensors, False, False, True, True, *spec)
     for i, w in enumerate(weights):
         data, scales, _ = reference.quantize(w.mT, "128x128")
         kept, kept_scales = made[2 + 2 * i : 4 + 2 * i]
@@ -171,7 +171,7 @@ def test_products_of_any_offsets(rowwise: bool, device: str) -> None:
     """Of rows, with offsets that are not those of a routing: zeros outside all groups."""
     A, B = torch.randn(50, 136, device=device).half(), torch.randn(3, 40, 136, device=device).half().mT
     group_offsets = torch.tensor([-3, 20, 7, 44], dtype=torch.int32, device=device)
-    out = quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, torch.float16)
+    out = quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, False, torch.float16)
     right = reference.quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, torch.float16)
     assert (out - right).float().norm() < 2**-10 * right.float().norm()
     assert not out[44:].any()
@@ -258,7 +258,7 @@ def test_products_of_more_than_2_to_the_31_elements(M: int, K: int, N: int, G: i
     B = torch.empty(G, N, K, dtype=torch.bfloat16, device=device).normal_(std=K**-0.5).mT
     group_offsets = torch.zeros(G + 1, dtype=torch.int32, device=device)
     group_offsets[-2], group_offsets[-1] = M - 128, M
-    out = quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, torch.bfloat16)
+    out = quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, False, torch.bfloat16)
     last = torch.tensor([0, 128], device=device)
     right = reference.quantized_grouped_gemm(A[-128:], B[-1:], None, last, None, None, rowwise, torch.bfloat16)
     assert (out[-128:] - right).double().norm() < 2**-7 * right.double().norm()
@@ -316,6 +316,21 @@ def test_sizes_of_models(
     for _ in range(3):
         again = run(arguments, d_out, compute=compute)
         assert all(torch.equal(x, again[name]) for name, x in made.items())
+
+
+@pytest.mark.gpu
+def test_fast_accumulation(device: str) -> None:
+    """Of the products of both passes: other sums than the exact ones, and as near to bfloat16."""
+    arguments, d_out = make(1024, 2048, 1024, 8, 2, torch.bfloat16, device), torch.randn(1024, 2048, device=device)
+    options: dict[str, Any] = {"compute": "fp8_rowwise"}
+    made, exact = run(arguments, d_out, **options, fast_accumulation=True), run(arguments, d_out, **options)
+    right = run(arguments, d_out)
+    for name, x in made.items():
+        assert not torch.equal(x, exact[name]), name
+        assert difference(x, right[name]) < 1.1 * difference(exact[name], right[name]) + 2**-8, name
+    again = run(arguments, d_out, **options, fast_accumulation=True)
+    assert all(torch.equal(x, again[name]) for name, x in made.items())
+    assert difference(made["hidden"], exact["hidden"]) > 2**-12
 
 
 @pytest.mark.gpu

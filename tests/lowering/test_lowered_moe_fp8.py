@@ -30,6 +30,7 @@ def launches(
     format: str,
     spec: GLUSpec,
     bias: bool = False,
+    fast: bool = False,
 ) -> list[Request]:
     W = 2 * I if spec.gated else I
     weights = []
@@ -37,7 +38,7 @@ def launches(
         weights += [empty(*shape, dtype=E4M3), empty(*scales_shape(shape, format), dtype=F32)]
     routed = (empty(T, H), empty(T, top_k, dtype=torch.int64), empty(T, top_k, dtype=F32))
     biases = (empty(E, W), empty(E, H)) if bias else (None, None)
-    return requests(SCALED_MOE_MLP, (*routed, None, None, *weights, *biases), (format == "rowwise", spec))
+    return requests(SCALED_MOE_MLP, (*routed, None, None, *weights, *biases), (format == "rowwise", fast, spec))
 
 
 def quantising(found: list[Request]) -> dict[str, dict[str, Any]]:
@@ -91,12 +92,15 @@ def test_any_activation_and_width(layer: tuple[int, int, int, int, int], format:
 
 
 def test_products_of_a_layer_are_those_of_fp8() -> None:
-    for T, name in ((8192, "promoted_persistent"), (16, "scaled_jagged")):
-        for format in ("rowwise", "128x128"):
-            found = [request for request in launches(T, 2048, 768, 16, 8, format, SILU) if request.kernel.name == name]
+    for T, many in ((8192, True), (16, False)):
+        for format, fast in (("rowwise", False), ("128x128", False), ("rowwise", True)):
+            name = f"{'fast' if fast else 'promoted'}_persistent" if many else "scaled_jagged"
+            every = launches(T, 2048, 768, 16, 8, format, SILU, fast=fast)
+            found = [request for request in every if request.kernel.name == name]
             assert len(found) == 2
             for request in found:
                 report = lowered(request)
+                assert ("add.rn.f32" in report["ptx"]) == (format == "rowwise" and not fast)
                 assert report["stack"] <= FP8_STACK
                 assert report["tma_load"] >= 2
                 assert "wgmma.mma_async.sync.aligned" in report["ptx"]

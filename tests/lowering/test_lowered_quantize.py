@@ -76,7 +76,7 @@ def test_weights_in_both_orders() -> None:
     w_in, w_out = empty(128, 1536, 2048).mT, empty(128, 2048, 768).mT
     maps = (empty(129, dtype=torch.int32), empty(512, dtype=torch.int32))
     tensors = (empty(64, 2048), empty(64, 8, dtype=F32), *maps, w_in, w_out, None, None)
-    steps = requests(QUANTIZED_MOE_MLP, tensors, (False, True, GLUSpec("silu", True, False, 1.0, 1.0)))
+    steps = requests(QUANTIZED_MOE_MLP, tensors, (False, False, True, GLUSpec("silu", True, False, 1.0, 1.0)))
     squares = [step for step in steps if step.kernel.name == "quantize_squares"]
     assert len(squares) == 2
     for report in map(lowered, squares):

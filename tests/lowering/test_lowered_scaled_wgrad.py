@@ -71,12 +71,15 @@ def test_large_spans() -> None:
     assert report["name"] == "scaled_wgrad" and "tl.int64" in report["code"]
 
 
-@pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
-def test_gradients_of_rows(rowwise: bool) -> None:
+@pytest.mark.parametrize(
+    ("rowwise", "fast"), [(True, True), (True, False), (False, False)], ids=["rowwise, fast", "rowwise", "block"]
+)
+def test_gradients_of_rows(rowwise: bool, fast: bool) -> None:
     """Products with weights that are quantised in the other order."""
     w_down = empty(32, 7168, 2048)  # as stored
     tensors = (empty(4096, 7168), w_down, None, empty(33, dtype=I32), empty(32768, dtype=I32), None)
-    found = [lowered(request) for request in requests(QUANTIZED_GROUPED_GEMM, tensors, (rowwise, torch.bfloat16, 8))]
+    options = (rowwise, fast, torch.bfloat16, 8)
+    found = [lowered(request) for request in requests(QUANTIZED_GROUPED_GEMM, tensors, options)]
     names = ["scatter_quantized", "quantize_rows" if rowwise else "quantize_squares", "tile_table"]
-    assert [report["name"] for report in found] == [*names, "promoted_persistent"]
+    assert [report["name"] for report in found] == [*names, f"{'fast' if fast else 'promoted'}_persistent"]
     assert all(report["stack"] <= FP8_STACK for report in found)
