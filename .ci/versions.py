@@ -52,9 +52,9 @@ the kernels compile to for an H200.
 BELOW = """\
 
 Helion 1.5.1 cannot be imported with PyTorch 2.11. Uniform products that it compiles write their results by pointers,
-where those of Helion 1.5.0 use TMA. With versions outside the table there is a warning, and the package leaves out
-PyTorch's private functions and Triton's private launcher. The interpreter of Triton 3.6 needs numpy before 2.4; nothing
-else does.
+where those of Helion 1.5.0 use TMA. A package whose minor version is outside of the table gives a
+warning. Of PyTorch and of Triton, private functions are then left out. The interpreter of Triton 3.6 needs numpy before
+2.4; nothing else does.
 """
 
 

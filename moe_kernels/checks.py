@@ -1015,7 +1015,9 @@ def _check_tensor(name: str, value: object) -> None:
     got = type(value).__name__
     if not isinstance(value, Tensor):
         hint = ""
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        if isinstance(value, ScaledTensor):
+            hint = "; fp8 is for grouped_gemm and moe_mlp, elsewhere pass what dequantize returns"
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
             hint = "; pack_groups packs matrices of different heights, torch.stack stacks tensors of one shape"
         raise TypeError(f"{name}: expected a torch.Tensor, got {got}{hint}")
     if value.is_nested:

@@ -50,7 +50,7 @@ def swiglu_ffn(
             "clamped_silu", DeepSeek-V4's `silu(gate) * up`. They need `gated`.
         gated: False for `act = f(rows @ w)`.
         transposed: weights are `[E, H, 2I]` or `[E, H, I]`.
-        interleaved: gate and up take turns in the columns of `w_gate_up`, as in gpt-oss, gate first.
+        interleaved: gate and up alternate along the dimension of 2I of `w_gate_up`, as in gpt-oss, gate first.
         alpha: of "clamped_swiglu"; the default is gpt-oss's.
         limit: of "clamped_swiglu" and "clamped_silu"; the default is gpt-oss's, and DeepSeek-V4 has 10.
 
@@ -103,8 +103,8 @@ def moe_mlp(
     result of the first product.
 
     With weights in fp8, as `quantize` makes them, both "rowwise" or both "128x128", hidden states and act are quantised
-    on the way, "rowwise" or "1x128", but not by the kernels for one token. Such a layer has neither `w_up` nor
-    `transposed`, and no gradients.
+    on the way, "rowwise" or "1x128", but not those of one token with `top_k` of at most 16. Such a layer has neither
+    `w_up` nor `transposed`, and no gradients.
 
     With `compute`, weights in other dtypes are quantised in every call, too, and so are the operands of the products
     in the backward pass, all of them to e4m3 with scales of their own: "fp8_rowwise" has "rowwise" operands,

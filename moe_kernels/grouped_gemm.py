@@ -36,14 +36,15 @@ def grouped_gemm(
         A_packed: `[M, K]`, the rows of all groups one after another; bfloat16, float16 or float32, on a CPU also
             float64; any strides.
         B: `[K, N]`, shared by all groups, or `[G, K, N]`; dtypes as for `A_packed`, any strides: the transposed view
-            of a `[G, N, K]` parameter costs nothing extra.
+            of a `[G, N, K]` parameter costs nothing extra. The data of a ScaledTensor, `A_packed` or `B`, are copied at
+            each call unless they are contiguous along K.
         group_offsets: `[G + 1]` int32 or int64, exclusive prefix sums of the group sizes, `group_offsets[0] == 0`.
         out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, B.dtype)`, and bfloat16 for
             ScaledTensors.
         variant: "basic" (a grid over the tiles of all groups), "persistent" (one worker per SM walks a list of tiles),
             or "auto", which picks the kernel by tuned entries, or by the mean number of rows per group.
-        fast_accumulation: for "rowwise" ScaledTensors, leave sums in the tensor cores, which keep about 14 bits of
-            them; otherwise each 128 products are added up there, and then in float32.
+        fast_accumulation: for "rowwise" ScaledTensors, let the tensor cores, which keep about 14 bits of a sum, add up
+            all of K. Otherwise they add up 128 products at a time, and these partial sums are added in float32.
         validate: True checks the offsets on the host, which waits for the device; None does so if the environment
             variable MOE_KERNELS_VALIDATE was 1 at import.
 
@@ -52,8 +53,8 @@ def grouped_gemm(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
-        RuntimeError: ScaledTensors require grad or have a tangent, of which there is none, or the GPU has no
-            float8_e4m3fn.
+        RuntimeError: ScaledTensors that require grad or have a tangent, as products in fp8 have no derivatives; a GPU
+            without float8_e4m3fn, which is of compute capability below 8.9.
         ImportError: the kernels are needed and a package they need is missing or too old.
     """
     validate = checks.validation_enabled(validate)
@@ -219,8 +220,8 @@ def scaled_grouped_mm(
         [G, M, K] x [K, N]     ->  [M, N]        the columns of mat_b are grouped
         [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
 
-    Groups are those of `grouped_mm`, which are zeros where they are. The second form multiplies in bfloat16, which has
-    all values of fp8.
+    Groups, and rows of zeros, are those of `grouped_mm`. The second form multiplies in bfloat16, which has all values
+    of fp8, and so is no faster than that.
 
     Args:
         mat_a, mat_b: as above; float8_e4m3fn or float8_e5m2, not necessarily the same one.

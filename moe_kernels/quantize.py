@@ -44,7 +44,7 @@ def quantize(
     Raises:
         TypeError: `x` or `dtype` has a wrong dtype.
         ValueError: `x` has a wrong rank; there is no such format.
-        RuntimeError: the GPU has no float8_e4m3fn.
+        RuntimeError: a GPU without float8_e4m3fn, which is of compute capability below 8.9.
     """
     checks.check_quantize(x, format, dtype)
     data, scales = ops.quantize(x.detach(), format, dtype, power_of_two)

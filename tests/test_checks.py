@@ -467,6 +467,14 @@ def test_weights_the_other_way(name: str, change: Callable[[Tensor], Tensor], me
         moe_mlp(**{**call, name: change(call[name])})
 
 
+def test_fp8_where_there_is_none() -> None:
+    w = quantize(torch.ones(G, 8, K), "rowwise")
+    with pytest.raises(
+        TypeError, match=r"^w_gate_up: .*got ScaledTensor; fp8 is for grouped_gemm and moe_mlp, .*dequantize"
+    ):
+        swiglu_ffn(A_PACKED, w, OFFSETS)
+
+
 def test_transposed_weights_without_need() -> None:
     w = torch.ones(G, 8, K)
     with pytest.raises(ValueError, match=r"^w_gate_up: .*; for \[E, 2I, H\] pass transposed=False$"):
