@@ -87,8 +87,9 @@ def _scaled_grouped_gemm(
     validate: bool,
 ) -> Tensor:
     A, weight = checks.scaled_both("A_packed", A_packed, "B", B)
-    given = (A.data, flattened(A.scales), weight.data, weight.scales, group_offsets, bias)
-    asked = (A.format, weight.format, out_dtype, variant, fast_accumulation)
+    given = (A.data, flattened(A.scales, A.data), weight.data, weight.scales, group_offsets, bias)
+    rank = getattr(A.scales, "ndim", None)  # that of 1 is refused, also where it is like flattened ones
+    asked = (A.format, weight.format, rank, out_dtype, variant, fast_accumulation)
     if not validate and (known := cache.replay(SCALED_GROUPED_GEMM, given, asked)) is not None:
         again: Tensor = known
         return again

@@ -37,6 +37,31 @@ def operands(format: str, dtype: torch.dtype = E4M3) -> tuple[ScaledTensor, Scal
     return A, W.mT, group_offsets_from_sizes(torch.tensor([4, 0, 6]))
 
 
+def test_rows_whose_number_depends_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled and exported, with scales that lie in memory column by column."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    _, B, _ = operands("block")
+    x, mask, group_offsets = torch.randn(M, K), torch.arange(M) % 3 > 0, torch.tensor([0, 3, 3, 8])
+
+    class Product(torch.nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return grouped_gemm(quantize(x[mask.nonzero().squeeze(1)], "1x128"), B, group_offsets)
+
+    right = Product()(x, mask)
+    assert right.shape == (8, N) and right.any()
+    assert torch.equal(torch.compile(Product(), fullgraph=True, backend="aot_eager")(x, mask), right)
+    for strict in (False, True):
+        assert torch.equal(torch.export.export(Product(), (x, mask), strict=strict).module()(x, mask), right)
+
+
+def test_scales_that_are_no_plain_tensors() -> None:
+    A, B, group_offsets = operands("block")
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for scales, text in ((ragged, "got a nested one"), ([1.0], "got list"), (None, "got NoneType")):
+        with pytest.raises(TypeError, match=f"^A_packed.scales: .*{text}"):
+            grouped_gemm(A._replace(scales=scales), B, group_offsets)
+
+
 @formats
 def test_values(format: str) -> None:
     """Quantised data times their scales are what was quantised, but for the rounding."""

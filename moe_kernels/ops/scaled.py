@@ -13,6 +13,8 @@ from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.scaled import ScaledTensor
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def _counts(tensors: Any, options: Any) -> Counts:
     A, _, _, _, group_offsets, _ = tensors
@@ -50,7 +52,7 @@ def _scaled_grouped_gemm(
         A = A.contiguous()
     if B.stride(-2) != 1:
         B = B.mT.contiguous().mT
-    scales_A = flattened(scales_A)
+    scales_A = flattened(scales_A, A)
     out: Tensor = cache.call(
         SCALED_GROUPED_GEMM,
         (A, scales_A, B, scales_B, group_offsets, bias),
@@ -59,14 +61,19 @@ def _scaled_grouped_gemm(
     return out
 
 
-def flattened(scales: Any) -> Any:
-    """Scales of blocks that lie in memory column by column, as `quantize` makes them, in one dimension: its stride does
-    not depend on the number of rows. Others as they are.
+def flattened(scales: Any, rows: Any) -> Any:
+    """Scales of the blocks of `rows [M, K]` that lie in memory column by column, as `quantize` makes them, in one
+    dimension: its stride does not depend on M. Others as they are, also what checks refuse.
     """
-    if not isinstance(scales, Tensor) or scales.layout != torch.strided or scales.dim() != 2 or scales.size(1) < 2:
+    if torch.compiler.is_dynamo_compiling():  # would guard on M
         return scales
+    for x in (scales, rows):
+        if type(x) not in _PLAIN or x.layout != torch.strided or x.is_nested or x.dim() != 2:
+            return scales
     M, parts = scales.shape
-    return scales.as_strided((M * parts,), (1,)) if scales.stride() == (1, M) else scales
+    if parts < 2 or rows.size(0) != M or scales.stride() != (1, M):
+        return scales
+    return scales.as_strided((M * parts,), (1,))
 
 
 def _scaled_grouped_gemm_fake(A: Tensor, scales_A: Tensor, B: Tensor, *others: Any) -> Tensor:

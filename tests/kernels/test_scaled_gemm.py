@@ -91,6 +91,9 @@ def test_calls_like_an_earlier_one_are_replays(
     A, B, group_offsets = tensors
     with pytest.raises(ValueError, match="A_packed, B: expected the formats"):
         grouped_gemm(A._replace(format="128x128"), B, group_offsets)
+    for scales in (A.scales.mT.flatten(), A.scales.contiguous().mT):  # as many, and by columns
+        with pytest.raises(ValueError, match=r"A_packed.scales: expected shape \[M, "):
+            grouped_gemm(A._replace(scales=scales), B, group_offsets)
 
 
 @kernels
