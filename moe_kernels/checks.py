@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
+from moe_kernels.runtime.torch_internals import PLAIN
 from moe_kernels.scaled import BLOCK, FORMATS, FP8_COMPUTE, FP8_DTYPES, ScaledTensor, scales_shape
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -23,7 +24,6 @@ _ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
 _FP8 = "float8_e4m3fn or float8_e5m2"
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _INTS = (int, torch.SymInt)
-_PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _VALIDATION_READS = (
     "validate=True (or MOE_KERNELS_VALIDATE=1) reads values on the host, which fullgraph=True and torch.export "
@@ -834,7 +834,7 @@ def check_varied(
     _check_floats((("group_A[0]", first),), reference)
     for name, tensors in lists.items():
         for p, tensor in enumerate(tensors):
-            if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED or tensor.is_nested:
+            if type(tensor) not in PLAIN or tensor.layout is not _STRIDED or tensor.is_nested:
                 _check_tensor(f"{name}[{p}]", tensor)
             if tensor.dtype != first.dtype:
                 raise TypeError(f"{name}[{p}]: expected {first.dtype} as group_A[0], got {tensor.dtype}")
@@ -1010,7 +1010,7 @@ def _check_indices(name: str, value: Tensor) -> None:
 
 def _check_tensor(name: str, value: object) -> None:
     """Check that `value` is a dense tensor, and none that stands for another one."""
-    if type(value) in _PLAIN and value.layout is _STRIDED and not value.is_nested:  # type: ignore[attr-defined]
+    if type(value) in PLAIN and value.layout is _STRIDED and not value.is_nested:  # type: ignore[attr-defined]
         return
     got = type(value).__name__
     if not isinstance(value, Tensor):
@@ -1055,7 +1055,7 @@ def check_not_torchao(name: str, value: object) -> None:
         return
     for field in value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ():
         inside = getattr(value, field)
-        if type(inside) in _PLAIN and (inside.shape, inside.dtype) == (value.shape, value.dtype):  # type: ignore[attr-defined]
+        if type(inside) in PLAIN and (inside.shape, inside.dtype) == (value.shape, value.dtype):  # type: ignore[attr-defined]
             raise TypeError(
                 f"{name}: expected a torch.Tensor, got torchao's {kind.__name__}, with which PyTorch's products run in "
                 f"low precision, and these would not: pass {name}.{field}, which is in {inside.dtype}, or leave these "

@@ -11,9 +11,8 @@ from moe_kernels import reference
 from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.runtime.torch_internals import PLAIN
 from moe_kernels.scaled import ScaledTensor
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _counts(tensors: Any, options: Any) -> Counts:
@@ -68,7 +67,7 @@ def flattened(scales: Any, rows: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():  # would guard on M
         return scales
     for x in (scales, rows):
-        if type(x) not in _PLAIN or x.layout != torch.strided or x.is_nested or x.dim() != 2:
+        if type(x) not in PLAIN or x.layout != torch.strided or x.is_nested or x.dim() != 2:
             return scales
     M, parts = scales.shape
     if parts < 2 or rows.size(0) != M or scales.stride() != (1, M):

@@ -56,7 +56,7 @@ def _no_forward_mode(_: bool) -> Any:
 
 
 enable_forward_mode: Callable[[bool], Any] = getattr(_forward_ad, "_set_fwd_grad_enabled", _no_forward_mode)
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+PLAIN = frozenset((Tensor, torch.nn.Parameter))  # types of tensors that stand for no other one
 
 
 def reshaped(result: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -131,7 +131,7 @@ def eager(*tensors: Tensor | None) -> bool:
         return False
     if _VMAP_MODE is not None and _key_included(_VMAP_MODE):
         return False
-    return all([x is None or (type(x) in _PLAIN and not x.is_neg()) for x in tensors])
+    return all([x is None or (type(x) in PLAIN and not x.is_neg()) for x in tensors])
 
 
 def transformed() -> bool:
