@@ -133,7 +133,7 @@ def test_as_the_twin(
 
 @pytest.mark.parametrize(("T", "format"), [(1, "rowwise"), (6, "128x128")])
 def test_calls_like_an_earlier_one_are_replays(
-    T: int, format: str, device: str, replays: Callable[[str], None]
+    T: int, format: str, device: str, replays: Callable[[str], None], few_programs: None
 ) -> None:
     """Each with tensors of its own, and other numbers of tokens. Other options are not taken for them."""
     for tokens in (T, T, T + (T > 1)):

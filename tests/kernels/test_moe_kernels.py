@@ -305,7 +305,7 @@ def test_a_second_weight_that_lies_elsewhere(device: str, monkeypatch: pytest.Mo
     """Gate and up may be read as one tensor if one lies behind the other, and in the next call they may not."""
     monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
     E, I, H = 2, 16, 24  # noqa: E741
-    tensors, ids, options = make({}, 160, H, I, E, 2, device, torch.float16)
+    tensors, ids, options = make({}, 130, H, I, E, 2, device, torch.float16)
     both = tensors["w_gate_up"]
     with set_aside():
         for up in (both, both, both, both.flip(0), both.flip(0)):
