@@ -120,6 +120,7 @@ def check_scaled_grouped_gemm(
 
 
 def _check_accumulation(fast_accumulation: bool, rowwise: bool) -> None:
+    check_bools(fast_accumulation=fast_accumulation)
     if fast_accumulation and not rowwise:
         raise ValueError(
             "fast_accumulation: expected False for '1x128' and '128x128', whose blocks are added in float32; it is for "
@@ -230,6 +231,7 @@ def check_route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Non
 def check_gating(
     logits: Tensor,  # [T, E]
     top_k: int,
+    renormalize: bool,
     bias: Tensor | None = None,  # [E]
     num_groups: int = 1,
     top_groups: int = 1,
@@ -237,13 +239,14 @@ def check_gating(
     """Check the arguments of a gating, as `topk_sigmoid` has them.
 
     Raises:
-        TypeError: an argument is no tensor or no int, or has a wrong dtype.
+        TypeError: an argument is no tensor, no int or no bool, or has a wrong dtype.
         ValueError: wrong rank, shape or device, `num_groups` does not divide E, or the chosen groups hold fewer than
             top_k experts.
     """
     _check_floats((("logits", logits),), True)
     if logits.dim() != 2:
         raise ValueError(f"logits: expected shape [T, E], got {list(logits.shape)}")
+    check_bools(renormalize=renormalize)
     E = logits.shape[1]
     check_int("num_groups", num_groups)
     check_int("top_groups", top_groups)
@@ -258,19 +261,28 @@ def check_gating(
 
 
 def check_moe(
-    hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, activation: str, gated: bool
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    top_k: int,
+    activation: str,
+    gated: bool,
+    compute: str | None,
+    **others: bool,
 ) -> None:
     """Check what a layer of experts is made with.
 
     Raises:
-        TypeError: a size or `top_k` is no int.
-        ValueError: a size below 1, more experts per token than there are, or an unknown activation.
+        TypeError: a size or `top_k` is no int, or another option no bool.
+        ValueError: a size below 1, more experts per token than there are, an unknown activation, or no such `compute`.
     """
     check_int("hidden_size", hidden_size, 1)
     check_int("intermediate_size", intermediate_size, 1)
     check_int("num_experts", num_experts, 1)
     check_int("top_k", top_k, 1, num_experts)
     _check_spec(GLUSpec(activation, gated, False, 0.0, 0.0), False, False)
+    check_compute(compute)
+    check_bools(**others)
 
 
 def check_layer(hidden: Tensor, router: Tensor) -> None:
@@ -298,12 +310,13 @@ def check_permute(hidden: Tensor, routing: Routing) -> None:
     _check_moved("hidden", hidden, "T", routing)
 
 
-def check_unpermute(rows: Tensor, routing: Routing) -> None:
+def check_unpermute(rows: Tensor, routing: Routing, weighted: bool) -> None:
     """Check that `rows` is `[R, H]` for the slots of `routing`.
 
     Raises:
-        TypeError, ValueError: wrong dtype; wrong rank, shape or device.
+        TypeError, ValueError: wrong dtype; wrong rank, shape or device; `weighted` is no bool.
     """
+    check_bools(weighted=weighted)
     _check_moved("rows", rows, "R", routing)
 
 
@@ -386,15 +399,17 @@ def check_quantized_moe_mlp(
     experts: Experts,  # ScaledTensors, w_up, up_bias and transposed are refused
     compute: str,
     fast_accumulation: bool,
+    fp8_wgrad: bool,
 ) -> None:
     """Check the arguments of `moe_mlp` with `compute`.
 
     Raises:
-        TypeError: as for `check_moe_mlp`; float64.
+        TypeError: as for `check_moe_mlp`; float64; an option is no bool.
         ValueError: as for `check_moe_mlp`; there is no such `compute`; weights in fp8, `w_up`, or `transposed`;
             `fast_accumulation` with "fp8_block".
     """
     check_compute(compute)
+    check_bools(fp8_wgrad=fp8_wgrad)
     _check_accumulation(fast_accumulation, FP8_COMPUTE[compute] == "rowwise")
     for name in ("w_gate_up", "w_down"):
         if isinstance(getattr(experts, name), ScaledTensor):
@@ -412,6 +427,7 @@ def check_quantized_moe_mlp(
 
 def _check_one_layout(experts: Experts) -> None:
     """Raise ValueError for other weights of a layer with products in fp8 than `[E, 2I, H]` and `[E, H, I]`."""
+    check_bools(transposed=experts.transposed)
     if experts.transposed:
         raise ValueError(
             "transposed: expected False for products in fp8, got True; pass weights [E, 2I, H] and [E, H, I], such as "
@@ -516,7 +532,8 @@ def _check_routed(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert
 
 def _check_first_floats(name: str, inputs: Tensor, experts: Experts, reference: bool) -> None:
     """Check the options, and the operands of the first product: their dtypes and devices."""
-    w_gate_up, _, w_up, gate_up_bias, up_bias, _, spec, _ = experts
+    w_gate_up, _, w_up, gate_up_bias, up_bias, _, spec, transposed = experts
+    check_bools(transposed=transposed)
     _check_spec(spec, w_up is not None, up_bias is not None)
     optional = ("w_up", w_up), ("gate_up_bias", gate_up_bias), ("up_bias", up_bias)
     _check_floats(((name, inputs), ("w_gate_up", w_gate_up)), reference, optional)
@@ -552,6 +569,7 @@ def _check_first_shapes(
 
 
 def _check_spec(spec: GLUSpec, two_weights: bool, up_bias: bool) -> None:
+    check_bools(gated=spec.gated, interleaved=spec.interleaved)
     if spec.activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {spec.activation!r}")
     if spec.activation in CLAMPED and not spec.gated:
@@ -564,13 +582,14 @@ def _check_spec(spec: GLUSpec, two_weights: bool, up_bias: bool) -> None:
         raise ValueError("up_bias: expected None without w_up, got a value")
 
 
-def check_quantize(x: Tensor, format: str, dtype: torch.dtype, *, reference: bool = False) -> None:
+def check_quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: bool, *, reference: bool = False) -> None:
     """Check the arguments of `quantize`.
 
     Raises:
-        TypeError: `x` is no tensor, or it or `dtype` has a wrong dtype.
+        TypeError: `x` is no tensor, it or `dtype` has a wrong dtype, or `power_of_two` is no bool.
         ValueError: `x` has a wrong rank; there is no such format.
     """
+    check_bools(power_of_two=power_of_two)
     _check_floats((("x", x),), reference)
     if x.dim() not in (2, 3):
         raise ValueError(f"x: expected shape [R, K] or [G, R, K], got {list(x.shape)}")
@@ -717,6 +736,7 @@ def check_scaled_grouped_mm(
         for one in swizzle if isinstance(swizzle, (list, tuple)) else [swizzle]:
             if getattr(one, "name", one) not in (None, "NO_SWIZZLE"):
                 raise ValueError(f"{name}: expected None or NO_SWIZZLE, got {one}")
+    check_bools(use_fast_accum=use_fast_accum)
     if use_fast_accum and not rowwise:
         raise ValueError("use_fast_accum: expected False for BlockWise recipes, whose blocks are added in float32")
     a = ScaledTensor(mat_a, scales_a, "rowwise" if rowwise else "1x128")
@@ -873,6 +893,17 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
     if least is not None and (value < least or (most is not None and value > most)):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{name}: expected {expected}, got {value}")
+
+
+def check_bools(**values: object) -> None:
+    """Check that options are True or False: any other value would count as one of these.
+
+    Raises:
+        TypeError: no bool.
+    """
+    for name, value in values.items():
+        if value is not True and value is not False:
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_index_vector(

@@ -230,7 +230,7 @@ def _quantized_moe_mlp(
 ) -> Tensor:
     """`moe_mlp` with `compute`."""
     (hidden,) = autocast(hidden)
-    checks.check_quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, compute, fast_accumulation)
+    checks.check_quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, compute, fast_accumulation, fp8_wgrad)
     num_experts = experts.w_gate_up.size(0)
     if checks.validation_enabled(validate):
         checks.validate_ids(topk_ids, num_experts)

@@ -56,11 +56,13 @@ class MoE(nn.Module):
         `fp8_wgrad` and `fast_accumulation` those of `moe_mlp`.
 
         Raises:
-            TypeError, ValueError: a size or `top_k` is no int, or out of range; an unknown activation or `compute`.
+            TypeError, ValueError: a size or `top_k` is no int, or out of range; an unknown activation or `compute`;
+                another option is no bool.
         """
         super().__init__()
-        checks.check_moe(hidden_size, intermediate_size, num_experts, top_k, activation, gated)
-        checks.check_compute(compute)
+        sizes = (hidden_size, intermediate_size, num_experts, top_k)
+        others = {"renormalize": renormalize, "fp8_wgrad": fp8_wgrad, "fast_accumulation": fast_accumulation}
+        checks.check_moe(*sizes, activation, gated, compute, **others)
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
         self.compute, self.fp8_wgrad, self.fast_accumulation = compute, fp8_wgrad, fast_accumulation
         self.format: str | None = None  # of `quantize`

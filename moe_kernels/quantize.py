@@ -46,7 +46,7 @@ def quantize(
         ValueError: `x` has a wrong rank; there is no such format.
         RuntimeError: a GPU without float8_e4m3fn, which is of compute capability below 8.9.
     """
-    checks.check_quantize(x, format, dtype)
+    checks.check_quantize(x, format, dtype, power_of_two)
     data, scales = ops.quantize(x.detach(), format, dtype, power_of_two)
     return ScaledTensor(data, scales, format)
 

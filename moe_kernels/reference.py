@@ -248,7 +248,7 @@ def quantize(
     Raises:
         TypeError, ValueError: see `checks.check_quantize`.
     """
-    checks.check_quantize(x, format, dtype, reference=True)
+    checks.check_quantize(x, format, dtype, power_of_two, reference=True)
     *groups, R, K = x.shape
     *_, rows, parts = scales_shape(x.shape, format)
     height = BLOCK if format == "128x128" else 1
@@ -316,7 +316,7 @@ def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tenso
     Raises:
         TypeError, ValueError: see `checks.check_unpermute`.
     """
-    checks.check_unpermute(rows, routing)
+    checks.check_unpermute(rows, routing, weighted)
     topk_weights = routing.topk_weights if weighted else None
     top_k = routing.topk_weights.size(1)
     return combine_rows(rows, topk_weights, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)

@@ -66,7 +66,7 @@ def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tenso
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
     """
-    checks.check_unpermute(rows, routing)
+    checks.check_unpermute(rows, routing, weighted)
     topk_weights = routing.topk_weights if weighted else None
     top_k = routing.topk_weights.size(1)
     hidden: Tensor = ops.combine_rows(rows, topk_weights, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)
@@ -95,7 +95,7 @@ def topk_softmax(
     Raises:
         TypeError, ValueError: logits have a wrong dtype or rank; there are fewer than top_k experts.
     """
-    checks.check_gating(logits, top_k)
+    checks.check_gating(logits, top_k, renormalize)
     topk_weights, topk_ids = torch.topk(logits.softmax(-1, dtype=_gate_dtype(logits)), top_k, dim=-1)
     if renormalize:
         topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
@@ -134,7 +134,7 @@ def topk_sigmoid(
         ValueError: logits or bias have a wrong shape, `num_groups` does not divide E, or the chosen groups hold fewer
             than top_k experts.
     """
-    checks.check_gating(logits, top_k, bias, num_groups, top_groups)
+    checks.check_gating(logits, top_k, renormalize, bias, num_groups, top_groups)
     T, E = logits.shape
     scores = logits.to(_gate_dtype(logits)).sigmoid()
     choice = scores if bias is None else scores + bias

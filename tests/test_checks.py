@@ -499,12 +499,57 @@ def test_transposed_weights_without_need() -> None:
         ({"intermediate_size": -1}, ValueError, "intermediate_size: expected at least 1, got -1"),
         ({"num_experts": 0}, ValueError, "num_experts: expected at least 1, got 0"),
         ({"num_experts": "4"}, TypeError, "num_experts: expected an int, got str"),
+        ({"compute": "fp8"}, ValueError, "compute: expected None or one of 'fp8_block', 'fp8_rowwise', got 'fp8'"),
+        *(
+            ({name: "False"}, TypeError, f"{name}: expected True or False, got 'False'")
+            for name in ("gated", "renormalize", "fp8_wgrad", "fast_accumulation")
+        ),
     ],
 )
 def test_a_layer_is_checked_when_it_is_made(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_experts": 4, "top_k": 2}
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_experts": 4, "top_k": 2, "renormalize": True}
     with pytest.raises(error, match=f"^{message}"):
-        MoE(**{**sizes, **change}, renormalize=True)
+        MoE(**{**sizes, **change})
+
+
+def layer_in(compute: str | None) -> Callable[..., Any]:
+    hidden, ids = torch.randn(3, 8), torch.zeros(3, 2, dtype=torch.int64)
+    arguments = (hidden, ids, torch.ones(3, 2), torch.randn(4, 8, 8), torch.randn(4, 8, 4))
+    return lambda **options: moe_mlp(*arguments, **options, compute=compute)
+
+
+def layer_of_fp8(**options: Any) -> Tensor:
+    weights = (quantize(torch.randn(*shape), "rowwise") for shape in ((4, 8, 8), (4, 8, 4)))
+    return moe_mlp(torch.randn(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2), *weights, **options)
+
+
+@pytest.mark.parametrize("value", ["False", 0, None, torch.tensor(True)], ids=str)
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda **options: quantize(torch.randn(2, 8), "rowwise", **options), ["power_of_two"]),
+        (lambda **options: topk_softmax(torch.randn(3, 4), 2, **options), ["renormalize"]),
+        (lambda **options: topk_sigmoid(torch.randn(3, 4), 2, **options), ["renormalize"]),
+        (
+            lambda **options: unpermute(
+                torch.randn(6, 8), route(torch.zeros(3, 2).long(), torch.ones(3, 2), 2), **options
+            ),
+            ["weighted"],
+        ),
+        (
+            lambda **options: swiglu_ffn(torch.randn(M, 8), torch.randn(G, 8, 8), OFFSETS, **options),
+            ["gated", "interleaved", "transposed"],
+        ),
+        (layer_in(None), ["gated", "interleaved", "transposed"]),
+        (layer_in("fp8_rowwise"), ["gated", "interleaved", "transposed", "fp8_wgrad", "fast_accumulation"]),
+        (layer_of_fp8, ["gated", "interleaved", "transposed", "fast_accumulation"]),
+    ],
+)
+def test_options_that_are_no_bools(call: Callable[..., Any], names: list[str], value: Any) -> None:
+    """They would count as True or False, and be what nobody has asked for."""
+    for name in names:
+        with pytest.raises(TypeError, match=f"^{name}: expected True or False, got "):
+            call(**{name: value})
 
 
 class Wrapped(Tensor):
