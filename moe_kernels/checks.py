@@ -235,6 +235,7 @@ def check_gating(
     bias: Tensor | None = None,  # [E]
     num_groups: int = 1,
     top_groups: int = 1,
+    scale: float = 1.0,
 ) -> None:
     """Check the arguments of a gating, as `topk_sigmoid` has them.
 
@@ -247,6 +248,7 @@ def check_gating(
     if logits.dim() != 2:
         raise ValueError(f"logits: expected shape [T, E], got {list(logits.shape)}")
     check_bools(renormalize=renormalize)
+    check_number("scale", scale)
     E = logits.shape[1]
     check_int("num_groups", num_groups)
     check_int("top_groups", top_groups)
@@ -267,14 +269,18 @@ def check_moe(
     top_k: int,
     activation: str,
     gated: bool,
+    *,
+    renormalize: bool,
     compute: str | None,
-    **others: bool,
+    fp8_wgrad: bool,
+    fast_accumulation: bool,
 ) -> None:
     """Check what a layer of experts is made with.
 
     Raises:
         TypeError: a size or `top_k` is no int, or another option no bool.
-        ValueError: a size below 1, more experts per token than there are, an unknown activation, or no such `compute`.
+        ValueError: a size below 1, more experts per token than there are, an unknown activation, no such `compute`, or
+            `fast_accumulation` with "fp8_block".
     """
     check_int("hidden_size", hidden_size, 1)
     check_int("intermediate_size", intermediate_size, 1)
@@ -282,7 +288,8 @@ def check_moe(
     check_int("top_k", top_k, 1, num_experts)
     _check_spec(GLUSpec(activation, gated, False, 0.0, 0.0), False, False)
     check_compute(compute)
-    check_bools(**others)
+    check_bools(renormalize=renormalize, fp8_wgrad=fp8_wgrad)
+    _check_accumulation(fast_accumulation, compute is None or FP8_COMPUTE[compute] == "rowwise")
 
 
 def check_layer(hidden: Tensor, router: Tensor) -> None:
@@ -337,6 +344,7 @@ def _check_moved(name: str, value: Tensor, extent: str, routing: Routing) -> Non
             f"routing: expected topk_weights [T, top_k] and slot_to_row [T * top_k], got shapes "
             f"{list(routing.topk_weights.shape)} and {list(routing.slot_to_row.shape)}"
         )
+    check_index_vector("routing.group_offsets", routing.group_offsets, 1)
 
 
 class Experts(NamedTuple):
@@ -570,6 +578,8 @@ def _check_first_shapes(
 
 def _check_spec(spec: GLUSpec, two_weights: bool, up_bias: bool) -> None:
     check_bools(gated=spec.gated, interleaved=spec.interleaved)
+    check_number("alpha", spec.alpha)
+    check_number("limit", spec.limit)
     if spec.activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {spec.activation!r}")
     if spec.activation in CLAMPED and not spec.gated:
@@ -904,6 +914,16 @@ def check_bools(**values: object) -> None:
     for name, value in values.items():
         if value is not True and value is not False:
             raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Check that `value` is a float or an int.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
 
 
 def check_index_vector(

@@ -134,7 +134,7 @@ def topk_sigmoid(
         ValueError: logits or bias have a wrong shape, `num_groups` does not divide E, or the chosen groups hold fewer
             than top_k experts.
     """
-    checks.check_gating(logits, top_k, renormalize, bias, num_groups, top_groups)
+    checks.check_gating(logits, top_k, renormalize, bias, num_groups, top_groups, scale)
     T, E = logits.shape
     scores = logits.to(_gate_dtype(logits)).sigmoid()
     choice = scores if bias is None else scores + bias

@@ -499,6 +499,11 @@ def test_transposed_weights_without_need() -> None:
         ({"intermediate_size": -1}, ValueError, "intermediate_size: expected at least 1, got -1"),
         ({"num_experts": 0}, ValueError, "num_experts: expected at least 1, got 0"),
         ({"num_experts": "4"}, TypeError, "num_experts: expected an int, got str"),
+        (
+            {"compute": "fp8_block", "fast_accumulation": True},
+            ValueError,
+            "fast_accumulation: expected False for '1x128' and",
+        ),
         ({"compute": "fp8"}, ValueError, "compute: expected None or one of 'fp8_block', 'fp8_rowwise', got 'fp8'"),
         *(
             ({name: "False"}, TypeError, f"{name}: expected True or False, got 'False'")
@@ -521,6 +526,24 @@ def layer_in(compute: str | None) -> Callable[..., Any]:
 def layer_of_fp8(**options: Any) -> Tensor:
     weights = (quantize(torch.randn(*shape), "rowwise") for shape in ((4, 8, 8), (4, 8, 4)))
     return moe_mlp(torch.randn(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2), *weights, **options)
+
+
+@pytest.mark.parametrize("value", ["2", None, True, torch.tensor(2.0)], ids=str)
+def test_options_that_are_no_numbers(value: Any) -> None:
+    layer = layer_in(None)
+    for name in ("alpha", "limit"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a number, got {type(value).__name__}$"):
+            layer(**{name: value})
+    with pytest.raises(TypeError, match=r"^scale: expected a number, got"):
+        topk_sigmoid(torch.randn(3, 4), 2, renormalize=True, scale=value)
+
+
+@pytest.mark.parametrize("offsets", [torch.zeros(0).int(), torch.zeros(1, 3).int(), torch.tensor(3).int()], ids=str)
+def test_a_routing_with_other_offsets(offsets: Tensor) -> None:
+    routing = route(IDS, WEIGHTS, G)._replace(group_offsets=offsets)
+    for move, tensor in ((permute, A_PACKED), (unpermute, torch.ones(2 * M, K))):
+        with pytest.raises(ValueError, match=r"^routing\.group_offsets: expected a "):
+            move(tensor, routing)
 
 
 @pytest.mark.parametrize("value", ["False", 0, None, torch.tensor(True)], ids=str)
