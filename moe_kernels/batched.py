@@ -45,7 +45,7 @@ def uniform_grouped_gemm(
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         ImportError: the kernels are needed and a package they need is missing or too old.
     """
-    given, asked = (A, B), (num_groups, out_dtype)
+    given, asked = (A, B), (type(num_groups), num_groups, out_dtype)
     if (known := cache.replay(UNIFORM_GROUPED_GEMM, given, asked)) is not None:
         again: Tensor = known
         return again

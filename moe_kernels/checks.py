@@ -344,7 +344,9 @@ def _check_moved(name: str, value: Tensor, extent: str, routing: Routing) -> Non
             f"routing: expected topk_weights [T, top_k] and slot_to_row [T * top_k], got shapes "
             f"{list(routing.topk_weights.shape)} and {list(routing.slot_to_row.shape)}"
         )
-    check_index_vector("routing.group_offsets", routing.group_offsets, 1)
+    check_index_vector("routing.group_offsets", routing.group_offsets, 1, name, value)
+    _check_floats((("routing.topk_weights", routing.topk_weights),), False)
+    _check_same_device("routing.topk_weights", routing.topk_weights, name, value)
 
 
 class Experts(NamedTuple):

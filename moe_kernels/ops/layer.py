@@ -218,7 +218,7 @@ def _reference_first_half(
 
 def adjacent(w_in: Tensor, w_up: Tensor | None) -> bool:
     """Whether `w_up` begins halfway between two experts of `w_in`, in one storage: both are read as one tensor."""
-    if w_up is None or w_in.stride() != w_up.stride():
+    if w_up is None or w_in.stride() != w_up.stride() or w_in.dtype != w_up.dtype:
         return False
     middle = 2 * (w_up.data_ptr() - w_in.data_ptr()) == w_in.stride(0) * w_in.element_size()
     return middle and w_up.untyped_storage().data_ptr() == w_in.untyped_storage().data_ptr()

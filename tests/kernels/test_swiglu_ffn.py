@@ -9,7 +9,7 @@ import pytest
 import torch
 from drawing import run
 
-from moe_kernels import reference, route, swiglu_ffn
+from moe_kernels import moe_mlp, reference, route, swiglu_ffn
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels.swiglu_ffn import multiply_activated
 from moe_kernels.ops.layer import adjacent
@@ -212,6 +212,21 @@ def test_rows_cast_for_tf32(M: int, device: str) -> None:
     exact = reference.swiglu_ffn(rows.double(), w.double(), group_offsets)
     plain = reference.swiglu_ffn(rows, w, group_offsets)
     assert_within_budget(swiglu_ffn(rows, w, group_offsets), plain, exact, scale=16 * exact.abs().max().item())
+
+
+def test_weights_of_two_dtypes_in_one_memory(device: str) -> None:
+    """They are not read as one tensor, although one lies where the other half of one would."""
+    I, H = 16, 24  # noqa: E741
+    both = torch.randn(2, 2 * I, H, device=device).half()
+    gate, up = both[:, :I], both[:, I:].view(torch.bfloat16)
+    up.copy_(torch.randn(2, I, H))
+    rows, group_offsets = torch.randn(9, H, device=device).half(), offsets([0, 4, 9], device)
+    assert torch.equal(
+        swiglu_ffn(rows, gate, group_offsets, w_up=up), swiglu_ffn(rows, gate, group_offsets, w_up=up.clone())
+    )
+    ids, weights = torch.randint(0, 2, (9, 2), device=device), torch.rand(9, 2, device=device)
+    down = torch.randn(2, H, I, device=device).half()
+    assert torch.equal(*(moe_mlp(rows, ids, weights, gate, down, w_up=w) for w in (up, up.clone())))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its allocator decides what lies where")

@@ -407,3 +407,12 @@ def test_float64_beside_float32_goes_by_the_reference_in_the_interpreter(device:
         pytest.skip("float64 is for CPUs")
     A, B = torch.randn(2, 3, 4), torch.randn(2, 4, 5, dtype=torch.float64)
     assert torch.equal(uniform_grouped_gemm(A, B, 2), reference.uniform_grouped_gemm(A, B, 2))
+
+
+@pytest.mark.usefixtures("replays")
+def test_a_number_of_groups_that_is_no_int_after_a_right_call(device: str) -> None:
+    A, B = torch.randn(2, 8, 16, device=device), torch.randn(2, 16, 8, device=device)
+    uniform_grouped_gemm(A, B, 2)
+    for other in (2.0, torch.tensor(2)):
+        with pytest.raises(TypeError, match=r"^num_groups: expected an int, got "):
+            uniform_grouped_gemm(A, B, other)
