@@ -172,6 +172,20 @@ class MoE(nn.Module):
         apply(kept, recurse)
         return self
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """As `nn.Module` does, but weights in fp8 are never loaded into those that are not, or the other way round: the
+        numbers would be others without their scales, and with `strict=False` nothing would say so.
+        """
+        stored = state_dict.get(f"{prefix}w_gate_up")
+        if stored is not None and (stored.dtype == torch.float8_e4m3fn) != (self.format is not None):
+            way = "load the weights first, and then quantise" if self.format else "call quantize() before loading"
+            has = f"is quantised as {self.format!r}" if self.format else "is not quantised"
+            *_, error_msgs = rest
+            error_msgs.append(f"{prefix}w_gate_up: the layer {has}, and the state dict has {stored.dtype}: {way}")
+            return
+        load: Any = super()._load_from_state_dict
+        load(state_dict, prefix, *rest)
+
     def _weights(self) -> tuple[Tensor | ScaledTensor, Tensor | ScaledTensor]:
         if self.format is None:
             return self.w_gate_up, self.w_down

@@ -288,9 +288,17 @@ def test_saved_and_loaded(format: str) -> None:
         other = MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.bfloat16).quantize(format)
         other.load_state_dict(state, assign=assign)
         assert torch.equal(other(hidden), made(hidden))
-    for wrong, right in ((layer(), made), (made, layer())):
-        with pytest.raises(RuntimeError, match="w_gate_up_scales"):
-            wrong.load_state_dict(right.state_dict())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strict", [False, True])
+def test_fp8_is_loaded_into_fp8_alone(strict: bool) -> None:
+    made, plain = nn.Sequential(layer().quantize("fp8_rowwise")), nn.Sequential(layer())
+    for into, source, way in ((plain, made, r"call quantize\(\) before"), (made, plain, "load the weights first")):
+        before = {name: x.clone() for name, x in into.state_dict().items()}
+        with pytest.raises(RuntimeError, match=rf"0\.w_gate_up: the layer is .*: {way}"):
+            into.load_state_dict(source.state_dict(), strict=strict)
+        assert all(torch.equal(x, before[name]) for name, x in into.state_dict().items())
 
 
 @torch.no_grad()
