@@ -279,8 +279,7 @@ def check_moe(
 
     Raises:
         TypeError: a size or `top_k` is no int, or another option no bool.
-        ValueError: a size below 1, more experts per token than there are, an unknown activation, no such `compute`, or
-            `fast_accumulation` with "fp8_block".
+        ValueError: a size below 1, more experts per token than there are, an unknown activation, or no such `compute`.
     """
     check_int("hidden_size", hidden_size, 1)
     check_int("intermediate_size", intermediate_size, 1)
@@ -288,8 +287,7 @@ def check_moe(
     check_int("top_k", top_k, 1, num_experts)
     _check_spec(GLUSpec(activation, gated, False, 0.0, 0.0), False, False)
     check_compute(compute)
-    check_bools(renormalize=renormalize, fp8_wgrad=fp8_wgrad)
-    _check_accumulation(fast_accumulation, compute is None or FP8_COMPUTE[compute] == "rowwise")
+    check_bools(renormalize=renormalize, fp8_wgrad=fp8_wgrad, fast_accumulation=fast_accumulation)
 
 
 def check_layer(hidden: Tensor, router: Tensor) -> None:

@@ -499,11 +499,6 @@ def test_transposed_weights_without_need() -> None:
         ({"intermediate_size": -1}, ValueError, "intermediate_size: expected at least 1, got -1"),
         ({"num_experts": 0}, ValueError, "num_experts: expected at least 1, got 0"),
         ({"num_experts": "4"}, TypeError, "num_experts: expected an int, got str"),
-        (
-            {"compute": "fp8_block", "fast_accumulation": True},
-            ValueError,
-            "fast_accumulation: expected False for '1x128' and",
-        ),
         ({"compute": "fp8"}, ValueError, "compute: expected None or one of 'fp8_block', 'fp8_rowwise', got 'fp8'"),
         *(
             ({name: "False"}, TypeError, f"{name}: expected True or False, got 'False'")

@@ -37,9 +37,9 @@ def operands(format: str, dtype: torch.dtype = E4M3) -> tuple[ScaledTensor, Scal
     return A, W.mT, group_offsets_from_sizes(torch.tensor([4, 0, 6]))
 
 
-def test_rows_whose_number_depends_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_rows_whose_number_depends_on_values() -> None:
     """Compiled and exported, with scales that lie in memory column by column."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     _, B, _ = operands("block")
     x, mask, group_offsets = torch.randn(M, K), torch.arange(M) % 3 > 0, torch.tensor([0, 3, 3, 8])
 
