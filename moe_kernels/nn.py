@@ -60,9 +60,18 @@ class MoE(nn.Module):
                 another option is no bool.
         """
         super().__init__()
-        sizes = (hidden_size, intermediate_size, num_experts, top_k)
-        in_fp8: dict[str, Any] = {"compute": compute, "fp8_wgrad": fp8_wgrad, "fast_accumulation": fast_accumulation}
-        checks.check_moe(*sizes, activation, gated, renormalize=renormalize, **in_fp8)
+        checks.check_moe(
+            hidden_size,
+            intermediate_size,
+            num_experts,
+            top_k,
+            activation,
+            gated,
+            renormalize=renormalize,
+            compute=compute,
+            fp8_wgrad=fp8_wgrad,
+            fast_accumulation=fast_accumulation,
+        )
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
         self.compute, self.fp8_wgrad, self.fast_accumulation = compute, fp8_wgrad, fast_accumulation
         self.format: str | None = None  # of `quantize`
