@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 import time
@@ -86,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refused("--suite and --shapes exclude each other")
     suites = [of_shapes(options.shapes, options.sizes)] if options.shapes else []
     suites = suites or [SUITES[name] for name in dict.fromkeys(options.suite or ["table"])]
-    on_cpu = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
+    on_cpu = requirements.interpreted() or not torch.cuda.is_available()
     if on_cpu and any(suite.name != "smoke" for suite in suites):
         return _refused("needs a CUDA GPU, and TRITON_INTERPRET unset; only `--suite smoke` runs without")
     if on_cpu and options.timing == ["graph"]:

@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def demo() -> int:
     """Pack, multiply, check and unpack generated traffic; the exit code."""
-    gpu = None if _interpreter_on() else _gpu()
-    if gpu is None and not _interpreter_on():
+    gpu = None if requirements.interpreted() else _gpu()
+    if gpu is None and not requirements.interpreted():
         if "triton" in sys.modules:  # it has read the variable already
             command = [sys.executable, "-m", "moe_kernels", "demo"]
             return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
@@ -158,14 +158,14 @@ def demo() -> int:
 def info() -> int:
     """Print what is installed, what the kernels would use here, and what is missing."""
     problems, fix = requirements.problems(), requirements.fix()
-    on = _interpreter_on()
+    on = requirements.interpreted()
     _print_fields(
         [
             ("moe_kernels", moe_kernels.__version__),
             ("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
             *((name, requirements.installed(name) or "not installed") for name in _PACKAGES),
             *_gpu_fields(),
-            ("interpreter", "on (TRITON_INTERPRET=1)" if on else "off (TRITON_INTERPRET=1 turns it on)"),
+            ("interpreter", "on (TRITON_INTERPRET is set)" if on else "off (TRITON_INTERPRET=1 turns it on)"),
             ("kernels", f"cannot run: {'; '.join(problems)}" if problems else "all they need is installed"),
             *([("to fix it", fix)] if problems else []),
         ]
@@ -190,7 +190,7 @@ def info() -> int:
 
 def _print_configs() -> None:
     """Print the folders of tuned configs, and the configs of a few typical shapes."""
-    gpu = targets.of_device("cuda", 0) if _gpu() == "cuda" and not _interpreter_on() else None
+    gpu = targets.of_device("cuda", 0) if _gpu() == "cuda" and not requirements.interpreted() else None
     if gpu is None:
         print("Configs: by the rule, measured on an H200. Tuned configs are for GPUs, and none is used here.")
     else:
@@ -269,10 +269,6 @@ def _kernels_run() -> bool:
     if problems:
         print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.fix()}", file=sys.stderr)
     return not problems
-
-
-def _interpreter_on() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _bound(function: Callable[..., Tensor], *args: Tensor) -> Callable[[], Tensor]:

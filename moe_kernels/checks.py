@@ -6,13 +6,13 @@ and fake tensors pass through them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_kernels import requirements
 from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
@@ -29,7 +29,7 @@ _VALIDATION_READS = (
     "validate=True (or MOE_KERNELS_VALIDATE=1) reads values on the host, which fullgraph=True and torch.export "
     "rule out: turn it off there"
 )
-_VALIDATE = os.environ.get("MOE_KERNELS_VALIDATE") == "1"  # read once: this is on the way of every call
+_VALIDATE = requirements.switched_on("MOE_KERNELS_VALIDATE")  # read once: this is on the way of every call
 
 
 def check_grouped_gemm(
@@ -507,9 +507,10 @@ def check_scaled_moe_mlp(
         shape = scales_shape(weight.shape, weight.format)
         _check_shape(f"{name}.scales", weight.scales, form.format(*letters), shape)
     for name, tensor in tensors.items():
-        _check_not_differentiated(
-            f"{name}: moe_mlp with fp8 weights has", "this tensor", (tensor,), "pass bfloat16 weights"
-        )
+        instead = "pass bfloat16 weights"
+        if name == "topk_weights":
+            instead += " (in an MoE they come from its router: router.requires_grad_(False))"
+        _check_not_differentiated(f"{name}: moe_mlp with fp8 weights has", "this tensor", (tensor,), instead)
 
 
 def _check_not_differentiated(subject: str, name: str, tensors: Sequence[Tensor | None], instead: str) -> None:

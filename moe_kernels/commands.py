@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_kernels.ahead import LayerShape, Made, compile_ahead, output, requests
-from moe_kernels.models import MODELS
+from moe_kernels.models import MODELS, positive
 from moe_kernels.runtime import store, targets
 from moe_kernels.runtime.plan import Request
 
@@ -44,7 +44,7 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=token_range, default=range(1, 8193), metavar="A:B", help="default: 1:8192")
     parser.add_argument("--training", action="store_true", help="also the forward with gradients, and the backward")
     parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the GPU of this machine")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that compile at the same time")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="processes that compile at the same time")
     parser.add_argument("--output", metavar="DIR", help="the folder to write to")
     parser.add_argument(
         "--torch", metavar="VERSION", help="version on the target, 2.11 to 2.15; plans do not depend on it"
@@ -120,6 +120,8 @@ def _refused(options: argparse.Namespace) -> str | None:
         return f"compile: --triton {options.triton}: {here} is installed here, and binaries are for its version alone"
     if options.torch is not None and options.torch.split(".")[:2] not in [["2", str(n)] for n in range(11, 16)]:
         return f"compile: --torch {options.torch}: expected 2.11 to 2.15"
+    if options.output is not None and Path(options.output).exists() and not Path(options.output).is_dir():
+        return f"compile: --output {options.output}: expected a folder, this is a file"
     return None
 
 
@@ -154,7 +156,8 @@ def cache_main(options: argparse.Namespace) -> int:
 
 
 def _show(root: Path, note: str) -> None:
-    print(f"{root}{note}:" if root.is_dir() else f"{root}: not there yet")
+    absent = "is no folder" if root.exists() else "not there yet"
+    print(f"{root}{note}:" if root.is_dir() else f"{root}: {absent}")
     for kind, (count, size) in sorted(store.contents(root).items()):
         print(f"  {kind}: {count}, {size / 2**20:.1f} MiB")
 

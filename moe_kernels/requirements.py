@@ -16,6 +16,16 @@ TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "helion": ("1.5",
 _NEEDED = {"torch": "torch>=2.11", "triton": "triton>=3.6", "helion": "helion==1.5.0", "packaging": "packaging"}
 
 
+def switched_on(variable: str) -> bool:
+    """Whether an environment variable says yes, in the words that Triton takes for its own."""
+    return os.environ.get(variable, "").lower() in ("1", "on", "true", "yes", "y")
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors."""
+    return switched_on("TRITON_INTERPRET")
+
+
 def installed(package: str) -> str | None:
     """The version of an installed package, None if there is none."""
     try:
@@ -55,7 +65,7 @@ def _problems() -> list[tuple[str, str]]:
     if torch == (2, 11) and helion == (1, 5) and installed("helion") != "1.5.0":
         found.append((f"helion {installed('helion')} cannot be imported with torch 2.11", _NEEDED["helion"]))
     # Its loops over device values crash with numpy 2.4.
-    if os.environ.get("TRITON_INTERPRET") == "1" and triton == (3, 6):
+    if interpreted() and triton == (3, 6):
         numpy = installed("numpy")
         if numpy is None or (minor(numpy) or ()) >= (2, 4):
             found.append(

@@ -490,6 +490,7 @@ REFUSED = [
     (["--model", "olmoe", "--gpu", "h200", "--torch", "2.11"], None),
     (["--model", "olmoe", "--gpu", "h200", "--torch", "2.15.1+cu130"], None),
     (["--layer", "64,32,4,2", "--gpu", "h200", "--torch", "2.12", "--triton", "3.6.0"], None),
+    (["--layer", "64,32,4,2", "--gpu", "h200", "--output", __file__], "expected a folder, this is a file"),
 ]
 
 
@@ -595,6 +596,11 @@ def test_cache_show_and_clear(
     assert cache_main("clear") == [f"0 files removed from {mine}"]
     with pytest.raises(SystemExit):
         cache_main("remove")
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(file))
+    store.forget()
+    assert cache_main("show")[0] == f"{file}: is no folder"
 
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b"])

@@ -223,6 +223,8 @@ def layer(**options: Any) -> MoE:
 def test_quantize_a_layer(format: str) -> None:
     plain, made = layer(), layer()
     assert made.quantize(format) is made
+    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"router\.requires_grad_\(False\)"):
+        made(torch.randn(3, H).bfloat16())
     hidden = torch.randn(3, 4, H).bfloat16()
     form = {"fp8_block": "128x128", "fp8_rowwise": "rowwise"}[format]
     tokens = hidden.view(-1, H)

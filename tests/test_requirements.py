@@ -106,6 +106,12 @@ def test_numpy_matters_in_the_interpreter_of_triton_3_6_only(
         requirements.require()
 
 
+@pytest.mark.parametrize("word", ["1", "true", "On", "YES", "y", "0", "no", "2", " 1", ""])
+def test_the_interpreter_is_on_where_triton_has_it_on(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", word)
+    assert requirements.interpreted() == pytest.importorskip("triton").knobs.runtime.interpret
+
+
 def test_the_package_asks_pip_for_what_is_checked() -> None:
     asked_for = {Requirement(one).name: Requirement(one).specifier for one in PROJECT["dependencies"]}
     checked = (Requirement(one) for one in requirements._NEEDED.values())

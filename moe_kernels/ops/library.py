@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_kernels import requirements
 from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.runtime.signature import MAX_ROWS
 
@@ -202,7 +202,7 @@ def use_kernels(A: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels do the work, for these operands: on a GPU, or in Triton's interpreter unless in float64."""
     if A.is_cuda or A.is_xpu or (A.is_meta and cache.collects()):
         return True
-    if not A.is_cpu or os.environ.get("TRITON_INTERPRET") != "1":
+    if not A.is_cpu or not requirements.interpreted():
         return False
     return all([x is None or x.dtype != torch.float64 for x in (A, *others)])
 

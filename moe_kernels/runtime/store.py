@@ -431,9 +431,11 @@ def _keep_within_limit(size: int) -> None:
 
 def limit_mb() -> int:
     """The size limit on disk, in MiB."""
+    text = os.environ.get("MOE_KERNELS_CACHE_LIMIT_MB", str(_LIMIT_MB))
     try:
-        return max(1, int(os.environ["MOE_KERNELS_CACHE_LIMIT_MB"]))
-    except (KeyError, ValueError):
+        return max(1, int(text))
+    except ValueError:
+        _warn_once(f"MOE_KERNELS_CACHE_LIMIT_MB: expected a whole number, got {text!r}: {_LIMIT_MB} is used")
         return _LIMIT_MB
 
 
@@ -473,10 +475,13 @@ _warned: set[str] = set()
 
 def _warn(path: Path, trouble: str) -> None:
     """Warn, once for all files with the same trouble."""
-    if trouble not in _warned:
-        _warned.add(trouble)
-        text = f"moe_kernels stores compiled kernels on disk, but {path} {trouble}: it is not used"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    _warn_once(f"moe_kernels stores compiled kernels on disk, but {path} {trouble}: it is not used", trouble)
+
+
+def _warn_once(text: str, subject: str | None = None) -> None:
+    if (subject or text) not in _warned:
+        _warned.add(subject or text)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def forget() -> None:

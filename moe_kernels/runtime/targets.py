@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from moe_kernels import requirements
 
 INTERPRETED_WORKERS = 4
 
@@ -60,15 +61,10 @@ KNOWN = {
 INTERPRETER = Gpu("interpreter", "interpreter", "cpu", INTERPRETED_WORKERS, 1 << 30)
 
 
-def interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 @functools.cache
 def of_device(kind: str, index: int) -> Gpu:
     """The model of a device of this machine, by PyTorch's type and index; the interpreter if that is on."""
-    if kind == "cpu" or interpreted():
+    if kind == "cpu" or requirements.interpreted():
         return INTERPRETER
     if kind == "xpu":
         xpu = torch.xpu.get_device_properties(index)

@@ -13,7 +13,6 @@ import datetime
 import itertools
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_kernels import rules
+from moe_kernels import requirements, rules
 from moe_kernels.models import MODELS, gemms, positive, shape
 from moe_kernels.ops.batched import UNIFORM_GROUPED_GEMM, VariedLaunch, varied_launch
 from moe_kernels.ops.products import GROUPED_GEMM
@@ -741,8 +740,8 @@ def command(task: Task) -> str:
 
 
 def _no_gpu() -> str | None:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return "TRITON_INTERPRET=1 makes Triton run on the CPU; unset it"
+    if requirements.interpreted():
+        return "TRITON_INTERPRET makes Triton run on the CPU; unset it"
     if not torch.cuda.is_available():
         return "torch finds none (`python -m moe_kernels info` shows what it does find)"
     return None

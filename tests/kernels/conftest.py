@@ -5,7 +5,6 @@ Here new memory is filled with NaN, so an output element that a kernel forgets s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from moe_kernels import requirements
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.runtime.signature import Operator
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = requirements.interpreted()
 if not INTERPRETED and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
 
