@@ -39,6 +39,7 @@ from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor,
 from moe_kernels.runtime.targets import Gpu
 
 SAME = "{0}"  # the inline Triton of an operand of a product that is zero where its tile exceeds the tensor
+_EXAMPLE_NUMBER = 3
 _EXAMPLE_ROWS = 256  # of tensors to compile for; a TMA descriptor's block may not have more rows than its tensor
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "launch_cooperative_grid", "waves_per_eu")
 _TYPES = {
@@ -237,7 +238,13 @@ _variants: dict[tuple[Any, ...], Any] = {}
 def _host_function(request: Request, gpu: Gpu) -> Callable[..., Any]:
     """Helion's generated host function for arguments like those of `request`, in whatever number of rows."""
     static = request.kernel.settings.static_shapes
-    examples = [_example_of(x, static) for x in request.arguments]
+    parameters = request.kernel.signature.parameters.values()
+    # Generated code depends on the values of integers that are `hl.constexpr`, and of no others.
+    arguments = [
+        _EXAMPLE_NUMBER if type(x) is int and "constexpr" not in str(parameter.annotation) else x
+        for x, parameter in zip(request.arguments, parameters, strict=True)
+    ]
+    examples = [_example_of(x, static) for x in arguments]
     config = _supported(request.config.config, gpu)
     by_tma = bool(config.get("host_tensor_descriptors"))
     described = [x if static or not isinstance(x, _Example) else x.dynamic(by_tma) for x in examples]
@@ -270,7 +277,7 @@ class _Example:
 
 def _example_of(x: Any, static: bool) -> Any:
     if isinstance(x, SymbolicInt):
-        return 3
+        return _EXAMPLE_NUMBER
     if not isinstance(x, SymbolicTensor):
         return x
     shape = [_EXAMPLE_ROWS if isinstance(n, SymbolicInt) else n for n in x.shape]

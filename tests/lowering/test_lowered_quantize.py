@@ -11,11 +11,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import FP8_STACK, empty, lowered, requests
+from sm90 import FP8_STACK, H200, empty, lowered, requests
 
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.quantize import QUANTIZE, QUANTIZE_WEIGHTS
 from moe_kernels.ops.quantized_layer import QUANTIZED_MOE_MLP
+from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.signature import Operator
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -69,6 +70,18 @@ def test_wide_accesses(operator: Operator, x: torch.Tensor, format: str, kernel:
 @pytest.mark.parametrize("x", [empty(4096, 97), empty(600_000, 4099)], ids=["narrow", "int64"])
 def test_any_width(x: torch.Tensor, format: str) -> None:
     assert report_of(QUANTIZE, x, format, E5M2)["regs"] <= 255
+
+
+def test_numbers_share_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of squares that are no constants of the kernel: one code, with the arguments of each."""
+    monkeypatch.setattr(compiler, "_hosts", {})
+    weights = [empty(128, 1536, 2048), empty(8, 4096, 2048)]
+    found = [requests(QUANTIZE_WEIGHTS, (w,), ("128x128", E4M3, False)) for w in weights]
+    made = [compiler.lower(request, H200) for (request,) in found]
+    assert len(compiler._hosts) == 1
+    (first, one), (second, other) = made
+    assert one.function is other.function
+    assert first.grid != second.grid and first.arguments != second.arguments
 
 
 def test_weights_in_both_orders() -> None:
