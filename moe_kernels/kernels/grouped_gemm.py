@@ -20,8 +20,17 @@ import torch
 from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails
 from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
-from moe_kernels.kernels.inline import clamped, decode_odd, divide, first_row, multiple, running_max, unmasked
-from moe_kernels.kernels.tiles import max_num_tiles, plan_table, tile_count, windows
+from moe_kernels.kernels.inline import (
+    BY_ROW,
+    clamped,
+    decode_odd,
+    int32,
+    numbered_row,
+    numbered_tile,
+    running_max,
+    unmasked,
+)
+from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, most, needs_int64
@@ -61,10 +70,10 @@ def jagged(
     out: torch.Tensor,  # [M, N]
     max_tiles: int,  # enough of them; odd, and so never a multiple of 16, which Triton would compile anew for
     odd_M: int,  # 2 * M + 1, odd for the same reason
+    numbering: int,  # BY_ROW, which needs fewer max_tiles if M < G, or BY_REGION
     shared: hl.constexpr,  # B is
     transposed: hl.constexpr,
     mask_rows: hl.constexpr,  # False needs M >= the largest block_m: A is then read in whole tiles
-    tile_per_row: hl.constexpr,  # tile i is row i, and a tile if one begins there: fewer max_tiles if M < G
 ) -> torch.Tensor:
     """a grid over tiles and columns; each program finds its group by counting the offsets before its tile."""
     hl.pdl_launch_dependents()
@@ -77,25 +86,19 @@ def jagged(
     for tile_i, tile_n in hl.tile([max_tiles, N], block_size=[1, None]):
         region = hl.zeros([], dtype=torch.int32)
         M = decode_odd(odd_M, region)
+        by_row = int32(numbering, region) == BY_ROW
         tile = tile_i.id + region
         start = hl.zeros([], dtype=torch.int32)
         end = M
         previous = hl.zeros([], dtype=torch.int32)
         for tile_g in hl.tile(G + 1):
             ends = running_max(clamped(group_offsets, tile_g.index, M), previous)
-            if tile_per_row:
-                before = (ends <= tile) & (tile_g.index <= G)
-            else:
-                before = (divide(ends, block_m) + tile_g.index + 1 <= tile) & (tile_g.index <= G)
+            before = (numbered_tile(ends, tile_g.index + 1, by_row, block_m) <= tile) & (tile_g.index <= G)
             region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
             start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
             end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
             previous = torch.amax(ends)
-        if tile_per_row:
-            into_group = tile - start
-            row0 = torch.where(multiple(into_group, block_m), tile, end)
-        else:
-            row0 = first_row(tile, region, start, block_m)
+        row0 = numbered_row(tile, region, start, end, by_row, block_m)
         if row0 < end:
             acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
             load0 = row0
@@ -216,10 +219,8 @@ def multiply(
     block_m = choice.block_m
     tma_A, _, tma_out, int64_index = choice.addressing
     if choice.variant == "basic":
-        tile_per_row = problem.rows == 0
-        max_tiles = M | 1 if tile_per_row else max_num_tiles(M, G, block_m)
-        constants = (shared, transposed, not tma_A, tile_per_row)
-        arguments = (A_packed, B, group_offsets, bias, out, max_tiles, M * 2 + 1, *constants)
+        numbers = tile_numbers(M, G, block_m, problem.rows == 0)
+        arguments = (A_packed, B, group_offsets, bias, out, *numbers, shared, transposed, not tma_A)
         builder.launch(jagged, arguments, choice.config, int64_index=int64_index, tf32=problem.tf32)
         return
     tiles = plan_table(builder, group_offsets, out, block_m)

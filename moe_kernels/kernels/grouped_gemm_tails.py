@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import divide, int32, unmasked
+from moe_kernels.kernels.inline import decode_odd, divide, int32, unmasked
 from moe_kernels.kernels.tiles import place, plan_table, shares, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -36,19 +36,18 @@ def _preset(A_packed: Tensor, B: Tensor, tiles: Tensor, bias: Any, tails_out: Te
 def jagged_tails(
     A_packed: Tensor,  # [M, K]
     B: Tensor,  # [G, K, N]; [G, N, K] if `transposed`
-    tiles: Tensor,  # [1 + G + max_tiles, 3] int32, of tile_table with `tails_apart`
+    tiles: Tensor,  # [1 + max_tiles, 3] int32, of tile_table with tails
     bias: Tensor | None,  # [G, N]
     tails_out: Tensor,  # [M, N], or `_windows` of it if `tma`
     out: Tensor,  # the same memory, in other windows
-    G: hl.constexpr,
+    odd_tail_cost: int,  # 2 * tail_cost + 1: the time of a tail, that of a whole tile being 64
+    odd_log2_group_m: int,  # 2 * log2(group_m) + 1: whole tiles below each other, before those in the next column
     columns: hl.constexpr,  # of 256: cdiv(N, 256)
     shared: hl.constexpr,  # B is, and has a first extent of 1
     transposed: hl.constexpr,
     tma: hl.constexpr,  # everything is read and written by TMA, which leaves out what is outside of a tensor or window
     pieces: hl.constexpr,  # that a tile is stored in
     workers: hl.constexpr,
-    tail_cost: hl.constexpr,  # the time of a tail, that of a whole tile being 64
-    group_m: hl.constexpr,  # so many whole tiles below each other come before those in the next column
 ) -> Tensor:
     """Each worker walks its share of the tails (none for most workers), and then its share of the whole tiles."""
     K = A_packed.size(1)
@@ -57,15 +56,18 @@ def jagged_tails(
     hl.pdl_wait()  # for tile_table, which need not have ended when this is launched
     for tile_w in hl.tile(workers, block_size=1):
         row_tiles = tiles[0, 0]
+        log2_group_m = decode_odd(odd_log2_group_m, row_tiles)
+        tail_cost = decode_odd(odd_tail_cost, row_tiles)
         share = shares(row_tiles * columns, tiles[0, 1] * columns, tile_w.id, workers, tail_cost)
         num_tails, first_tail, s, num_whole, num_early, first, others, first_late = share
         for tile_i in hl.tile(num_tails, block_size=1):
             position = first_tail + int32(tile_i.id, s) * s
             t = divide(position, columns)
             n = position - t * columns
-            group = tiles[1 + t, 0].to(torch.int64)
-            row0 = tiles[1 + t, 1]
-            end = tiles[1 + t, 2]
+            listed = 1 + row_tiles + t
+            group = tiles[listed, 0].to(torch.int64)
+            row0 = tiles[listed, 1]
+            end = tiles[listed, 2]
             matrix = group * (not shared)
             acc = hl.zeros([64, 256], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):
@@ -78,10 +80,10 @@ def jagged_tails(
         for tile_j in hl.tile(num_whole, block_size=1):
             j = int32(tile_j.id, s)
             position = torch.where(j < num_early, first + j * others, first_late + (j - num_early) * workers)
-            t, n = place(position, row_tiles, columns, group_m)
-            group = tiles[1 + G + t, 0].to(torch.int64)
-            row0 = tiles[1 + G + t, 1]
-            end = tiles[1 + G + t, 2]
+            t, n = place(position, row_tiles, columns, log2_group_m)
+            group = tiles[1 + t, 0].to(torch.int64)
+            row0 = tiles[1 + t, 1]
+            end = tiles[1 + t, 2]
             matrix = group * (not shared)
             acc = hl.zeros([128, 256], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):
@@ -163,7 +165,7 @@ def multiply(
     problem: rules.Problem,
 ) -> None:
     """Write the product to `out` by `jagged_tails`."""
-    G, columns = group_offsets.size(0) - 1, -(-out.size(1) // rules.TAILS_WIDTH)
+    columns = -(-out.size(1) // rules.TAILS_WIDTH)
     tma = choice.addressing.tma_out
     pieces = rules.tail_pieces(out.size(1))
     tiles = plan_table(builder, group_offsets, out, rules.TAILS_HEIGHT, unsplit=rules.UNSPLIT)
@@ -171,9 +173,9 @@ def multiply(
     if tma:
         A_packed = replace(A_packed, tma_clipped=True)
         outs = _windows(out, 64, 256 // pieces), _windows(out, 128, 256 // pieces)
-    workers, cost, group_m = builder.gpu.multiprocessors, rules.tail_cost(problem), rules.row_group(problem)
-    constants = (G, columns, shared, problem.transposed, tma, pieces, workers, cost, group_m)
-    arguments = (A_packed, B, tiles, bias, *outs, *constants)
+    numbers = 2 * rules.tail_cost(problem) + 1, 2 * (rules.row_group(problem).bit_length() - 1) + 1
+    constants = (columns, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors)
+    arguments = (A_packed, B, tiles, bias, *outs, *numbers, *constants)
     builder.launch(jagged_tails, arguments, choice.config, int64_index=choice.addressing.int64_index, tf32=problem.tf32)
 
 

@@ -7,6 +7,10 @@ import torch
 
 from moe_kernels.runtime.compile import SAME
 
+# How a kernel numbers its tiles. Odd, and not 1: Triton compiles anew for arguments that are 1 or a multiple of 16.
+BY_ROW = 3  # tile i begins at row i, if one begins there
+BY_REGION = 5  # the tiles of each region follow those of the region before
+
 
 def decode_odd(odd: int, like: torch.Tensor) -> torch.Tensor:
     """n for `odd` = 2 * n + 1. Triton compiles anew for arguments that are 1 or a multiple of 16; this never is."""
@@ -74,3 +78,17 @@ def running_max(offsets: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
 def first_row(tile: torch.Tensor, region: torch.Tensor, region_start: torch.Tensor, block_m: int) -> torch.Tensor:
     """The first row of a tile in its region: the rows of a group, or those before or after all groups."""
     return region_start + (tile - divide(region_start, block_m) - region) * block_m
+
+
+def numbered_tile(start: torch.Tensor, region: torch.Tensor, by_row: torch.Tensor, block_m: int) -> torch.Tensor:
+    """The number of a region's first tile, which is its first row or follows the tiles of the regions before."""
+    return torch.where(by_row, start, divide(start, block_m) + region)
+
+
+def numbered_row(
+    tile: torch.Tensor, region: torch.Tensor, start: torch.Tensor, end: torch.Tensor, by_row: torch.Tensor, block_m: int
+) -> torch.Tensor:
+    """The first row of a tile in its region, of rows start to end; `end` at a row where no tile begins."""
+    row = torch.where(by_row, tile, first_row(tile, region, start, block_m))
+    into_region = row - start
+    return torch.where(multiple(into_region, block_m), row, end)

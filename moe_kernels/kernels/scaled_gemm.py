@@ -23,8 +23,17 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel, tma_readable
-from moe_kernels.kernels.inline import clamped, decode_odd, divide, first_row, multiple, running_max, unmasked
-from moe_kernels.kernels.tiles import max_num_tiles, plan_table, tile_count, windows
+from moe_kernels.kernels.inline import (
+    BY_ROW,
+    clamped,
+    decode_odd,
+    int32,
+    numbered_row,
+    numbered_tile,
+    running_max,
+    unmasked,
+)
+from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import scaled as scaled_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -114,12 +123,12 @@ def scaled_jagged(
     out: Tensor,  # [M, N]
     max_tiles: int,
     odd_M: int,
+    numbering: int,
     shared: hl.constexpr,  # B is
     block_scaled: hl.constexpr,
     fast: hl.constexpr,
     inline_ptx: hl.constexpr,
     tma_A: hl.constexpr,  # A is read by TMA, which takes rows outside of it for zeros
-    tile_per_row: hl.constexpr,
 ) -> Tensor:
     """For few rows per group: a grid over tiles and columns, as `jagged`.
 
@@ -134,25 +143,19 @@ def scaled_jagged(
     for tile_i, tile_n in hl.tile([max_tiles, N], block_size=[1, None]):
         region = hl.zeros([], dtype=torch.int32)
         M = decode_odd(odd_M, region)
+        by_row = int32(numbering, region) == BY_ROW
         tile = tile_i.id + region
         start = hl.zeros([], dtype=torch.int32)
         end = M
         previous = hl.zeros([], dtype=torch.int32)
         for tile_g in hl.tile(G + 1):
             ends = running_max(clamped(group_offsets, tile_g.index, M), previous)
-            if tile_per_row:
-                before = (ends <= tile) & (tile_g.index <= G)
-            else:
-                before = (divide(ends, block_m) + tile_g.index + 1 <= tile) & (tile_g.index <= G)
+            before = (numbered_tile(ends, tile_g.index + 1, by_row, block_m) <= tile) & (tile_g.index <= G)
             region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
             start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
             end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
             previous = torch.amax(ends)
-        if tile_per_row:
-            into_group = tile - start
-            row0 = torch.where(multiple(into_group, block_m), tile, end)
-        else:
-            row0 = first_row(tile, region, start, block_m)
+        row0 = numbered_row(tile, region, start, end, by_row, block_m)
         if row0 < end:
             acc = hl.zeros([tile_n, block_m], dtype=torch.float32)
             rows = row0.to(torch.int64) + hl.arange(block_m)
@@ -356,10 +359,9 @@ def multiply(
         A = replace(A, tma_clipped=True)
     operands, inline_ptx = (A, scales_A, B, scales_B), builder.gpu.backend == "cuda"
     if choice.variant == "basic":
-        tile_per_row = problem.rows == 0
-        max_tiles = M | 1 if tile_per_row else max_num_tiles(M, G, block_m)
-        constants = (shared, problem.block_scaled, fast, inline_ptx, tma_A, tile_per_row)
-        arguments = (*operands, group_offsets, bias, out, max_tiles, M * 2 + 1, *constants)
+        numbers = tile_numbers(M, G, block_m, problem.rows == 0)
+        constants = (shared, problem.block_scaled, fast, inline_ptx, tma_A)
+        arguments = (*operands, group_offsets, bias, out, *numbers, *constants)
         builder.launch(scaled_jagged, arguments, choice.config, int64_index=int64_index)
         return
     tiles = plan_table(builder, group_offsets, out, block_m)

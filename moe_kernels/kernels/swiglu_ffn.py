@@ -16,8 +16,18 @@ from moe_kernels import rules
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels.activation import activated
 from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
-from moe_kernels.kernels.inline import clamped, decode_odd, divide, first_row, multiple, running_max, unmasked
-from moe_kernels.kernels.tiles import max_num_tiles, plan_table, tile_count, windows
+from moe_kernels.kernels.inline import (
+    BY_ROW,
+    clamped,
+    decode_odd,
+    divide,
+    int32,
+    numbered_row,
+    numbered_tile,
+    running_max,
+    unmasked,
+)
+from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import swiglu as swiglu_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -74,10 +84,10 @@ def swiglu(
     preact_up: torch.Tensor | None,  # [M, I]
     max_tiles: int,
     odd_M: int,
+    numbering: int,
     top_k: hl.constexpr,  # row r is that of token row_to_slot[r] // top_k; 0 if A has the rows themselves
     transposed: hl.constexpr,
     mask_rows: hl.constexpr,
-    tile_per_row: hl.constexpr,
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
@@ -93,25 +103,19 @@ def swiglu(
     for tile_t, tile_i in hl.tile([max_tiles, I], block_size=[1, None]):
         region = hl.zeros([], dtype=torch.int32)
         M = decode_odd(odd_M, region)
+        by_row = int32(numbering, region) == BY_ROW
         tile = tile_t.id + region
         start = hl.zeros([], dtype=torch.int32)
         end = M
         previous = hl.zeros([], dtype=torch.int32)
         for tile_g in hl.tile(E + 1):
             ends = running_max(clamped(group_offsets, tile_g.index, M), previous)
-            if tile_per_row:
-                before = (ends <= tile) & (tile_g.index <= E)
-            else:
-                before = (divide(ends, block_m) + tile_g.index + 1 <= tile) & (tile_g.index <= E)
+            before = (numbered_tile(ends, tile_g.index + 1, by_row, block_m) <= tile) & (tile_g.index <= E)
             region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
             start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
             end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
             previous = torch.amax(ends)
-        if tile_per_row:
-            into_group = tile - start
-            row0 = torch.where(multiple(into_group, block_m), tile, end)
-        else:
-            row0 = first_row(tile, region, start, block_m)
+        row0 = numbered_row(tile, region, start, end, by_row, block_m)
         if row0 < end:
             acc_gate = hl.zeros([block_m, tile_i], dtype=torch.float32)
             acc_up = hl.zeros([block_m, tile_i], dtype=torch.float32)
@@ -275,12 +279,10 @@ def multiply_activated(
     tma_A, tma_B, tma_out, int64_index = choice.addressing
     options = (spec.activation, spec.alpha, spec.limit)
     if not choice.persistent:
-        tile_per_row = problem.rows == 0
-        max_tiles = M | 1 if tile_per_row else max_num_tiles(M, E, block_m)
         weights = replace(gate, few_groups=True), replace(up, few_groups=True)
-        constants = (top_k, transposed, not tma_A, tile_per_row, *options)
+        numbers = tile_numbers(M, E, block_m, problem.rows == 0)
         tensors = (A, *weights, group_offsets, row_to_slot, *biases, act, *preacts)
-        arguments = (*tensors, max_tiles, M * 2 + 1, *constants)
+        arguments = (*tensors, *numbers, top_k, transposed, not tma_A, *options)
         builder.launch(swiglu, arguments, choice.config, int64_index=int64_index, tf32=problem.tf32)
         return
     assert pairs is not None

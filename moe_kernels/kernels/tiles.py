@@ -10,9 +10,11 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import clamped, decode_odd, divide, first_row, int32, running_max
+from moe_kernels.kernels.inline import BY_REGION, BY_ROW, clamped, decode_odd, divide, first_row, int32, running_max
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
+
+NO_TAILS = (1 << 30) - 1
 
 
 @kernel(
@@ -21,24 +23,24 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 def tile_table(
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor | None,  # [M, N]
-    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32; [1 + G + max_tiles, 3] if `tails_apart`
+    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32
     max_tiles: int,
     odd_M: int,
+    odd_unsplit: int,  # 2 * unsplit + 1: a group of at most so many rows has tiles of one height
     block_m: hl.constexpr,
-    tails_apart: hl.constexpr,
-    unsplit: hl.constexpr,  # a group of at most so many rows has tiles of one height
 ) -> torch.Tensor:
     """List the row tiles of all groups, and set the rows of `out` outside all groups to zero.
 
-    tiles[0, 0] is their number, tiles[1 + i] = (group, first row, end row) of tile i. With `tails_apart`, tails are a
-    list of their own: last tiles of at most half of `block_m` rows, of groups of more rows than `unsplit` or of no
-    other tile. tiles[0, 1] is their number, tiles[1 + i] the i-th of them, and tiles[1 + G + i] the i-th of the others.
+    Tails are last tiles of at most half of `block_m` rows, of groups of more rows than `unsplit` or of no other tile;
+    there are none if `unsplit` is NO_TAILS. tiles[0, 0] is the number of whole tiles, tiles[0, 1] that of tails. Whole
+    tile i is tiles[1 + i] = (group, first row, end row), and the tails come after the whole tiles.
     """
     G = group_offsets.size(0) - 1
     hl.pdl_wait()
     for tile_i in hl.tile(max_tiles, block_size=1):
         region = hl.zeros([], dtype=torch.int32)
         M = decode_odd(odd_M, region)
+        unsplit = decode_odd(odd_unsplit, region)
         tile = tile_i.id + region
         start = hl.zeros([], dtype=torch.int32)
         end = M
@@ -51,28 +53,23 @@ def tile_table(
             starts = running_max(clamped(group_offsets, tile_g.index - 1, M), previous)
             ends = torch.maximum(starts, clamped(group_offsets, tile_g.index, M))
             grouped = (tile_g.index >= 1) & (tile_g.index <= G)
-            count = torch.where(grouped, divide(ends - starts + (block_m - 1), block_m), 0)
-            if tails_apart:
-                without_tail = torch.where(grouped, divide(ends - starts + (block_m // 2 - 1), block_m), 0)
-                count = torch.where(_unsplit(ends - starts, block_m, unsplit), count, without_tail)
+            rounding = torch.where(_unsplit(ends - starts, block_m, unsplit), block_m - 1, block_m // 2 - 1)
+            count = torch.where(grouped, divide(ends - starts + rounding, block_m), 0)
+            tail = (grouped & (ends - starts > count * block_m)).to(torch.int32)
             before = (divide(ends, block_m) + tile_g.index + 1 <= tile) & (tile_g.index <= G)
             region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
             start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
             end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
             index = index + torch.sum(torch.where(before, count, 0), dtype=torch.int32)
             total = total + torch.sum(count, dtype=torch.int32)
-            if tails_apart:
-                tail = (grouped & (ends - starts > count * block_m)).to(torch.int32)
-                tail_index = tail_index + torch.sum(torch.where(before, tail, 0), dtype=torch.int32)
-                tail_total = tail_total + torch.sum(tail, dtype=torch.int32)
+            tail_index = tail_index + torch.sum(torch.where(before, tail, 0), dtype=torch.int32)
+            tail_total = tail_total + torch.sum(tail, dtype=torch.int32)
             previous = torch.amax(ends)
         row0 = first_row(tile, region, start, block_m)
         if row0 < end:
             if (region >= 1) & (region <= G):
-                index = index + divide(row0 - start, block_m) + 1
-                if tails_apart:
-                    whole = _unsplit(end - start, block_m, unsplit) | (end - row0 > block_m // 2)
-                    index = torch.where(whole, G + index, 1 + tail_index)
+                whole = _unsplit(end - start, block_m, unsplit) | (end - row0 > block_m // 2)
+                index = 1 + torch.where(whole, index + divide(row0 - start, block_m), total + tail_index)
                 tiles[index, 0] = region - 1
                 tiles[index, 1] = row0
                 tiles[index, 2] = torch.minimum(row0 + block_m, end)
@@ -83,18 +80,17 @@ def tile_table(
                     hl.store(out, [rows, tile_n], zeros, extra_mask=(rows < end)[:, None])
         if tile == 0:
             tiles[0, 0] = total
-            if tails_apart:
-                tiles[0, 1] = tail_total
+            tiles[0, 1] = tail_total
     return tiles
 
 
-def _unsplit(rows: torch.Tensor, block_m: int, unsplit: int) -> torch.Tensor:
+def _unsplit(rows: torch.Tensor, block_m: int, unsplit: torch.Tensor) -> torch.Tensor:
     """Whether groups of so many rows have whole tiles alone, however few rows the last one has."""
-    return (rows > block_m // 2) & (rows <= unsplit)
+    return (unsplit == NO_TAILS) | ((rows > block_m // 2) & (rows <= unsplit))
 
 
 def shares(
-    whole: torch.Tensor, tails: torch.Tensor, worker: int, workers: int, tail_cost: int
+    whole: torch.Tensor, tails: torch.Tensor, worker: int, workers: int, tail_cost: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """What a worker computes of so many whole tiles and tails, a tail taking `tail_cost` where a whole tile takes 64.
 
@@ -140,14 +136,17 @@ def _count(first: torch.Tensor, step: Any, end: torch.Tensor) -> torch.Tensor:
 
 
 def place(
-    position: torch.Tensor, row_tiles: torch.Tensor, columns: int, group_m: int
+    position: torch.Tensor, row_tiles: torch.Tensor, columns: int, log2_group_m: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row tile and column of the tile at `position`: of `group_m` row tiles, one column comes after the other."""
-    block = divide(position, group_m * columns)
-    height = torch.clamp(row_tiles - block * group_m, max=group_m)
-    position = position - block * (group_m * columns)
+    """The row tile and column of the tile at `position`: of `group_m` row tiles, one column comes after the other.
+
+    Shifts, because a division by a number that is no constant takes too long between two tiles.
+    """
+    first = (divide(position, columns) >> log2_group_m) << log2_group_m
+    height = torch.minimum(row_tiles - first, (first * 0 + 1) << log2_group_m)
+    position = position - first * columns
     n = divide(position, height)
-    return block * group_m + position - n * height, n
+    return first + position - n * height, n
 
 
 def windows(out: SymbolicTensor, block_m: int) -> SymbolicTensor:
@@ -166,6 +165,11 @@ def max_num_tiles(M: Any, G: int, block_m: int) -> Any:
     return (M // block_m + (G + 2)) | 1
 
 
+def tile_numbers(M: Any, G: int, block_m: int, by_row: bool) -> tuple[Any, Any, int]:
+    """max_tiles, odd_M and numbering of a kernel that finds its tiles itself."""
+    return M | 1 if by_row else max_num_tiles(M, G, block_m), M * 2 + 1, BY_ROW if by_row else BY_REGION
+
+
 def tile_count(tiles: SymbolicTensor) -> SymbolicTensor:
     """[]: how many tiles a table lists."""
     return tiles.select(0, 0).select(0, 0)
@@ -176,20 +180,19 @@ def plan_table(
     group_offsets: SymbolicTensor,  # [G + 1]
     out: SymbolicTensor,  # [M, N]
     block_m: int,
-    unsplit: int | None = None,
+    unsplit: int = NO_TAILS,
     *,
     zeros: bool = True,
-) -> SymbolicTensor:  # [1 + max_tiles, 3], or [1 + G + max_tiles, 3] with `unsplit`
+) -> SymbolicTensor:  # [1 + max_tiles, 3]
     """List the tiles of `block_m` rows, and set the rows of `out` outside all groups to zero: see `tile_table`.
 
-    With `unsplit`, tails are a list of their own. Without `zeros`, `out` only says how many rows there are.
+    Without `zeros`, `out` only says how many rows there are.
     """
     M, G = out.size(0), group_offsets.size(0) - 1
     max_tiles = max_num_tiles(M, G, block_m)
-    tails_apart = unsplit is not None
-    tiles = builder.alloc((max_tiles + (1 + G * tails_apart), 3), torch.int32)
+    tiles = builder.alloc((max_tiles + 1, 3), torch.int32)
     written = out if zeros else None
-    arguments = (group_offsets, written, tiles, max_tiles, M * 2 + 1, block_m, tails_apart, unsplit or 0)
+    arguments = (group_offsets, written, tiles, max_tiles, M * 2 + 1, 2 * unsplit + 1, block_m)
     config = rules.tile_table(G, out.size(1) if zeros else None)
     builder.launch(tile_table, arguments, config, int64_index=needs_int64(group_offsets, written))
     return tiles

@@ -15,7 +15,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from moe_kernels import checks, grouped_gemm, grouped_gemm_jagged, grouped_gemm_jagged_persistent
 from moe_kernels.kernels import declare
 from moe_kernels.kernels import grouped_gemm as kernels
-from moe_kernels.kernels.tiles import tile_table
+from moe_kernels.kernels.inline import BY_REGION
+from moe_kernels.kernels.tiles import NO_TAILS, tile_table
 from moe_kernels.runtime import cache, launch, store
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.cache import set_aside
@@ -82,15 +83,15 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
     A, B, group_offsets = make_inputs([9, 0, 140], 40, 24, dtype=torch.float16, device=device)
     M = A.size(0)
     out = torch.empty(M, 40, dtype=A.dtype, device=device)
-    kernels.jagged(A, B, group_offsets, None, out, 31, 2 * M + 1, False, False, True, False)
+    kernels.jagged(A, B, group_offsets, None, out, 31, 2 * M + 1, BY_REGION, False, False, True)
     assert_grouped_gemm_close(out, A, B, group_offsets)
-    bound = kernels.jagged.bind((A, B, group_offsets, None, out, 31, 2 * M + 1, False, False, True, False))
+    bound = kernels.jagged.bind((A, B, group_offsets, None, out, 31, 2 * M + 1, BY_REGION, False, False, True))
     assert bound._config.block_sizes[0] == 64  # 149 rows, 3 groups
 
     out = torch.empty_like(out)
     max_tiles = (M // 64 + 3 + 2) | 1
     tiles = torch.empty((1 + max_tiles, 3), dtype=torch.int32, device=device)
-    tile_table(group_offsets, out, tiles, max_tiles, 2 * M + 1, 64, False, 0)
+    tile_table(group_offsets, out, tiles, max_tiles, 2 * M + 1, 2 * NO_TAILS + 1, 64)
     assert tiles[0, 0] == 4
     assert tiles[1:5].tolist() == [[0, 0, 9], [2, 9, 73], [2, 73, 137], [2, 137, 149]]
     kernels.jagged_persistent(A, B, tiles, tiles[0, 0], None, out, False, False, 64, False, False)
@@ -115,10 +116,10 @@ def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device:
         torch.empty(M, 40, dtype=A.dtype, device=device),
         31,
         2 * M + 1,
+        BY_REGION,
         False,
         False,
         True,
-        False,
     )
     monkeypatch.setattr(declare, "default_autotuner_fn", lambda *_, **__: Search())
     kernels.jagged.autotune(args, force=True)

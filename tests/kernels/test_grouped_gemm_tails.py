@@ -12,6 +12,7 @@ from drawing import draw, function, run
 
 from moe_kernels import kernels, rules
 from moe_kernels.kernels import grouped_gemm, tiles
+from moe_kernels.kernels.inline import decode_odd
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed
 from moe_kernels.testing import assert_grouped_gemm_close, make_inputs
@@ -53,7 +54,7 @@ def product(
     return out
 
 
-def table_with_tails_apart(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def table_with_tails(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     def steps(builder: Builder, offsets: SymbolicTensor, out: SymbolicTensor) -> SymbolicTensor:
         return tiles.plan_table(builder, offsets, out, 128, unsplit=384)
 
@@ -106,13 +107,13 @@ def test_the_heights_that_a_routing_calls_for(device: str) -> None:
     group_offsets = torch.tensor([2, *sizes], device=device).cumsum(0).int()
     M, starts = int(group_offsets[-1]) + 7, group_offsets.tolist()
     out = torch.full((M, 16), torch.nan, dtype=torch.float16, device=device)
-    table = table_with_tails_apart(group_offsets, out)
-    G, whole, tails = len(sizes), *table[0, :2].tolist()
+    table = table_with_tails(group_offsets, out)
+    whole, tails = table[0, :2].tolist()
 
     def rows_of(group: int, listed: torch.Tensor) -> list[list[int]]:
         return [[first - starts[group], end - starts[group]] for g, first, end in listed.tolist() if g == group]
 
-    by_group = [(rows_of(g, table[1 : 1 + tails]), rows_of(g, table[1 + G : 1 + G + whole])) for g in range(G)]
+    by_group = [(rows_of(g, table[1 + whole :][:tails]), rows_of(g, table[1:][:whole])) for g in range(len(sizes))]
     assert by_group == [
         ([], [[0, 128], [128, 256], [256, 300]]),
         ([[0, 20]], []),
@@ -135,15 +136,16 @@ def test_the_heights_that_a_routing_calls_for(device: str) -> None:
 def test_the_kernel_object(device: str) -> None:
     A, B, group_offsets = make_inputs([130, 0, 140], 256, 64, dtype=torch.float16, device=device)
     out = torch.empty(270, 256, dtype=A.dtype, device=device)
-    table = table_with_tails_apart(group_offsets, out)
-    kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 3, 1, False, False, False, 2, 5, 40, 16)
+    table = table_with_tails(group_offsets, out)
+    kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 81, 9, 1, False, False, False, 2, 5)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
 @helion.kernel(static_shapes=True, config=helion.Config(block_sizes=[], num_warps=4))
-def shared_out(counts: torch.Tensor, out: torch.Tensor, tail_cost: hl.constexpr) -> torch.Tensor:
+def shared_out(counts: torch.Tensor, out: torch.Tensor, odd_tail_cost: int) -> torch.Tensor:
     workers = out.size(0)
     for tile_w in hl.tile(workers, block_size=1):
+        tail_cost = decode_odd(odd_tail_cost, counts[0])
         share = tiles.shares(counts[0], counts[1], tile_w.id, workers, tail_cost)
         num_tails, first_tail, s, num_whole, num_early, first, others, first_late = share
         out[tile_w.id, 0] = num_tails
@@ -166,7 +168,8 @@ def test_every_tile_is_shared_out_once_and_evenly(whole: int, tails: int, worker
     counts = torch.tensor([whole, tails], dtype=torch.int32, device=device)
     out = torch.full((workers, 8), -1, dtype=torch.int32, device=device)
     whole_done, tails_done, slowest = [], [], 0
-    for num_tails, tail, s, num_whole, num_early, first, others, late in shared_out(counts, out, tail_cost).tolist():
+    shares = shared_out(counts, out, 2 * tail_cost + 1).tolist()
+    for num_tails, tail, s, num_whole, num_early, first, others, late in shares:
         tails_done += [tail + i * s for i in range(num_tails)]
         whole_done += [
             first + j * others if j < num_early else late + (j - num_early) * workers for j in range(num_whole)

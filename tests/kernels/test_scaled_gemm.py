@@ -10,6 +10,7 @@ import torch
 
 from moe_kernels import dequantize, group_offsets_from_sizes, grouped_gemm, ops, quantize, reference, scaled_grouped_mm
 from moe_kernels.kernels import fast_persistent, promoted_persistent, scaled_jagged
+from moe_kernels.kernels.inline import BY_REGION
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import signature
 from moe_kernels.scaled import ScaledTensor
@@ -263,7 +264,7 @@ def test_kernels_called_directly(device: str) -> None:
     A, B, group_offsets = operands([64, 100], 64, 128, "rowwise", device)
     right = B.mT
     out = torch.empty(164, 64, dtype=torch.bfloat16, device=device)
-    basic: Any = (group_offsets, None, out, 15, 329, False, False, False, True, False, False)
+    basic: Any = (group_offsets, None, out, 15, 329, BY_REGION, False, False, False, True, False)
     scaled_jagged(A.data, A.scales, right.data, right.scales, *basic)
     assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
     tiles = torch.tensor([[2, 0, 0], [0, 0, 64], [1, 64, 164]], dtype=torch.int32, device=device)
