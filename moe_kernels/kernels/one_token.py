@@ -33,6 +33,11 @@ def _config(width: int, dtype: torch.dtype) -> Config:
     return Config(block_sizes=[min(block, runs), 1], num_warps=num_warps)
 
 
+def _of_slots(width: int, dtype: torch.dtype, top_k: int) -> Config:
+    """`_config` with the loop over slots unrolled: their weights are then in flight together."""
+    return _config(width, dtype).unrolled(0, top_k, 0)
+
+
 def _dots(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Dot products of runs of elements, the last dimension, in float32."""
     return torch.sum(unmasked(w.to(torch.float32) * x), dim=-1)
@@ -102,7 +107,7 @@ def first_half(
     return act
 
 
-@kernel(lambda out, act, ids, topk_weights, weight, *_: _config(act.size(1), weight.dtype))
+@kernel(lambda out, act, ids, *rest: _of_slots(act.size(1), rest[1].dtype, ids.size(0)))
 def second_half(
     out: torch.Tensor,  # [1, H], written
     act: torch.Tensor,  # [top_k, I]
@@ -127,8 +132,8 @@ def second_half(
         zero = hl.zeros([], dtype=torch.int32)
         sums = hl.zeros([tile_h, block_r], dtype=torch.float32)
         total = hl.zeros([tile_h], dtype=torch.float32)
-        for k in hl.static_range(top_k):
-            slot = zero + k
+        for tile_k in hl.tile(top_k, block_size=1):
+            slot = tile_k.id + zero
             expert = topk_ids[slot].to(torch.int64)
             kept = (expert >= 0) & (expert < E)
             factor = torch.where(kept, topk_weights[slot].to(torch.float32), 0.0)
@@ -192,7 +197,7 @@ def multiply_one_token(
     rounds = out.dtype == torch.float16
     sizes = (max(2, -(-width // run)), top_k, height, run, rounds)
     arguments = (out, act, topk_ids, topk_weights, down, biases[2], second, *sizes)
-    builder.launch(second_half, arguments, _config(width, down.dtype), int64_index=int64_index)
+    builder.launch(second_half, arguments, _of_slots(width, down.dtype, top_k), int64_index=int64_index)
 
 
 def _by_parts(scales: SymbolicTensor | None, rows: int, K: int) -> tuple[SymbolicTensor | None, int]:

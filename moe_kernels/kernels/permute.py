@@ -30,7 +30,7 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
 from moe_kernels.scaled import scales_shape
 
 
-@kernel(lambda rows, *_: by_rows(rows.size(1)))
+@kernel(lambda rows, *rest: by_rows(rows.size(1)).unrolled(0, rest[6]))
 def scatter_rows(
     rows: torch.Tensor,  # [R, H], written
     tokens: torch.Tensor,  # [T, H]
@@ -51,16 +51,16 @@ def scatter_rows(
         if t < decode_odd(odd_T, zero):
             end = group_offsets[E]
             x = tokens[t.to(torch.int64), tile_h]
-            for k in hl.static_range(top_k):
-                row = slot_to_row[t * top_k + k]
+            for tile_k in hl.tile(top_k, block_size=1):
+                row = slot_to_row[t * top_k + tile_k.id]
                 y = x.to(torch.float32)
                 if topk_weights is not None:
-                    y = y * topk_weights[t, k].to(torch.float32)
+                    y = y * topk_weights[t, tile_k.id].to(torch.float32)
                 rows[row.to(torch.int64), tile_h] = torch.where(row < end, y.to(rows.dtype), 0.0)
     return rows
 
 
-@kernel(lambda data, scales, *_: quantize_rules.parts_of_a_row(data.size(1), scales.size(1)))
+@kernel(lambda data, scales, *rest: quantize_rules.parts_of_a_row(data.size(1), scales.size(1)).unrolled(0, rest[5]))
 def scatter_quantized(
     data: torch.Tensor,  # [R, H] fp8, written
     scales: torch.Tensor,  # [R, parts], written
@@ -87,15 +87,15 @@ def scatter_quantized(
             none = hl.zeros([tile_p], dtype=torch.int32)
             scale = scale_of(largest_of_rows(x, none), largest, False)
             y = scaled(x, inverse(scale)[:, None])
-            for k in hl.static_range(top_k):
-                row = slot_to_row[t * top_k + k]
+            for tile_k in hl.tile(top_k, block_size=1):
+                row = slot_to_row[t * top_k + tile_k.id]
                 r = row.to(torch.int64)
                 hl.store(data, [r, columns], torch.where(row < end, y, 0.0).to(data.dtype), extra_mask=columns < H)
                 scales[r, tile_p] = torch.where(row < end, scale, scale_of(none, largest, False))
     return data
 
 
-@kernel(lambda tokens, *_: _config(tokens.size(1), tokens.size(0)))
+@kernel(lambda tokens, *rest: _config(tokens.size(1), tokens.size(0)).unrolled(0, rest[6]))
 def combine_rows(
     tokens: torch.Tensor,  # [T, H], written
     rows: torch.Tensor,  # [R, H]
@@ -116,11 +116,11 @@ def combine_rows(
         if t < decode_odd(odd_T, zero):
             end = group_offsets[E]
             acc = hl.zeros([tile_h], dtype=torch.float32)
-            for k in hl.static_range(top_k):
-                row = slot_to_row[t * top_k + k]
+            for tile_k in hl.tile(top_k, block_size=1):
+                row = slot_to_row[t * top_k + tile_k.id]
                 y = hl.load(rows, [row.to(torch.int64), tile_h], extra_mask=row < end).to(torch.float32)
                 if topk_weights is not None:
-                    y = torch.where(row < end, y * topk_weights[t, k].to(torch.float32), 0.0)
+                    y = torch.where(row < end, y * topk_weights[t, tile_k.id].to(torch.float32), 0.0)
                 acc = acc + y
             tokens[t.to(torch.int64), tile_h] = acc.to(tokens.dtype)
     return tokens
@@ -179,7 +179,8 @@ def scatter(
 ) -> SymbolicTensor:
     """rows `[R, H]`, as `scatter_rows`."""
     rows = builder.alloc((slot_to_row.size(0), tokens.size(1)), dtype)
-    _launch(builder, scatter_rows, (rows, tokens, topk_weights), slot_to_row, group_offsets, top_k)
+    config = by_rows(tokens.size(1)).unrolled(0, top_k)
+    _launch(builder, scatter_rows, (rows, tokens, topk_weights), slot_to_row, group_offsets, top_k, config)
     return rows
 
 
@@ -201,7 +202,7 @@ def scatter_scaled(
     T, parts = tokens.size(0), scales.size(1)
     width, largest = quantize_rules.width_of_part(H, parts), torch.finfo(data.dtype).max
     arguments = (data, scales, tokens, slot_to_row, group_offsets, T | 1, T * 2 + 1, top_k, width, largest)
-    config = quantize_rules.parts_of_a_row(H, parts)
+    config = quantize_rules.parts_of_a_row(H, parts).unrolled(0, top_k)
     builder.launch(scatter_quantized, arguments, config, int64_index=needs_int64(data, scales, tokens))
     return data, scales
 
@@ -226,7 +227,8 @@ def combine(
 ) -> SymbolicTensor:
     """tokens `[T, H]`, as `combine_rows`."""
     tokens = builder.alloc((slot_to_row.size(0) // top_k, rows.size(1)), dtype)
-    _launch(builder, combine_rows, (tokens, rows, topk_weights), slot_to_row, group_offsets, top_k)
+    config = _config(rows.size(1), most(tokens.size(0))).unrolled(0, top_k)
+    _launch(builder, combine_rows, (tokens, rows, topk_weights), slot_to_row, group_offsets, top_k, config)
     return tokens
 
 
@@ -238,7 +240,8 @@ def plan_dot_rows(
     assert tokens is not None and rows is not None and slot_to_row is not None and group_offsets is not None
     top_k, dtype = options
     dots = builder.alloc((tokens.size(0), top_k), dtype)
-    _launch(builder, dot_rows, (dots, tokens, rows), slot_to_row, group_offsets, top_k)
+    config = by_rows(tokens.size(1))
+    _launch(builder, dot_rows, (dots, tokens, rows), slot_to_row, group_offsets, top_k, config)
     return dots
 
 
@@ -249,13 +252,13 @@ def _launch(
     slot_to_row: SymbolicTensor,
     group_offsets: SymbolicTensor,
     top_k: int,
+    config: Config,
 ) -> None:
     """Fill the first of `tensors`."""
     given = [x for x in tensors if x is not None]
     if any(most(n) == 0 for x in given for n in x.shape):
         builder.zero(given[0])
         return
-    T, H = slot_to_row.size(0) // top_k, max(x.size(1) for x in given)
-    config = _config(H, most(T)) if kernel is combine_rows else by_rows(H)
+    T = slot_to_row.size(0) // top_k
     arguments = (*tensors, slot_to_row, group_offsets, T | 1, T * 2 + 1, top_k)
     builder.launch(kernel, arguments, config, int64_index=needs_int64(*given))

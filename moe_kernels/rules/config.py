@@ -12,6 +12,10 @@ class Config:
     def __init__(self, **config: Any):
         self.config = config
 
+    def unrolled(self, *factors: int) -> Config:
+        """This config with loops unrolled by Triton: a factor per loop, the grid's first; 0 leaves a loop alone."""
+        return Config(**self.config, range_unroll_factors=list(factors))
+
     def _key(self) -> str:
         return json.dumps(self.config, sort_keys=True)
 

@@ -25,7 +25,6 @@ import helion
 import helion._compiler.compile_environment as helion_environment
 import helion._compiler.type_propagation as helion_types
 import helion.language as hl
-import helion.runtime.kernel as helion_kernel
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -413,11 +412,9 @@ def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
         with mode:
             return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=device)
 
-    name = "tensor_descriptor_runtime_alignment_signature"
     with (
         replaced(helion_environment.CompileEnvironment, _to_fake_tensor=symbolic_fake),
-        replaced(helion_environment, **{name: alignment}),
-        replaced(helion_kernel, **{name: alignment}),
+        replaced(helion_environment, tensor_descriptor_runtime_alignment_signature=alignment),
         replaced(FakeTensor, data_ptr=lambda self: self.storage_offset() * self.element_size()),
     ):
         yield make
