@@ -10,7 +10,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_kernels import grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
-from moe_kernels.runtime import cache, torch_internals
+from moe_kernels.runtime import cache, targets, torch_internals
 from moe_kernels.runtime.emit import emit, emit_replay
 from moe_kernels.runtime.launch import DirectWay, TritonWay
 from moe_kernels.runtime.plan import Alloc, Call, Constant, Descriptor, Launch, Plan, Pointer, plan_from_json
@@ -786,6 +786,38 @@ def test_replays_are_freed_with_their_plans() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_the_collector_is_paused_while_a_plan_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled: list[bool] = []
+
+    def sketch(*_: Any) -> Any:
+        enabled.append(gc.isenabled())
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr(cache, "sketch", sketch)
+    for disabled in (False, True):
+        try:
+            if disabled:
+                gc.disable()
+            with pytest.raises(RuntimeError, match="no plan"):
+                cache.draw(GROUPED_GEMM, [], None, targets.KNOWN["h200"])
+            assert gc.isenabled() is not disabled
+        finally:
+            gc.enable()
+    assert enabled == [False, False]
+
+
+def test_the_collector_is_paused_until_the_last_thread_is_done() -> None:
+    first, second = cache._collector_paused(), cache._collector_paused()
+    with ExitStack() as threads:
+        threads.callback(gc.enable)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not gc.isenabled()
+        second.__exit__(None, None, None)
+        assert gc.isenabled()
 
 
 class Direct(DirectWay):
