@@ -2,9 +2,9 @@
 
     python .ci/versions.py [--only 2.15] [--parts lowering interpreter reference]
 
-Each combination gets a virtual environment of its own, one after another. PyTorch's CUDA builds are 6 GB each; they
-import without a GPU. Results of combinations and parts that are not run again stay in docs/versions.json, from which
-the page is made.
+Each combination gets a virtual environment of its own, one after another. PyTorch's CUDA builds take 6 GB each; they
+can be imported without a GPU. docs/versions.json keeps earlier results of other combinations and parts, and the page is
+generated from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "docs" / "versions.json", ROOT / "docs" / "versions.md"
-# torch, triton, helion, and what pip is to take for numpy. PyTorch's CUDA builds ask for the Triton that is named here.
+# torch, triton, helion, and pip's requirement for numpy. PyTorch's CUDA builds require the Triton named here.
 COMBINATIONS = [
     ("2.11.0", "3.6.0", "1.5.0", "numpy<2.4"),
     ("2.12.1", "3.7.1", "1.5.0", "numpy"),
@@ -35,8 +35,8 @@ COMBINATIONS = [
     ("2.15.0", "3.9.0", "1.5.0", "numpy"),
     ("2.15.0", "3.9.0", "1.5.1", "numpy"),
 ]
-STARTED = ["tests/test_interpreter.py", "tests/test_lowering.py"]  # they start what is run directly here
-# What pytest is given, and the environment variables beside it.
+STARTED = ["tests/test_interpreter.py", "tests/test_lowering.py"]  # they start the tests that are run directly here
+# Arguments of pytest, and additional environment variables.
 PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "reference": (["tests", *(f"--ignore={path}" for path in STARTED)], {}),
     "interpreter": (["tests/kernels"], {"TRITON_INTERPRET": "1"}),
@@ -87,7 +87,7 @@ def test(combination: tuple[str, ...], parts: list[str]) -> None:
 
 
 def run(python: str, arguments: list[str], variables: dict[str, str]) -> str:
-    """The last line that pytest prints."""
+    """Return the last line that pytest prints."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     env |= {"CUDA_VISIBLE_DEVICES": ""} | variables
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *arguments]
@@ -108,7 +108,7 @@ def record(combination: tuple[str, ...], python: str, part: str, last: str) -> N
 
 
 def page(results: dict[str, Any]) -> str:
-    """The text of docs/versions.md."""
+    """Return the text of docs/versions.md."""
     header = ["PyTorch", "Triton", "Helion", "Python", *PARTS]
     rows = [header, ["---"] * len(header)]
     for combination in COMBINATIONS:

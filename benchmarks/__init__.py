@@ -1,1 +1,1 @@
-"""Our kernels, timed beside PyTorch and peers, and the results; not part of the wheel."""
+"""Benchmarks of the kernels against PyTorch and other libraries, and their results; not part of the wheel."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: suites of cases, timed beside PyTorch and whatever peers are installed."""
+"""`python -m benchmarks`: suites of cases, timed against PyTorch and the peers that are installed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ arguments, 130 after Ctrl-C."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, parsed."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,7 +73,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
     options = arguments(argv)
     if problems := requirements.problems():
         print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.fix()}", file=sys.stderr)
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(suites: Sequence[Suite], options: argparse.Namespace, device: torch.device, results: run.Results) -> int:
-    """Measure `suites` into `results` and write what is asked for; the exit code."""
+    """Measure `suites` into `results`, write the requested files, and return the exit code."""
     begun = time.monotonic()
     meta = results.meta
     print(f"{meta['gpu']}, driver {meta['driver']}, torch {meta['torch']}, triton {meta['triton']}", end=", ")
@@ -135,7 +135,7 @@ def bench(suites: Sequence[Suite], options: argparse.Namespace, device: torch.de
 def _measure(
     suite: Suite, options: argparse.Namespace, device: torch.device, results: run.Results, begun: float
 ) -> None:
-    """One suite, with a table after every case."""
+    """Measure one suite, and print a table after every case."""
     keys = providers_of(suite, options.providers)
     operator = OPERATORS[suite.operator]
     cases = suite.cases(LAYOUTS[options.layout] if options.layout else ())
@@ -160,7 +160,7 @@ def _measure(
 
 
 def providers_of(suite: Suite, named: Sequence[str] | None) -> list[str]:
-    """The keys of the providers for a suite: those named on the command line, or its own and the peers."""
+    """Return the keys of a suite's providers: those named on the command line, or its own and the peers."""
     known = OPERATORS[suite.operator].providers
     if named is not None:
         return [key for key in known if key in named]
@@ -183,7 +183,7 @@ def _write(results: run.Results, options: argparse.Namespace) -> None:
 
 
 def _json_files(results: run.Results, options: argparse.Namespace) -> dict[Path, run.Results]:
-    """Everything in the file that --json names; without a name a file for each suite."""
+    """Return the results by file: all in the file that --json names, or without a name one file per suite."""
     if options.json is None:
         return {}
     if options.json != Path():
@@ -194,7 +194,7 @@ def _json_files(results: run.Results, options: argparse.Namespace) -> dict[Path,
 
 
 def _words(options: argparse.Namespace) -> list[str]:
-    """The command line that gives `options`."""
+    """Return the words of a command line that parses to `options`."""
     words = []
     what = ("suite", "shapes", "sizes", "layout", "providers", "timing", "rounds", "load")
     for name in (*what, "jobs", "json", "csv", "plot"):

@@ -1,20 +1,20 @@
-"""Training in bfloat16 and in fp8: the held-out losses of a small transformer with layers of experts.
+"""Training in bfloat16 and in fp8: the held-out losses of a small transformer with expert layers.
 
     python -m benchmarks.convergence [--steps N] [--only SEED:COMPUTE ...] [--tiny] [--json FILE]
 
-A transformer on bytes, with `moe_mlp` in each layer, learns to write Python from the standard library of this Python.
-Weights are float32, and rounded to bfloat16 for each step. Products are in bfloat16, or `compute` is that of `moe_mlp`,
-with `fast_accumulation` for "fp8_rowwise_fast". All runs of a seed begin with the same weights, and get the same
-batches. The held-out batches are the same for all.
+A byte-level transformer with `moe_mlp` in each layer is trained on the source of the standard library of this Python.
+Weights are float32 and are rounded to bfloat16 in each step. COMPUTE is "bfloat16", or an fp8 `compute` of `moe_mlp`;
+"fp8_rowwise_fast" adds `fast_accumulation`. All runs of a seed start with the same weights and get the same batches.
+The held-out batches are the same for all runs.
 
-On a GPU this writes benchmarks/results/<gpu>/convergence.json after each run. Runs that are in the file are not
-repeated, and processes that share a GPU may write to it:
+On a GPU this writes benchmarks/results/<gpu>/convergence.json after each run. Runs in the file are not repeated, and
+several processes that share a GPU may write to it at once:
 
     for run in {0,1,2}:{bfloat16,fp8_rowwise,fp8_rowwise_fast,fp8_block}; do
         python -m benchmarks.convergence --only $run &
     done; wait
 
---tiny shows on a CPU that the script works.
+--tiny checks on a CPU that the script works.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ COMPUTES: dict[str, dict[str, Any]] = {  # options of moe_mlp
     "fp8_rowwise_fast": {"compute": "fp8_rowwise", "fast_accumulation": True},
     "fp8_block": {"compute": "fp8_block"},
 }
-BALANCE = 0.01  # weight of the loss that keeps experts in even use
+BALANCE = 0.01  # weight of the load-balancing loss
 LEARNING_RATE = 1e-3
 HELD_OUT_SEED = 1000
-HELD_OUT_FILES = 20  # every so many-th file is held out
+HELD_OUT_FILES = 20  # one file in this many is held out
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and of its training."""
+    """Sizes of the model and of its training."""
 
     layers: int = 4
     width: int = 256
@@ -88,7 +88,7 @@ class Block(nn.Module):
         self.w_gate_up = nn.Parameter(torch.randn(E, 2 * width, D) * D**-0.5)
         self.w_down = nn.Parameter(torch.randn(E, D, width) * width**-0.5)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [B, L, D] -> the same, and the loss of balance
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [B, L, D] -> [B, L, D], load-balancing loss
         B, L, D = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(B, L, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, L, D))
@@ -111,7 +111,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(sizes, compute) for _ in range(sizes.layers))
         self.norm, self.head = nn.RMSNorm(sizes.width), nn.Linear(sizes.width, 256, bias=False)
 
-    def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:  # [B, L + 1] -> cross entropy, loss of balance
+    def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:  # [B, L + 1] -> cross entropy, load-balancing loss
         text = text.long()
         x = self.bytes(text[:, :-1]) + self.places.weight
         balance = x.new_zeros(())
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
 
 
 def read(most: int | None = None) -> tuple[Tensor, Tensor]:
-    """The files of the standard library, or some, one after another, to learn from; and those held out. uint8."""
+    """Return training and held-out text from the standard library's source, uint8; at most `most` files of each."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in sorted(root.rglob("*.py")) if not {"site-packages", "dist-packages"} & {*file.parts}]
     held_out = files[::HELD_OUT_FILES][:most]
@@ -133,13 +133,13 @@ def read(most: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def starts(text: Tensor, number: int, sizes: Sizes, seed: int) -> Tensor:  # [number, batch]
-    """Where the sequences of batches begin."""
+    """Return random start positions of the sequences in `number` batches."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(len(text) - sizes.length, (number, sizes.batch), generator=generator).to(text.device)
 
 
 def learning_rate(steps: int, step: int) -> float:
-    """The share of `LEARNING_RATE`: rises in a twentieth of the steps, then falls to a tenth by a cosine."""
+    """Return the factor of `LEARNING_RATE`: linear warm-up over 1/20 of the steps, then cosine decay to 1/10."""
     warm = max(1, steps // 20)
     return min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * step / steps))
 
@@ -147,7 +147,7 @@ def learning_rate(steps: int, step: int) -> float:
 def train(
     seed: int, compute: str, steps: int, sizes: Sizes, text: Tensor, held_out: Tensor, device: torch.device
 ) -> run.Record:
-    """The losses of one run. The host waits for the device at the end alone."""
+    """Return the record of one run. The host waits for the device only at the end."""
     torch.manual_seed(seed)
     model = Transformer(sizes, compute).to(device)
     options: dict[str, Any] = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -180,7 +180,7 @@ def train(
         "compute": compute,
         "held_out": [(step, round(loss.item(), 4)) for step, loss in found],
         "final": round(found[-1][1].item(), 4),
-        "final_training": round(sum(last) / len(last), 4),  # the mean of as many steps as are between evaluations
+        "final_training": round(sum(last) / len(last), 4),  # mean of the last `sizes.every` steps
         "seconds": round(time.monotonic() - begun, 1),
         "losses": values,
     }
@@ -188,7 +188,7 @@ def train(
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """No other process is in here for this folder."""
+    """Hold an exclusive lock on this folder, against other processes."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -199,7 +199,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def pair(text: str) -> tuple[int, str]:
-    """A seed and a way to compute, as `--only` has them."""
+    """Parse "SEED:COMPUTE", for argparse."""
     seed, _, compute = text.partition(":")
     if not seed.isdigit() or compute not in COMPUTES:
         raise argparse.ArgumentTypeError(f"expected SEED:COMPUTE with one of {', '.join(COMPUTES)}, got {text!r}")
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes, steps = (TINY, options.steps or 3) if options.tiny else (Sizes(), options.steps or 2000)
     text, held_out = (part.to(device) for part in read(5 if options.tiny else None))
     meta = run.meta(device, f"python -m benchmarks.convergence --steps {steps}{' --tiny' * options.tiny}")
-    del meta["ceilings"]  # measured beside other processes
+    del meta["ceilings"]  # not reliable while other processes share the GPU
     training = asdict(sizes) | {"steps": steps, "bytes": len(text), "held_out_bytes": len(held_out)}
     meta |= {"python": platform.python_version(), "training": training}
     file, folder = options.json, run.folder(meta)

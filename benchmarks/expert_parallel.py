@@ -1,15 +1,15 @@
-"""A layer of DeepSeek-V3's size with its experts spread over ranks: time of a step, and the share of the exchange.
+"""A layer of DeepSeek-V3's size with its experts spread over ranks: time of a step, and the exchange's share of it.
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N -m benchmarks.expert_parallel [--tiny] [--json FILE]
 
 A step is forward and backward of dispatch, experts and combine, with the gradients of all inputs and weights;
 H = 7168, I = 2048, 256 experts of which each rank holds 256 / N, top_k = 8, bfloat16. Weak scaling: each rank has 4096
-tokens, whatever N is. Strong scaling: 8192 tokens in all, 8192 / N on each rank. The time is that of the slowest rank.
-The exchange is what passes on the device from the beginning of each all-to-all to its end, so that waiting for slower
-ranks counts. First, at a smaller size, outputs and all gradients are compared with those of a single process.
+tokens for any N. Strong scaling: 8192 tokens in total, 8192 / N on each rank. The time is that of the slowest rank.
+The exchange is the device time from the start to the end of each all-to-all, including the wait for slower ranks.
+First, at a smaller size, outputs and all gradients are compared with those of a single process.
 
-NCCL_NVLS_ENABLE=0 keeps NVLink multicast off, which all-to-alls do not use. On GPUs rank 0 puts the records of N ranks
-into benchmarks/results/<gpu>/expert_parallel.json. --tiny runs on the CPU with gloo, too.
+NCCL_NVLS_ENABLE=0 turns off NVLink multicast, which all-to-alls do not use. On GPUs rank 0 adds the records of N ranks
+to benchmarks/results/<gpu>/expert_parallel.json. --tiny also runs on a CPU, with gloo.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from moe_kernels.runtime.attributes import replaced
 from moe_kernels.testing import assert_within_budget
 
 TOP_K = 8
-SIZES = {False: (7168, 2048, 256, 4096), True: (64, 32, 16, 32)}  # tiny or not: H, I, E, tokens per rank
+SIZES = {False: (7168, 2048, 256, 4096), True: (64, 32, 16, 32)}  # by options.tiny: H, I, E, tokens per rank
 NAMES = ("hidden", "topk_weights", "w_gate_up", "w_down")
 
 
 def make(T: int, H: int, I: int, E: int, seed: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:  # noqa: E741
-    """Random hidden states and upstream gradient of T tokens, and weights of E experts."""
+    """Return random hidden states and upstream gradient of T tokens, and weights of E experts."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -53,13 +53,13 @@ def make(T: int, H: int, I: int, E: int, seed: int, device: torch.device, dtype:
 
 
 def route_randomly(T: int, E: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The choice and the topk_weights of T tokens among E experts."""
+    """Return topk_ids and topk_weights of T tokens among E experts, from random logits."""
     generator = torch.Generator(device).manual_seed(seed)
     return topk_softmax(torch.randn(T, E, device=device, generator=generator), TOP_K, renormalize=True)
 
 
 def step(x: dict[str, Tensor], E: int) -> list[Tensor]:
-    """The output, and the gradients in the order of `NAMES`; the weights are those of this rank's experts."""
+    """Return the output, and the gradients in the order of `NAMES`; `x` has the weights of this rank's experts."""
     inputs = [x[name].detach().requires_grad_() for name in NAMES]
     hidden, topk_weights, w_gate_up, w_down = inputs
     rows, exchange = dispatch(hidden, x["topk_ids"], topk_weights, E)
@@ -69,14 +69,14 @@ def step(x: dict[str, Tensor], E: int) -> list[Tensor]:
 
 
 def single(x: dict[str, Tensor]) -> list[Tensor]:
-    """The same in one process, in plain PyTorch."""
+    """Return the results of `step` in one process, in plain PyTorch, from the weights of all experts."""
     inputs = [x[name].detach().requires_grad_() for name in NAMES]
     out = reference.moe_mlp(inputs[0], x["topk_ids"], *inputs[1:])
     return [out.detach(), *torch.autograd.grad(out, inputs, x["upstream"])]
 
 
 def check(device: torch.device, dtype: torch.dtype) -> float:
-    """Compare with a single process, which every rank is by itself; the largest share of the budget on this rank."""
+    """Compare with a single process, computed on each rank; return the largest share of the budget on this rank."""
     P, rank = dist.get_world_size(), dist.get_rank()
     H, I, E, T = 256, 128, 16 * P, 64  # noqa: E741
     whole = make(P * T, H, I, E, 0, device, dtype)
@@ -86,14 +86,14 @@ def check(device: torch.device, dtype: torch.dtype) -> float:
     shares = []
     for name, got, *others in zip(("out", *NAMES), ours, single(whole), exact, strict=True):
         plain, wanted = (x.chunk(P)[rank].to(device) for x in others)
-        # In float32 the sums are long, and those of absolute values some ten times as large as the result.
+        # The sums of absolute values, which bound rounding in float32, are some ten times as large as the result.
         scale = 16 * wanted.abs().max().item()
         shares.append(assert_within_budget(got, plain, wanted, scale=scale, name=name))
     return max(shares)
 
 
 class Clock:
-    """Times on the device, or on the host for a CPU."""
+    """A clock on the device, or on the host for a CPU."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -106,13 +106,13 @@ class Clock:
         return event
 
     def milliseconds(self, start: Any, end: Any) -> float:
-        """Between two of `now`, once the device is done with both."""
+        """Return the time between two results of `now`; the device must have completed both."""
         passed: float = 1e3 * (end - start) if self.device.type == "cpu" else start.elapsed_time(end)
         return passed
 
 
 def measure(x: dict[str, Tensor], E: int, rounds: int, device: torch.device) -> dict[str, float]:
-    """Of a step: seconds of the first one, milliseconds, and the share of the exchange in them."""
+    """Return seconds of the first step and median milliseconds, of the slowest rank, and the exchange's mean share."""
     clock = Clock(device)
     begun = time.perf_counter()
     step(x, E)[0].sum().item()

@@ -1,16 +1,16 @@
-"""fp8 beside bfloat16: grouped products, quantisation, the forward pass of layers, and training steps of layers.
+"""fp8 against bfloat16: grouped products, quantisation, the forward pass of layers, and training steps of layers.
 
     python -m benchmarks.fp8 [--part product|layer|training] [--rounds N] [--jobs N] [--load] [--tiny] [--json FILE]
 
-Operands of products are quantised beforehand; layers quantise their activations inside. Training is a layer's forward
-and backward pass, which quantise all operands inside, and the gradients of each weight alone. The providers of a case
-take turns with a cold L2 cache, as CUDA-graph replays; with --load, dense products of about 50 ms take a turn, too,
-which hold the GPU at its power limit. Host microseconds are those of eager calls. The result of each product is
-compared with the product of the dequantised operands first, other results with those in bfloat16; a wrong one is not
-timed. `torch._scaled_grouped_mm` has scales per row, DeepGEMM 1x128 and 128x128, triton_kernels one per tensor.
+Operands of products are quantised beforehand; layers quantise their activations in the call. Training is a layer's
+forward and backward pass, which quantise all operands in the call, and the gradient of each weight alone. The providers
+of a case take turns with a cold L2 cache, as CUDA-graph replays; --load adds dense products of about 50 ms to each
+round, which hold the GPU at its power limit. Host microseconds are those of eager calls. First the result of each
+product is compared with the product of the dequantised operands, other results with those in bfloat16; wrong ones are
+not timed. `torch._scaled_grouped_mm` has scales per row, DeepGEMM 1x128 and 128x128, triton_kernels one per tensor.
 
-On a GPU this writes benchmarks/results/<gpu>/fp8.json, or fp8-load.json; with --part, the other parts stay as they are
-in it, if they are of the same GPU and versions. --tiny shows on a CPU that the script works.
+On a GPU this writes benchmarks/results/<gpu>/fp8.json, or fp8-load.json. With --part, the file's other parts are kept
+if they are from the same GPU and versions. --tiny checks on a CPU that the script works.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ TINY_PRODUCTS = (Case("tiny", 3, 40, 48, 160, layout="gnk"),)
 TINY_LAYERS = (layer_case("tiny", 5, 32, 16, 4, 2),)
 TINY_TRAINED = (layer_case("tiny", 64, 64, 48, 4, 2),)
 TRANSFORMERS = replace(OPERATORS["ffn"].providers["transformers"], label="transformers, bfloat16")
-LARGEST_DIFFERENCE = 0.08  # of layers and gradients, relative to the norm of what bfloat16 gives
-LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm; tensor cores add up fp8 in fewer bits than float32 has
+LARGEST_DIFFERENCE = 0.08  # of layers and gradients, relative to the norm of the bfloat16 result
+LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm; tensor cores accumulate fp8 in fewer bits than float32 has
 
 
 class Products(NamedTuple):
-    """The calls of a case, those of quantisations and of a copy among them."""
+    """The calls of a case, including quantisations and a copy."""
 
     calls: dict[str, Call]
-    checks: dict[str, Callable[[Any], float]]  # of products: the largest relative error of a row of a call's result
-    moved: dict[str, int]  # bytes, of quantisations and the copy
+    checks: dict[str, Callable[[Any], float]]  # of products: the largest relative error of a row of the result
+    moved: dict[str, int]  # bytes moved by quantisations and the copy
     errors: dict[str, str]  # of peers that cannot be prepared
 
 
@@ -117,7 +117,7 @@ def product_calls(case: Case, device: torch.device) -> Products:
 
 
 def call_of(provider: Provider, inputs: Any, errors: dict[str, str]) -> dict[str, Call]:
-    """The call of a peer by its label; none if it is not installed, or cannot be prepared, which `errors` gets."""
+    """Return the call of a peer by its label; empty if it is not installed or fails, which is put into `errors`."""
     if provider.installed:
         try:
             return {provider.label: provider.make(inputs)}
@@ -127,13 +127,13 @@ def call_of(provider: Provider, inputs: Any, errors: dict[str, str]) -> dict[str
 
 
 def _with_one_scale(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Data in fp8 and the scale `[1]` of all of it."""
+    """Return `x` in fp8, and the one scale `[1]` of all elements."""
     scale = x.abs().amax().float().view(1) / torch.finfo(torch.float8_e4m3fn).max
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
 def _product(A: Tensor, W: Tensor | ScaledTensor, sizes: Sequence[int]) -> Tensor:
-    """In float32, one group after the other."""
+    """Return the product in float32, computed one group after the other."""
     out, at = A.new_empty(len(A), W.shape[1], dtype=torch.float32), 0
     for g, size in enumerate(sizes):
         w = W[g] if isinstance(W, Tensor) else dequantize(ScaledTensor(W.data[g], W.scales[g], W.format))
@@ -147,7 +147,7 @@ def layer_of(case: Case, device: torch.device) -> ffn.Layer:
 
 
 def layer_calls(layer: ffn.Layer) -> dict[str, Call]:
-    """The forward pass with weights in bfloat16 and in fp8, and tokens in the experts' order, quantised or not."""
+    """Return calls of the forward pass with weights in bfloat16 and in fp8, and of permute, quantised or not."""
     hidden, ids, topk_weights = layer.hidden, layer.topk_ids, layer.topk_weights
     weights = layer.w_gate_up, layer.w_down
     routing, top_k = route(ids, topk_weights, len(layer.w_down)), ids.size(1)
@@ -170,7 +170,7 @@ def layer_calls(layer: ffn.Layer) -> dict[str, Call]:
 
 
 def _permute_quantized(operands: Sequence[Tensor | None], options: Any, format: str) -> Call:
-    """The first launch of a product of tokens."""
+    """Return the launch that permutes and quantises tokens, the first of a product."""
     launch, (data, scales, *_) = launch_alone(QUANTIZED_GROUPED_GEMM, operands, options, 0)
 
     def call() -> ScaledTensor:
@@ -181,7 +181,7 @@ def _permute_quantized(operands: Sequence[Tensor | None], options: Any, format: 
 
 
 def training_calls(layer: ffn.Layer) -> dict[str, Call]:
-    """The forward and backward pass of a layer, and its weights' gradients alone, in bfloat16 and in fp8."""
+    """Return calls of a layer's forward and backward pass, and of its weights' gradients, in bfloat16 and in fp8."""
     hidden, ids, topk_weights, d_out = layer.hidden, layer.topk_ids, layer.topk_weights, layer.d_out
     (E, _, width), (R, top_k) = layer.w_down.shape, (ids.numel(), ids.size(1))
     leaves = [x.detach().requires_grad_() for x in (hidden, topk_weights, layer.w_gate_up, layer.w_down)]
@@ -216,15 +216,15 @@ def training_calls(layer: ffn.Layer) -> dict[str, Call]:
 
 
 def prepared(call: Call, device: torch.device) -> Call:
-    """What is timed: on a GPU the replay of a graph."""
+    """Return the call to time: on a GPU, the replay of a CUDA graph."""
     call()
     return call if device.type == "cpu" else captured(call)
 
 
 def checked(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls whose results are close to those of the first of their kind, and what is wrong with others.
+    """Return the calls whose results are close to those of the first of their kind, and the errors of the others.
 
-    A kind is what a label has before its first comma.
+    The kind is the part of a label before its first comma.
     """
     right, errors, expected = dict[str, Call](), dict[str, str](), dict[str, list[Tensor]]()
     for label, call in calls.items():
@@ -246,7 +246,7 @@ def _reason(error: Exception) -> str:
 
 
 def host_times(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
-    """Of eager calls of ours that a user makes."""
+    """Return the host microseconds of eager calls of `grouped_gemm` and `moe_mlp`."""
     ours = {label: call for label, call in calls.items() if label.startswith(("grouped_gemm", "moe_mlp"))}
     return {label: round(host_microseconds(repeat(call, 3 * rounds), device), 1) for label, call in ours.items()}
 
@@ -289,7 +289,7 @@ def measure_training(case: Case, rounds: int, device: torch.device, load: bool) 
     calls, errors = checked(training_calls(layer_of(case, device)))
     timed = {name: prepared(call, device) for name, call in calls.items()}
     us = run.in_turns(timed, rounds, device, load=load)
-    products = {"wgrad of gate and up": 4, "wgrad of down": 2}  # FLOPs of a row and an element of a weight
+    products = {"wgrad of gate and up": 4, "wgrad of down": 2}  # FLOPs per row and element of N x K
     flops = {name: factor * case.M * case.N * case.K for name, factor in products.items()}
     rates = {label: round(flops[label.split(",")[0]] / t / 1e6) for label, t in us.items() if label.startswith("wgrad")}
     return _record(case, "training", us, errors) | {"wgrad_tflops": rates}
@@ -303,7 +303,7 @@ def _record(case: Case, kind: str, us: dict[str, float], errors: dict[str, str])
 
 @torch.no_grad()
 def compile_one(kind: str, case: Case) -> None:
-    """Call everything once, which leaves its binaries in the caches on disk."""
+    """Call everything once, to fill the caches of binaries on disk."""
     device = torch.device("cuda")
     if kind == "product":
         calls = product_calls(case, device).calls
@@ -316,7 +316,7 @@ def compile_one(kind: str, case: Case) -> None:
 
 
 def speedups(record: run.Record) -> str:
-    """Each provider's speedup over the first one."""
+    """Return a line with each provider's speedup over the first one."""
     us = record["us"]
     base, *others = tables.fp8_labels([record])
     cells = [f"{label} {us[base] / us[label]:.2f}" for label in others]

@@ -1,4 +1,4 @@
-"""Inputs of the operators: from a case, with more rows, the check of results, the work in them, and their memory."""
+"""Inputs of the operators: making them from a case, adding rows, checking results, counting work and memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def repeat_last(x: Tensor, more: int) -> Tensor:
 
 
 def longer(inputs: Inputs, more: int) -> Inputs:
-    """The last group has more rows."""
+    """Return `inputs` with `more` rows added to the last group."""
     group_offsets = inputs.group_offsets.clone()
     group_offsets[-1] += more
     sizes = [*inputs.sizes[:-1], inputs.sizes[-1] + more]
@@ -56,7 +56,7 @@ def longer(inputs: Inputs, more: int) -> Inputs:
 
 
 def check(out: Tensor, inputs: Inputs) -> float:
-    """Hold rows spread over a sample of groups against the tests' error budget; ||out - ref|| / ||ref|| over them."""
+    """Check rows of some groups against the tests' error budget, and return ||out - ref|| / ||ref|| over them."""
     expected = (inputs.A.size(0), inputs.B.size(-1))
     if out.shape != expected:
         raise AssertionError(f"shape {list(out.shape)}, expected {list(expected)}")
@@ -72,7 +72,7 @@ def check(out: Tensor, inputs: Inputs) -> float:
         try:
             assert_grouped_gemm_close(o, a, b, torch.tensor([0, len(index)], device=out.device))
         except AssertionError as error:
-            reason = str(error).partition(": ")[2]  # less the group's name among the sampled rows
+            reason = str(error).partition(": ")[2]  # without the group's name, which refers to the sampled rows
             raise AssertionError(f"wrong in group {g}: {reason}") from error
         exact = a.double() @ b.double()
         difference += (o.double() - exact).square().sum().item()
@@ -81,7 +81,7 @@ def check(out: Tensor, inputs: Inputs) -> float:
 
 
 def sample(sizes: Sequence[int]) -> list[int]:
-    """Groups with rows: all or some, always the first, the last and the largest."""
+    """Return the nonempty groups, or some of them, always with the first, the last and the largest."""
     filled = [g for g, size in enumerate(sizes) if size]
     if len(filled) <= _CHECKED_GROUPS:
         return filled
@@ -107,18 +107,18 @@ def memory(case: Case, per_group: bool) -> int:
 
 
 def all_rows(case: Case) -> Case:
-    """A case of the suite `uniform` with the rows of all groups as M."""
+    """Return a case of the suite `uniform` with M as the rows of all groups."""
     return replace(case, M=case.G * case.M, sizes="uniform")
 
 
 def batches(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """A [G, M, K] and B of groups that are all of one size."""
+    """Return A as [G, M, K], for groups that are all of one size, and B."""
     G = len(inputs.sizes)
     return inputs.A.view(G, len(inputs.A) // G, -1), inputs.B
 
 
 def all_longer(inputs: Inputs, more: int) -> Inputs:
-    """Each of the groups, which are of one size, has more rows."""
+    """Return `inputs`, whose groups are of one size, with `more` rows added to each group."""
     G = len(inputs.sizes)
     A = inputs.A.view(G, len(inputs.A) // G, -1)
     A = torch.cat((A, A[:, -1:].expand(-1, more, -1)), 1)
@@ -131,7 +131,7 @@ def all_longer(inputs: Inputs, more: int) -> Inputs:
 
 @dataclass(frozen=True)
 class Lists:
-    """Of a varied grouped GEMM."""
+    """Inputs of a varied grouped GEMM."""
 
     group_A: list[Tensor]  # P of [M_p, K_p]
     group_B: list[Tensor]  # P of [K_p, N_p]
@@ -155,13 +155,13 @@ def lists(case: Case, group_B: list[Tensor], device: torch.device) -> Lists:
 
 
 def longer_lists(inputs: Lists, more: int) -> Lists:
-    """The last product has more rows."""
+    """Return `inputs` with `more` rows added to the last product."""
     *others, last = inputs.group_A
     return replace(inputs, group_A=[*others, repeat_last(last, more)])
 
 
 def _single(inputs: Lists) -> list[Inputs]:
-    """Each product as a grouped GEMM of one group."""
+    """Return each product as a grouped GEMM of one group."""
     pairs = zip(inputs.group_A, inputs.group_B, strict=True)
     return [Inputs(a, b[None], torch.tensor([0, len(a)], device=a.device), [len(a)]) for a, b in pairs]
 
@@ -206,7 +206,7 @@ def more_tokens(layer: ffn.Layer, more: int) -> ffn.Layer:
 
 
 def layer_memory(case: Case, trains: bool) -> int:
-    """Bytes of the weights, of their gradients, and of all rows between them."""
+    """Return the bytes of the weights, of their gradients in training, and of all rows."""
     elements = (1 + trains) * case.G * 3 * case.N * case.K + case.M * (2 * case.K + 3 * case.N)
     itemsize: int = getattr(torch, case.dtype).itemsize
     return elements * itemsize

@@ -23,20 +23,20 @@ from tritonbench_ops.baselines import PEERS, Inputs, Provider
 
 @dataclass(frozen=True)
 class Operator:
-    """Inputs, providers and checks of one operator; `baseline` is what the others are compared with."""
+    """Inputs, providers and checks of one operator; `baseline` is the provider that speedups refer to."""
 
     providers: dict[str, Provider]
     baseline: str
     ours: str
-    layouts: dict[str, str]  # a case's layout: how records call it
+    layouts: dict[str, str]  # by a case's layout, its name in records
     weights: Callable[[Case, torch.device], Any]
     inputs: Callable[[Case, Any, torch.device], Any]  # from a case and its weights
-    longer: Callable[[Any, int], Any]  # the inputs, with so many rows more
+    longer: Callable[[Any, int], Any]  # inputs, number -> inputs with this many more rows
     check: Callable[[Any, Any], float]  # result, inputs -> relative error; AssertionError if the result is wrong
     work: Callable[[Any], tuple[int, int]]  # inputs -> FLOPs and bytes, of real rows only
     memory: Callable[[Case], int]  # bytes of inputs and one result
-    dimensions: str = "G, M, N, K"  # what these are
-    trains: bool = False  # a call computes gradients, for which inference mode is no place; its memory is measured
+    dimensions: str = "G, M, N, K"  # the meaning of these fields of a case
+    trains: bool = False  # calls compute gradients: no inference mode, and memory is measured
 
 
 def _ours(name: str) -> Callable[[Inputs], Call]:
@@ -48,7 +48,7 @@ def _ours(name: str) -> Callable[[Inputs], Call]:
 
 
 def _without_table(inputs: Inputs) -> Call:
-    """The persistent kernel by itself: the list of tiles is made beforehand, and no row outside the groups zeroed."""
+    """Return the persistent kernel's launch alone: tiles listed beforehand, rows outside all groups not zeroed."""
     tensors, options = (inputs.A, inputs.B, inputs.group_offsets, None), (inputs.A.dtype, "persistent")
     return launch_alone(GROUPED_GEMM, tensors, options, -1)[0]
 
@@ -56,9 +56,9 @@ def _without_table(inputs: Inputs) -> Call:
 def launch_alone(
     operator: signature.Operator, tensors: signature.Tensors, options: Any, which: int
 ) -> tuple[Call, Sequence[Tensor]]:
-    """The launch number `which` of an operator's plan by itself, and the memory that the whole plan has filled for it.
+    """Return a call of launch number `which` of an operator's plan alone, and the tensors that the plan allocates.
 
-    The memory is in the order of the plan. The call returns the plan's results.
+    The tensors are in the plan's order, filled by a run of the whole plan. The call returns the plan's results.
     """
     cache.find(operator, tensors, options)(*tensors)
     entry = cache.plans.get(signature.signature(operator, tensors, options))
@@ -66,7 +66,7 @@ def launch_alone(
     plan, device = entry.plan, next(x.device for x in tensors if x is not None)
     made = sorted(step.variable for step in plan.steps if isinstance(step, Alloc))
     memory = emit(replace(plan, results=tuple(made)), entry.launchers, device)(*tensors)
-    names = tuple(f"made {variable}" for variable in made)  # the first variables after the inputs
+    names = tuple(f"made {variable}" for variable in made)  # numbered directly after the inputs
     launch = [step for step in plan.steps if isinstance(step, Launch)][which]
     kernel = emit(Plan((*plan.inputs, *names), (launch,), plan.results), entry.launchers, device)
     return lambda: kernel(*tensors, *memory), memory

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLORS = ("#9a9a9a", "#d1495b", "#edae49", "#00798c", "#30638e", "#76b041", "#8d6a9f", "#5c4742", "#2e4057", "#f08a4b")
-_CASES = 40  # of wide.py in its plot
+_CASES = 40  # the number of cases in the plot of wide.py
 
 
 def pictures(results: Results, folder: Path) -> list[Path]:
-    """The files that `draw` writes."""
+    """Return the files that `draw` writes."""
     found = []
     for suite in results.suites:
         if suite in ("wide", "convergence"):
@@ -58,7 +58,7 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _bars(results: Results) -> Figure:
-    """Speedups over the baseline: a cluster of bars per case and a bar per provider."""
+    """Plot speedups over the baseline: a cluster of bars per case, and in it a bar per provider."""
     timing = tables.timing_of(results.records)
     base, ours = tables.roles(results.records[0]["suite"])
     cases = tables.by_case(results.records)
@@ -89,7 +89,7 @@ def _bars(results: Results) -> Figure:
 
 
 def _worst(results: Results) -> Figure:
-    """Our speedups over the best other in the worst cases of wide.py, the lowest first."""
+    """Plot our speedups over the best other provider in the worst cases of wide.py, lowest first."""
     found = tables.worst_first(results)
     shown = found[:_CASES]
     figure, axes = _axes(9.0, 1.5 + 0.16 * len(shown))
@@ -117,7 +117,7 @@ def _best_other(record: dict[str, Any], ours: str) -> str:
 
 
 def _cubes(results: Results) -> dict[str, dict[int, float]]:
-    """For each provider milliseconds over N, of the cases that are some products N x N x N."""
+    """Return milliseconds by provider and N, for the cases that are lists of products N x N x N."""
     timing = tables.timing_of(results.records)
     found: dict[str, dict[int, float]] = {}
     for record in results.records:
@@ -127,7 +127,7 @@ def _cubes(results: Results) -> dict[str, dict[int, float]]:
 
 
 def _lines(results: Results) -> Figure:
-    """Time over N for lists of products N x N x N, as the tutorials on grouped GEMM show it."""
+    """Plot time over N for lists of products N x N x N, as in the tutorials on grouped GEMM."""
     figure, axes = _axes(6.0, 4.0)
     base, ours = tables.roles(results.records[0]["suite"])
     for i, (label, times) in enumerate(_cubes(results).items()):
@@ -145,7 +145,7 @@ def _lines(results: Results) -> Figure:
 
 
 def _losses(results: Results) -> Figure:
-    """Held-out losses over steps: the means over seeds, and from the lowest to the highest seed."""
+    """Plot held-out losses over steps: the mean over seeds, and the range from lowest to highest."""
     figure, axes = _axes(7.0, 4.5)
     curves: dict[str, list[list[tuple[int, float]]]] = {}
     for record in sorted(results.records, key=lambda r: (r["compute"], r["seed"])):
@@ -167,7 +167,7 @@ def _losses(results: Results) -> Figure:
 
 
 def _roofline(results: Results) -> Figure:
-    """TFLOP/s against FLOP per byte for the baseline and ours, below what the GPU reached in the same run."""
+    """Plot TFLOP/s over FLOP per byte for the baseline and ours, below the GPU's peak rates in the same run."""
     timing = tables.timing_of(results.records)
     figure, axes = _axes(7.0, 4.5)
     ceiling: dict[str, Any] = results.meta["ceilings"]

@@ -1,16 +1,16 @@
-"""Tables and plots of the pages that show measurements.
+"""Write the tables and plots of pages that show measurements.
 
     python -m benchmarks.report [--check] [PAGE ...]
 
-writes the tables and plots of these pages, or others, anew: what stands between a line of the first kind and
-`<!-- end of table -->`. Paths are relative to the page's folder.
+replaces the text between one of these lines and `<!-- end of table -->` on each PAGE; default: all pages with
+measurements. Paths are relative to the page's folder.
 
-    <!-- table: FILE -->        all that FILE holds, a JSON of `benchmarks` or a CSV of TritonBench, and its plots
+    <!-- table: FILE -->        all of FILE, a JSON of `benchmarks` or a CSV of TritonBench, and its plots
     <!-- short table: FILE -->  the same in at most eight columns, without plots
     <!-- overview: FOLDER -->   five lines from the results in FOLDER
 
-The plots go beside FILE. Those of a JSON have their names from its suites: a file that is not named after one, such as
-a second run's, is shown without. With --check it writes nothing, and exits with 1 if anything would change.
+The plots are written beside FILE. Those of a JSON are named after its suites; a JSON that is not named after one, such
+as that of a second run, is shown without plots. --check writes nothing, and exits with 1 if anything would change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BLOCK = re.compile(
 
 
 def write_page(path: Path, check: bool) -> bool:
-    """Write the tables of the page at `path`, and the plots that they show; whether anything changes."""
+    """Write the tables of the page at `path` and their plots, unless `check`; return whether anything changes."""
     changed = False
 
     def block(match: re.Match[str]) -> str:
@@ -64,7 +64,7 @@ def write_page(path: Path, check: bool) -> bool:
 class _Shown(NamedTuple):
     text: str
     pictures: Sequence[Path] = ()
-    drawn: bool = True  # whether the pictures are there, of these results
+    drawn: bool = True  # whether the pictures exist and show these results
     draw: Callable[[], None] = lambda: None
 
 

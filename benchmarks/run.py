@@ -28,7 +28,7 @@ from moe_kernels.timing import Call, captured, gpu_is_lost, host_microseconds, i
 
 Record = dict[str, Any]
 NO_GPU = "none, a CPU"
-_WARM_ROWS = tuple(1 << i for i in range(8))  # so many rows more than a case has, of all magnitudes up to the last
+_WARM_ROWS = tuple(1 << i for i in range(8))  # numbers of rows to add to a case, one of each magnitude
 _SEEN: dict[tuple[Any, ...], set[int]] = {}  # numbers of rows that this process has called a provider with
 FIELDS = (
     *("suite", "case", "G", "M", "N", "K", "sizes", "dtype", "layout", "provider", "timing"),
@@ -45,14 +45,14 @@ class GpuLostError(RuntimeError):
 
 @dataclass
 class Results:
-    """What a run has found: a record for each provider and timing of each case, and the cases that were left out."""
+    """The results of a run: a record for each case, provider and timing, and the cases that were left out."""
 
     meta: dict[str, Any]
     records: list[Record] = field(default_factory=list)
     skipped: list[Record] = field(default_factory=list)
 
     def of(self, suite: str) -> Results:
-        """The part of one suite."""
+        """Return the results of one suite."""
         records, skipped = ([r for r in found if r["suite"] == suite] for found in (self.records, self.skipped))
         return Results(self.meta, records, skipped)
 
@@ -61,7 +61,7 @@ class Results:
         return list(dict.fromkeys(record["suite"] for record in (*self.records, *self.skipped)))
 
     def write(self, file: Path) -> None:
-        """As JSON; a file that is there is replaced at once, or not at all."""
+        """Write the results as JSON; an existing file is replaced atomically."""
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(file.name + ".part")
         part.write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
@@ -72,7 +72,7 @@ class Results:
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
     def keep(self, file: Path, field: str) -> None:
-        """Take over the records of `file` whose `field` none of ours has, if they come from such a GPU and versions."""
+        """Add the records of `file` whose `field` differs from all of ours, if they have the same GPU and versions."""
         if not file.exists():
             return
         other = Results.read(file)
@@ -83,7 +83,7 @@ class Results:
 
 
 def meta(device: torch.device, command: str) -> dict[str, Any]:
-    """GPU, driver, versions, date, command, and the highest rates of this GPU, measured now."""
+    """Return the GPU, driver, versions, date, command, and this GPU's peak rates, measured now."""
     distributions = metadata.packages_distributions()
     peers = {
         provider.package: _version_of(provider.package, distributions)
@@ -103,19 +103,19 @@ def meta(device: torch.device, command: str) -> dict[str, Any]:
 
 
 def folder(meta: dict[str, Any]) -> Path | None:
-    """Where the results of a GPU are kept; None for those of a CPU, which say nothing."""
+    """Return the folder for results of this GPU; None for a CPU, whose results are not kept."""
     name = re.sub(r"[^a-z0-9]+", "-", meta["gpu"].lower()).strip("-")
     return None if meta["gpu"] == NO_GPU else Path(__file__).parent / "results" / name
 
 
 def _version_of(package: str, distributions: Mapping[str, list[str]]) -> str | None:
-    """The version of the distribution that a package was installed by, if it was."""
+    """Return the version of the distribution that a package belongs to, or None."""
     found = distributions.get(package)
     return metadata.version(found[0]) if found else None
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of a large dense bf16 product and GB/s of a large copy, read and write counted."""
+    """Return TFLOP/s of a large dense bf16 product and GB/s of a large copy, counting reads and writes."""
     on_cpu = device.type == "cpu"
     size, length = (256, 1 << 20) if on_cpu else (8192, 1 << 30)
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -134,9 +134,9 @@ def ceilings(device: torch.device) -> dict[str, float]:
 def in_turns(
     calls: Mapping[str, Call], rounds: int, device: torch.device, *, cold: bool = True, load: bool = False
 ) -> dict[str, float]:
-    """`interleaved`; with `load`, dense products of about 50 ms take a turn, too.
+    """Call `interleaved`; `load` adds dense products of about 50 ms to each round.
 
-    They hold the GPU at its power limit, with the clocks of sustained work.
+    They hold the GPU at its power limit, where clocks are those of sustained load.
     """
     if not load:
         return interleaved(calls, rounds, device, cold=cold)
@@ -162,7 +162,7 @@ def run_suite(
     results: Results,
     load: bool = False,
 ) -> Iterator[tuple[Case, list[Record], str | None]]:
-    """Measure the cases one by one into `results`; each with its records, or the reason why it has none.
+    """Measure the cases one by one into `results`; yield each with its records, or the reason why it has none.
 
     Raises:
         GpuLostError: after an error that the process cannot recover from.
@@ -189,9 +189,9 @@ def run_suite(
             if reason is not None:
                 results.skipped.append({**_labels(suite.name, case, operator), "reason": reason})
             yield case, records, reason
-            torch.compiler.reset()  # what was compiled for one case would make the next one's sizes dynamic
+            torch.compiler.reset()  # otherwise torch.compile would make the next case's sizes dynamic
             if device.type != "cpu":
-                torch.cuda.empty_cache()  # also of the graphs' memory
+                torch.cuda.empty_cache()  # including the memory of the graphs
 
 
 def measure(
@@ -205,7 +205,7 @@ def measure(
     device: torch.device,
     load: bool = False,
 ) -> list[Record]:
-    """The records of one case. A provider that raises or is wrong has the reason in place of times."""
+    """Return the records of one case. A provider that raises or is wrong has an error instead of times."""
     if case.warm and "graph" in timings:
         timings = [*timings, "warm"]
     calls: dict[str, Call] = {}
@@ -270,9 +270,9 @@ def measure(
 def compile_beforehand(
     operator: str, cases: Sequence[Case], keys: Sequence[str], jobs: int, device: torch.device
 ) -> None:
-    """Call our providers and peers for all cases in `jobs` processes, which leaves their binaries in caches on disk.
+    """Call our providers and peers for all cases in `jobs` processes, to fill the caches of binaries on disk.
 
-    What fails here, for want of memory perhaps, is compiled when its turn comes.
+    Calls that fail here, for lack of memory for example, are compiled when they are measured.
     """
     groups = [list(sharing) for _, sharing in groupby(cases, lambda case: case.weights)]
     providers = OPERATORS[operator].providers
@@ -302,7 +302,7 @@ def _compile(name: str, cases: Sequence[Case], keys: Sequence[str], device: torc
 def _host_times(
     operator: Operator, key: str, case: Case, inputs: Any, call: Call, device: torch.device, repeats: int
 ) -> Record:
-    """Host microseconds of a call: with numbers of rows seen before, with new ones, and repeated in inference mode."""
+    """Return host microseconds of calls with seen and with new numbers of rows, and repeated in inference mode."""
     provider = operator.providers[key]
 
     def calls(more: Iterable[int]) -> Iterator[Call]:
@@ -328,11 +328,11 @@ def _host_times(
 
 
 def _peak_megabytes(call: Call, device: torch.device) -> float | None:
-    """How many MB (10^6 bytes) more a GPU has allocated at most during a call than before it; on a CPU None."""
+    """Return the peak MB (10^6 bytes) that a call allocates on a GPU, above those before it; None on a CPU."""
     if device.type == "cpu":
         return None
     torch.cuda.synchronize(device)
-    gc.collect()  # garbage that is freed during the call would be taken off its peak
+    gc.collect()  # garbage that is freed during the call would lower its peak
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()
@@ -349,7 +349,7 @@ def _too_large(needed: int, device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     there = torch.cuda.get_device_properties(device).total_memory
-    # Each provider keeps a result of its own, and the check some float64.
+    # The remaining memory is for the providers' results and the float64 tensors of the check.
     return f"needs {needed / 1e9:.0f} GB of the GPU's {there / 1e9:.0f} GB" if needed > 0.8 * there else None
 
 
@@ -359,6 +359,6 @@ def _text(error: BaseException) -> str:
 
 
 def elapsed(since: float) -> str:
-    """Time since a `time.monotonic()`, such as "2 min 5 s"."""
+    """Return the time since `since`, a `time.monotonic()`, such as "2 min 5 s"."""
     minutes, seconds = divmod(round(time.monotonic() - since), 60)
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -1,4 +1,4 @@
-"""The cases to measure, and the suites that consist of them."""
+"""The cases to measure, and the suites that group them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from moe_kernels.testing import SizeKind, group_sizes_for
 from tritonbench_ops.cases import CUBES, LAYERS, RANK, THIN, UNEVEN, UNLIKE_CUBES
 
 TIMINGS = ("eager", "graph")
-WARM_CALLS = 100  # that the timing "warm" has in one graph
-LAYOUTS = {"gkn": ("gkn",), "gnk": ("gnk",), "both": ("gkn", "gnk")}  # what --layout takes
+WARM_CALLS = 100  # calls in one graph for the timing "warm"
+LAYOUTS = {"gkn": ("gkn",), "gnk": ("gnk",), "both": ("gkn", "gnk")}  # the values of --layout
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ class Case:
     N: int
     K: int
     sizes: SizeKind = "softmax"
-    layout: str = "gkn"  # how a weight lies in memory: "gkn" for [G, K, N], "gnk" for [G, N, K] viewed transposed
+    layout: str = "gkn"  # memory layout of a weight: "gkn" for [G, K, N], "gnk" for [G, N, K] viewed transposed
     dtype: str = "bfloat16"
-    problems: tuple[tuple[int, int, int], ...] = ()  # (M, N, K) of each, in `varied`
-    warm: bool = False  # timed as WARM_CALLS calls in one graph, too, which leave each other what is in the L2 cache
+    problems: tuple[tuple[int, int, int], ...] = ()  # (M, N, K) of each product, in `varied`
+    warm: bool = False  # also timed as WARM_CALLS calls in one graph, with a warm L2 cache
     top_k: int = 1  # experts per token, in `ffn` and `ffn-train`
 
     @property
     def weights(self) -> tuple[Any, ...]:
-        """The key of the weights of a case."""
+        """The key of the weights; cases with equal keys share them."""
         return self.G, self.N, self.K, self.layout, self.dtype, self.problems
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases of one operator, and how to time them unless told otherwise."""
+    """Cases of one operator, and how to time them by default."""
 
     name: str
     about: str
@@ -55,7 +55,7 @@ class Suite:
     rounds: int = 21
 
     def cases(self, layouts: Sequence[str] = ()) -> list[Case]:
-        """Each shape in each layout; those that share weights follow one another."""
+        """Return each shape in each layout; cases that share weights are adjacent."""
         found = [replace(shape, layout=layout) for shape in self.shapes for layout in layouts or self.layouts]
         order = list(dict.fromkeys(case.weights for case in found))
         return sorted(found, key=lambda case: order.index(case.weights))
@@ -64,13 +64,13 @@ class Suite:
 def several(
     name: str, problems: Sequence[tuple[int, int, int]], sizes: SizeKind, dtype: str = "float16", warm: bool = False
 ) -> Case:
-    """A list of products (M, N, K)."""
+    """Return a case of `varied` from a list of products (M, N, K)."""
     M, N, K = (max(extents) for extents in zip(*problems, strict=True))
     return Case(name, len(problems), M, N, K, sizes, dtype=dtype, problems=tuple(problems), warm=warm)
 
 
 def layer(name: str, T: int, H: int, width: int, E: int, top_k: int) -> Case:
-    """A layer of E experts, between hidden states of T tokens and its output."""
+    """Return a case of a whole layer: E experts, for T tokens."""
     return Case(f"{name}, T = {T}", E, T * top_k, width, H, layout="gnk", top_k=top_k)
 
 
@@ -196,7 +196,7 @@ SUITES = {
 
 
 def of_shapes(shapes: Sequence[tuple[int, int, int, int]], kinds: Sequence[SizeKind]) -> Suite:
-    """A suite of the shapes on the command line, timed as `table` is."""
+    """Return a suite of the shapes on the command line, timed like `table`."""
     cases = tuple(
         Case(f"{kind} {','.join(map(str, shape))}", *shape, sizes=kind)
         for shape in dict.fromkeys(shapes)

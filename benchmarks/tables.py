@@ -16,30 +16,30 @@ from benchmarks.suites import SUITES, WARM_CALLS
 from tritonbench_ops.plots import Measured
 
 SLOW = 0.98  # speedup below which a case is listed
-_EAGER = {  # fields that eager calls alone have, some of them only in newer files
+_EAGER = {  # fields of eager records only; older files lack some of them
     "host_us": "host us",
     "host_new_rows_us": "host us, new rows",
     "host_prepared_us": "host us, prepared",
     "peak_mb": "peak MB",
 }
-SHORT = 8  # columns at most of a short table
-_WORST = 20  # cases of wide.py in its table
-CUBES = re.compile(r"(\d+) x (\d+)\^3")  # so many products N x N x N
+SHORT = 8  # the most columns of a short table
+_WORST = 20  # the number of worst cases in the table of wide.py
+CUBES = re.compile(r"(\d+) x (\d+)\^3")  # "P x N^3": P products N x N x N
 
 
 def operator_of(suite: str) -> Operator:
-    """The operator that a suite's records are of."""
+    """Return the operator of a suite."""
     return OPERATORS[SUITES[suite].operator if suite in SUITES else "grouped_gemm"]
 
 
 def roles(suite: str) -> tuple[str, str]:
-    """The labels of the provider that others are compared with, and of ours."""
+    """Return the labels of the baseline and of our provider."""
     operator = operator_of(suite)
     return operator.providers[operator.baseline].label, operator.providers[operator.ours].label
 
 
 def by_case(records: Sequence[Record]) -> list[dict[tuple[str, str], Record]]:
-    """The records of each case and layout, by provider and timing; a case's layouts one after another."""
+    """Return the records of each case and layout, by provider and timing; layouts of a case are adjacent."""
     cases: dict[str, dict[str, dict[tuple[str, str], Record]]] = {}
     for record in records:
         case = cases.setdefault(record["case"], {}).setdefault(record["layout"], {})
@@ -48,7 +48,7 @@ def by_case(records: Sequence[Record]) -> list[dict[tuple[str, str], Record]]:
 
 
 def speedup(case: dict[tuple[str, str], Record], provider: str, timing: str) -> float | None:
-    """A provider's speedup over the baseline; None if one of the two has no time."""
+    """Return a provider's speedup over the baseline, or None if one of the two has no time."""
     record = case.get((provider, timing))
     if record is None:
         return None
@@ -60,7 +60,7 @@ def speedup(case: dict[tuple[str, str], Record], provider: str, timing: str) -> 
 
 
 def timing_of(records: Sequence[Record]) -> str:
-    """The timing to show: graph replays if there are any, unless the baseline has none."""
+    """Return the timing to show: graph replays if there are any, unless the baseline has only eager times."""
     timed = {(record["provider"], record["timing"]) for record in records if record["us"] is not None}
     base = roles(records[0]["suite"])[0]
     if (base, "eager") in timed and (base, "graph") not in timed:
@@ -69,7 +69,7 @@ def timing_of(records: Sequence[Record]) -> str:
 
 
 def case_text(records: Sequence[Record]) -> str:
-    """The table of one case, a line per provider."""
+    """Return the table of one case, one line per provider."""
     [case] = by_case(records)
     timings = list(dict.fromkeys(record["timing"] for record in records))
     base = roles(records[0]["suite"])[0]
@@ -100,7 +100,7 @@ def case_text(records: Sequence[Record]) -> str:
 
 
 def summary(results: Results) -> str:
-    """For each suite our speedup over the baseline, and the cases that are slower, failed or were left out."""
+    """Return our speedup over the baseline for each suite, and the cases that are slower, failed or left out."""
     lines = []
     for suite in results.suites:
         part = results.of(suite)
@@ -131,7 +131,7 @@ def summary(results: Results) -> str:
 
 
 def csv_text(results: Results) -> str:
-    """The records as CSV, with the fields of the JSON as columns."""
+    """Return the records as CSV, with the fields of the JSON as columns."""
     text = io.StringIO()
     writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
     writer.writeheader()
@@ -140,7 +140,7 @@ def csv_text(results: Results) -> str:
 
 
 def markdown(results: Results, short: bool = False) -> str:
-    """For each suite a paragraph on what was measured where, and a table; a short one has at most `SHORT` columns."""
+    """Return a paragraph on the measurement and a table for each suite; a short table has at most `SHORT` columns."""
     meta = results.meta
     lines = []
     for suite in results.suites:
@@ -173,7 +173,7 @@ def _where(meta: Record) -> str:
 
 
 def _transformers_table(results: Results) -> list[str]:
-    """The table of transformers_stack.py: a line for each shape, a column for each implementation."""
+    """Return the table of transformers_stack.py: one line per shape, one column per implementation."""
     meta, shapes = results.meta, dict[tuple[str, int, int], dict[str, Record]]()
     for record in results.records:
         shapes.setdefault((record["part"], record["batch"], record["length"]), {})[record["implementation"]] = record
@@ -206,7 +206,7 @@ def _speed_cell(record: Record | None) -> str:
 
 
 def _expert_parallel_table(results: Results) -> list[str]:
-    """The table of expert_parallel.py: a line for each number of ranks, weak scaling before strong."""
+    """Return the table of expert_parallel.py: one line per number of ranks, weak scaling before strong."""
     records = sorted(results.records, key=lambda r: (r["scaling"] == "strong", r["ranks"]))
     one = {r["scaling"]: r["tokens_per_s"] for r in records if r["ranks"] == 1}
     rows = []
@@ -228,7 +228,7 @@ def _expert_parallel_table(results: Results) -> list[str]:
 
 
 def over_best(record: Record, others: Iterable[str] = ()) -> float | None:
-    """In a record of wide.py our speedup over the best of `others`, or of all others; None if a time is missing."""
+    """Return our speedup over the best of `others`, by default all, in a record of wide.py; None without times."""
     ours = roles("wide")[1]
     us: dict[str, float] = record["us"]
     compared = [us[label] for label in others or us if label != ours and label in us]
@@ -236,13 +236,13 @@ def over_best(record: Record, others: Iterable[str] = ()) -> float | None:
 
 
 def worst_first(results: Results) -> list[tuple[float, Record]]:
-    """The records of wide.py that have times, with our speedups over the best other, the lowest first."""
+    """Return the timed records of wide.py with our speedups over the best other provider, lowest first."""
     found = [(ratio, record) for record in results.records if (ratio := over_best(record)) is not None]
     return sorted(found, key=lambda pair: pair[0])
 
 
 def _wide_tables(results: Results) -> list[str]:
-    """Of wide.py: our speedups by rows and by routing, and the worst cases."""
+    """Return the tables of wide.py: our speedups by rows and by routing, and the worst cases."""
     base, ours = roles("wide")
     records = [record for _, record in worst_first(results)]
     labels = list(dict.fromkeys(label for record in records for label in record["us"] if label != ours))
@@ -299,7 +299,7 @@ _STEPS = {
 }
 _PREFILL = ("qwen3_30b, T = 8192", "mixtral, T = 4096", "dsv3_ep, T = 4096", "olmoe, T = 4096")
 _ROWWISE_LAYERS = dict(zip(_PREFILL, (3.5, 2.4, 2.8, 3.2), strict=True))
-_FP8_TARGETS: dict[str, dict[str, dict[str, float]]] = {  # of speedups: over what, of what, in which case
+_FP8_TARGETS: dict[str, dict[str, dict[str, float]]] = {  # target speedups, by baseline, label and case
     "torch._grouped_mm, bfloat16": {
         f"{_ROWWISE}, fast_accumulation": {_WITHOUT_DECODING: 1.95} | _DECODING,
         _ROWWISE: {_WITHOUT_DECODING: 1.5} | _DECODING,
@@ -319,7 +319,7 @@ _QUANTIZE_GBPS, _PERMUTE_PERCENT, _WGRAD_TFLOPS = 3700, 10, 800
 
 
 def _fp8_tables(results: Results) -> list[str]:
-    """Of fp8.py: products, quantisation, layers, training steps, weights' gradients, and the host's time."""
+    """Return the tables of fp8.py: products, quantisation, layers, training, weights' gradients and host times."""
     parts = _fp8_parts(results)
     regime = "under load" if results.meta.get("load") else "in short bursts"
     lines = [
@@ -337,7 +337,7 @@ def _fp8_tables(results: Results) -> list[str]:
 
 
 def _fp8_products(parts: dict[str, list[Record]]) -> list[str]:
-    """Ours, then others', with geometric means, and the largest errors where they are known."""
+    """Return the tables of our products and of others', with geometric means and the largest known errors."""
     records = parts["product"]
     if not records:
         return []
@@ -364,7 +364,7 @@ def _fp8_products(parts: dict[str, list[Record]]) -> list[str]:
 
 
 def _fp8_quantisation(parts: dict[str, list[Record]]) -> list[str]:
-    """Rates of quantising rows and of a copy, and the time of quantising in permute."""
+    """Return the tables of rates of quantising rows and of a copy, and of the time of quantising in permute."""
     lines = []
     if records := [r for r in parts["product"] if r.get("quantize_gbps")]:
         names = list(records[0]["quantize_gbps"])
@@ -411,7 +411,7 @@ def _fp8_layers(records: Sequence[Record]) -> list[str]:
 
 
 def _fp8_training(records: Sequence[Record]) -> list[str]:
-    """Steps, and weights' gradients."""
+    """Return the tables of training steps, and of weights' gradients."""
     if not records:
         return []
     base, *labels = fp8_labels(records)
@@ -468,12 +468,12 @@ def _fp8_target(case: str, label: str, base: str) -> float | None:
 
 
 def _beside(value: float | None, target: float | None, digits: int | None = 2) -> str:
-    """ "1.60 (1.65)" """
+    """Return the value with its target, if it has one, such as "1.60 (1.65)"."""
     return _number(value, digits) + ("" if target is None else f" ({target:g})")
 
 
 def _short_fp8_table(results: Results) -> list[str]:
-    """A line per provider of products: its mean speedup in training, and those of the cases of decoding."""
+    """Return a table of products, one line per provider: its mean speedup in training, and those in decoding."""
     parts = _fp8_parts(results)
     many_rows, decoding = parts["many rows"], parts["decoding"]
     base, *labels = fp8_labels(parts["product"])
@@ -491,14 +491,14 @@ def _short_fp8_table(results: Results) -> list[str]:
 
 
 def _fp8_parts(results: Results) -> dict[str, list[Record]]:
-    """The records of fp8.py by part; those of products also apart, with many rows and in decoding."""
+    """Return the records of fp8.py by part; products also split into cases with many rows and of decoding."""
     parts = {name: [r for r in results.records if r["part"] == name] for name in ("product", "layer", "training")}
     decoding = [r for r in parts["product"] if r["case"].startswith("decode")]
     return parts | {"many rows": [r for r in parts["product"] if r not in decoding], "decoding": decoding}
 
 
 def fp8_labels(records: Sequence[Record]) -> list[str]:
-    """The labels of products, layers or steps, the baseline first."""
+    """Return the labels of products, layers or steps, the baseline first."""
     labels = dict.fromkeys(label for r in records for label in r["us"])
     return [label for label in labels if not label.startswith(("quantize", "copy", "permute", "wgrad"))]
 
@@ -514,7 +514,7 @@ def _fp8_mean(records: Sequence[Record], label: str, base: str) -> float | None:
 
 
 def _convergence_table(results: Results) -> list[str]:
-    """Of convergence.py: the final held-out losses by seed, and for each way to compute their mean and spread."""
+    """Return the table of convergence.py: final held-out losses by seed, and mean and spread for each `compute`."""
     final = {(r["compute"], r["seed"]): r["final"] for r in results.records}
     computes = list(dict.fromkeys(compute for compute, _ in sorted(final)))
     seeds = sorted({seed for _, seed in final})
@@ -538,7 +538,7 @@ def _convergence_table(results: Results) -> list[str]:
     ]
 
 
-SCRIPTS = {  # suites of benchmarks/*.py
+SCRIPTS = {  # suites of the scripts in benchmarks/
     "transformers": _transformers_table,
     "expert_parallel": _expert_parallel_table,
     "wide": _wide_tables,
@@ -549,7 +549,7 @@ SHORT_SCRIPTS = {"fp8": _short_fp8_table}
 
 
 def of_tritonbench(found: Measured) -> str:
-    """A table: the baseline's time for each input, the others' speedups over it, and the means of these."""
+    """Return a table of the baseline's time for each input, and the speedups over it with their geometric means."""
     times = found.providers.get(found.baseline, {}).get("latency", [None] * len(found.names))
     rows = [[name, _number(ms and 1e3 * ms)] for name, ms in zip(found.names, times, strict=True)]
     head, means = [found.title, f"{found.baseline} us"], ["geometric mean", ""]
@@ -589,7 +589,7 @@ def _case_table(results: Results, timing: str) -> list[str]:
 
 
 def _short_case_table(results: Results, timing: str) -> list[str]:
-    """The times of the baseline and ours, and the speedups of ours and of others that compute the same."""
+    """Return a table of the baseline's and our times, and the speedups of all providers with the same result."""
     suite = results.records[0]["suite"]
     base, ours = roles(suite)
     others = _others(suite, (record["provider"] for record in results.records))
@@ -606,7 +606,7 @@ def _short_case_table(results: Results, timing: str) -> list[str]:
 
 
 def _others(suite: str, labels: Iterable[str]) -> list[str]:
-    """Those that are neither the baseline nor ours, and compute the same."""
+    """Return the labels of providers with the same result, without the baseline and ours."""
     operator = operator_of(suite)
     left_out = {p.label for p in operator.providers.values() if p.ours or not p.same_result}
     left_out.add(operator.providers[operator.baseline].label)
@@ -614,7 +614,7 @@ def _others(suite: str, labels: Iterable[str]) -> list[str]:
 
 
 def start_up(measured: Record) -> str:
-    """The table of start_up.py: seconds, with a line for each part and a column for each state of the cache."""
+    """Return the table of start_up.py: seconds, one line per part, one column per state of the cache."""
     states = {
         "nothing cached": "nothing cached",
         "caches filled": "kept on disk",
@@ -644,7 +644,7 @@ def start_up(measured: Record) -> str:
 
 
 def overview(folder: Path) -> str:
-    """The main results in `folder`, in five lines."""
+    """Return a table of the main results in `folder`, in five lines."""
 
     def times(suite: str, name: str, layout: str) -> tuple[Record, list[str]]:
         results = Results.read(folder / f"{suite}.json")
@@ -690,7 +690,7 @@ def _markdown_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 
 
 def _title(record: Record) -> str:
-    """ "qwen3_up (128, 65536, 1536, 2048), B [G, K, N]" """
+    """Return a title such as "qwen3_up (128, 65536, 1536, 2048), B [G, K, N]"."""
     return f"{record['case']} ({', '.join(str(record[d]) for d in 'GMNK')}), B {record['layout']}"
 
 
@@ -703,5 +703,5 @@ def _number(value: float | None, digits: int | None = None) -> str:
 
 
 def _code(label: str) -> str:
-    """A label with the names of functions in it marked as code."""
+    """Return a label with names of functions marked as code."""
     return re.sub(r"\b(torch\.\w+|\w*grouped_gemm|moe_mlp)\b", r"`\1`", label)

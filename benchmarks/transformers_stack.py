@@ -1,15 +1,15 @@
-"""Four layers of Qwen3-30B-A3B in transformers, by each of its experts implementations and by ours.
+"""Four layers of Qwen3-30B-A3B in transformers, with each of its experts implementations and with ours.
 
     python -m benchmarks.transformers_stack [--parts PART ...] [--tiny] [--json FILE]
 
-Tokens per second of prefill (a forward pass to the last logits), of a training step (forward, backward, AdamW in
-bfloat16) and of `generate` from a short prompt, with random bfloat16 weights. "compiled" is `generate` with a static
-cache, whose decoding steps transformers compiles with mode="reduce-overhead", into CUDA graphs. The vocabulary is cut
-down as the layers are, from 151936 to 12672, so that embedding and head have the share of the time that they have in
-the model. The implementations take turns on one model; first calls, which compile, are timed by themselves. On a GPU
-transformers' generate runs batched_mm in place of grouped_mm once it decodes.
+Measures tokens per second of prefill (a forward pass to the last logits), of a training step (forward, backward, AdamW
+in bfloat16) and of `generate` from a short prompt, with random bfloat16 weights. "compiled" is `generate` with a static
+cache, whose decoding steps transformers compiles with mode="reduce-overhead", into CUDA graphs. The vocabulary is
+reduced in proportion to the layers, from 151936 to 12672, so that embedding and head take the same share of the time as
+in the full model. The implementations take turns on one model; first calls, which compile, are timed separately. On a
+GPU, `generate` of transformers decodes with batched_mm instead of grouped_mm.
 
-On a GPU this writes benchmarks/results/<gpu>/transformers.json. --tiny shows on a CPU that the script works.
+On a GPU this writes benchmarks/results/<gpu>/transformers.json. --tiny checks on a CPU that the script works.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TINY = {"prefill": ((2, 8),), "training": ((2, 8),), "decode": ((2, 3),), "compi
 
 
 def make_model(tiny: bool, device: torch.device) -> Any:
-    """The layers with random weights, in the model's dimensions unless tiny."""
+    """Return the four layers with random weights, in the dimensions of Qwen3-30B-A3B, or one small layer if `tiny`."""
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
     sizes |= {"num_hidden_layers": 4, "vocab_size": 12672}
@@ -61,7 +61,7 @@ def make_model(tiny: bool, device: torch.device) -> Any:
 
 @torch.no_grad()
 def check(model: Any) -> None:
-    """Hold the experts of one layer, by each implementation, to twice the error that "eager" has against float64."""
+    """Check one layer's experts by each implementation: at most twice the error of "eager" against float64."""
     experts = model.model.layers[0].mlp.experts
     config, device = model.config, model.device
     hidden = torch.randn(64, config.hidden_size, device=device).bfloat16()
@@ -77,7 +77,7 @@ def check(model: Any) -> None:
 
 
 def make_call(model: Any, part: str, batch: int, length: int, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """What is timed, but for the choice of an implementation."""
+    """Return the call to time, without the choice of an implementation."""
     count = length if part in ("prefill", "training") else PROMPT
     tokens = torch.randint(1, model.config.vocab_size, (batch, count), device=model.device)
     if part == "prefill":
@@ -96,13 +96,13 @@ def make_call(model: Any, part: str, batch: int, length: int, optimizer: torch.o
 
 
 def measure(model: Any, part: str, batch: int, length: int, rounds: int) -> list[run.Record]:
-    """A record for each implementation; one that runs out of memory, or fails, has the reason in place of times."""
+    """Return a record for each implementation; one that fails or runs out of memory has an error instead of times."""
     device, on_gpu = model.device, model.device.type != "cpu"
     model.train(part == "training")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu)
     call = make_call(model, part, batch, length, optimizer)
     torch.compiler.reset()
-    names = [name for name in IMPLEMENTATIONS if part != "compiled" or name != "eager"]  # a loop over experts
+    names = [name for name in IMPLEMENTATIONS if part != "compiled" or name != "eager"]  # "eager" is a loop
     timed: dict[str, Callable[[], None]] = {}
     repeats = 3 if on_gpu and part in ("prefill", "training") else 1
 

@@ -1,14 +1,14 @@
-"""An untuned `grouped_gemm` beside other libraries: the GEMMs of every model, 64 to 65536 rows, five routings.
+"""Untuned `grouped_gemm` against other libraries: the GEMMs of every model, 64 to 65536 rows, five routings.
 
     python -m benchmarks.wide FILE [--jobs N] [--budget SECONDS] [--models NAME ...] [--rows M ...] [--load]
         [--json FILE]
 
-Tuned entries are set aside. The providers take turns with a cold L2 cache, as CUDA-graph replays; a case in which
-`grouped_gemm` is behind another library is timed again with more rounds. Before that each result is compared with a
-loop of `torch.mm`, row by row, and a wrong one is not timed.
+Tuned entries are not used. First each result is compared with a loop of `torch.mm`, row by row; wrong ones are not
+timed. Then the providers take turns with a cold L2 cache, as CUDA-graph replays; a case in which `grouped_gemm` is
+slower than another library is timed again with more rounds.
 
-FILE holds a line of JSON for each case, written as it comes. Cases in it are skipped, so the same command completes a
-run that was cut off or whose budget was spent. The results of all lines are written to --json at the end.
+FILE gets a line of JSON for each case as soon as it is measured. Cases in FILE are skipped, so the same command
+completes a run that was interrupted or ran out of budget. The results of all lines are written to --json at the end.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ ROWS = (64, 1024, 4096, 16384, 65536)
 ROUTINGS: tuple[SizeKind, ...] = ("uniform", "softmax", "zipf", "nine-tenths", "half-empty")
 PROVIDERS = ("torch", "ours", "triton_kernels", "quack")
 ROUNDS, MORE_ROUNDS = 5, 20
-BEHIND, BEHIND_TORCH = 0.95, 0.99  # of the best other, and of PyTorch, below which a case is timed with MORE_ROUNDS
+BEHIND, BEHIND_TORCH = 0.95, 0.99  # speedups over the best other and PyTorch, below which MORE_ROUNDS follow
 LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm
-_SAME = ("gpu", "torch", "triton", "helion", "load")  # in all runs that add to a file
+_SAME = ("gpu", "torch", "triton", "helion", "load")  # must be equal in all runs that add to a file
 _TINY = [Case("tiny up", 4, M, 48, 32, sizes, "gnk") for M in (8, 40) for sizes in ROUTINGS]
 _PROVIDERS = OPERATORS["grouped_gemm"].providers
 
 
 def cases_of(models: Iterable[str], rows: Iterable[int]) -> list[Case]:
-    """All cases, the numbers of rows outermost, so that the first ones are of every model."""
+    """Return all cases, ordered by number of rows, so that the first ones cover every model."""
     shapes: dict[tuple[int, int, int], str] = {}
     for name in models:
         H, width, G, _ = MODELS[name]
@@ -69,13 +69,13 @@ def cases_of(models: Iterable[str], rows: Iterable[int]) -> list[Case]:
 
 
 def key_of(case: Case | run.Record) -> tuple[Any, ...]:
-    """What tells cases apart."""
+    """Return the key that identifies a case."""
     values = case if isinstance(case, dict) else vars(case)
     return tuple(values[name] for name in ("G", "M", "N", "K", "sizes"))
 
 
 def gpu_seconds(cases: Sequence[Case], providers: int) -> float:
-    """An estimate: ROUNDS and three calls before, at 650 TFLOP/s or 4.2 TB/s, and 60 us to empty the L2 cache."""
+    """Estimate the time of ROUNDS + 3 calls per provider, at 650 TFLOP/s or 4.2 TB/s, plus 60 us to flush the L2."""
     seconds = 0.0
     for case in cases:
         sizes, dtype = group_sizes_for(case.sizes, case.G, case.M), torch.bfloat16
@@ -85,7 +85,7 @@ def gpu_seconds(cases: Sequence[Case], providers: int) -> float:
 
 
 def read_lines(file: Path) -> tuple[list[run.Record], list[run.Record]]:
-    """The runs' metas and the cases' records; a last line that was cut off is dropped."""
+    """Return the metadata of runs and the records of cases; incomplete lines of an interrupted run are dropped."""
     metas: list[run.Record] = []
     records: list[run.Record] = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
@@ -97,7 +97,7 @@ def read_lines(file: Path) -> tuple[list[run.Record], list[run.Record]]:
 
 @contextmanager
 def untuned() -> Iterator[None]:
-    """Without tuned entries, and without the warning that there are none."""
+    """Ignore tuned entries in this context, and the warning that there are none."""
     with replaced(entries, files_for=lambda *_: []), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "moe_kernels: no config has been tuned", RuntimeWarning)
         entries.reload()
@@ -109,7 +109,7 @@ def largest_error(
     out: Tensor,  # [M, N]
     expected: Tensor,  # [M, N]
 ) -> float:
-    """The largest `||out - expected|| / ||expected||` of a row; inf for NaN or another shape."""
+    """Return the largest `||out - expected|| / ||expected||` of a row; inf for NaN or a wrong shape."""
     if out.shape != expected.shape:
         return float("inf")
     worst = torch.zeros((), device=out.device)
@@ -120,14 +120,14 @@ def largest_error(
 
 
 def behind(us: dict[str, float]) -> bool:
-    """Whether ours is BEHIND the best other, or BEHIND_TORCH."""
+    """Whether our speedup is below BEHIND over the best other, or below BEHIND_TORCH over PyTorch."""
     ours, torchs = (us.get(_PROVIDERS[key].label, math.inf) for key in ("ours", "torch"))
     return ours < math.inf and (min(us.values()) < BEHIND * ours or torchs < BEHIND_TORCH * ours)
 
 
 @torch.no_grad()
 def measure(case: Case, B: Tensor, keys: Sequence[str], device: torch.device, load: bool = False) -> run.Record:
-    """The record of a case: microseconds of each provider, or its error.
+    """Return the record of a case: microseconds of each provider, or its error.
 
     Raises:
         run.GpuLostError: after an error that the process cannot recover from.
@@ -159,23 +159,23 @@ def measure(case: Case, B: Tensor, keys: Sequence[str], device: torch.device, lo
 
 
 def _prepared(call: Call, device: torch.device) -> tuple[Call, Any]:
-    """What is timed, on a GPU the replay of a graph, and what it has computed."""
+    """Return the call to time, on a GPU the replay of a CUDA graph, and its result."""
     out = call()
     if device.type == "cpu":
         return call, out
     del out
     made: list[Tensor] = []
     replay = captured(lambda: made.append(call()))
-    made[0].fill_(float("nan"))  # a graph that misses a kernel leaves it so
+    made[0].fill_(float("nan"))  # remains if the graph lacks a kernel
     replay()
     return replay, made[0]
 
 
 def compile_beforehand(cases: Sequence[Case], keys: Sequence[str], jobs: int, device: torch.device) -> None:
-    """Call all providers in `jobs` processes, which leaves their binaries in the caches on disk.
+    """Call all providers in `jobs` processes, to fill the caches of binaries on disk.
 
-    No choice depends on the routing, so one is enough. A process takes all cases of the same weights; so many run at
-    once as the GPU has memory for. What fails here is compiled when its turn comes.
+    No choice depends on the routing, so one routing is enough. A process takes all cases with the same weights; as many
+    run at once as fit into the GPU's memory. Calls that fail here are compiled when they are measured.
     """
     first = {key_of(case)[:4]: case for case in reversed(cases)}
     groups: dict[tuple[Any, ...], list[Case]] = {}
@@ -202,7 +202,7 @@ def compile_beforehand(cases: Sequence[Case], keys: Sequence[str], jobs: int, de
 
 @torch.no_grad()
 def _compile(cases: Sequence[Case], keys: Sequence[str], device: torch.device) -> None:
-    """Call the providers `keys` for `cases`, which share weights; nothing is initialized."""
+    """Call the providers `keys` for `cases`, which share weights, on uninitialised tensors."""
     dtype, one = torch.bfloat16, cases[0]
     B = torch.empty(one.G, one.N, one.K, dtype=dtype, device=device).mT
     with untuned():
@@ -219,7 +219,7 @@ def _compile(cases: Sequence[Case], keys: Sequence[str], device: torch.device) -
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, parsed."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.wide", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -239,7 +239,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code, which is 1 if `grouped_gemm` failed in a case."""
+    """Run the command and return the exit code, which is 1 if `grouped_gemm` failed in a case."""
     begun = time.monotonic()
     options = arguments(argv)
     if not (options.tiny or torch.cuda.is_available()):
@@ -317,13 +317,13 @@ def _run(
 
 
 def _ratios(records: Sequence[run.Record]) -> str:
-    """Ours over the best other for each routing."""
+    """Return our speedup over the best other provider for each routing, as text."""
     found = {record["sizes"]: tables.over_best(record) for record in records}
     return ", ".join(f"{sizes} {'-' if ratio is None else f'{ratio:.2f}'}" for sizes, ratio in found.items())
 
 
 def _write(file: Path, values: Iterable[run.Record]) -> None:
-    """As lines of JSON, at once or not at all."""
+    """Write `values` as lines of JSON, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")
     part.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")

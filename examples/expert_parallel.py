@@ -29,11 +29,11 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
 
-    torch.manual_seed(0)  # the same weights everywhere; each rank uses its own experts'
+    torch.manual_seed(0)  # the same weights on all ranks; each rank uses those of its own experts
     w_gate_up = torch.randn(E, 2 * I, H).div(H**0.5).to(device, dtype)
     w_down = torch.randn(E, H, I).div(I**0.5).to(device, dtype)
     mine = slice(rank * E // dist.get_world_size(), (rank + 1) * E // dist.get_world_size())
-    torch.manual_seed(rank + 1)  # other tokens everywhere
+    torch.manual_seed(rank + 1)  # different tokens on each rank
     hidden = torch.randn(T + rank, H).to(device, dtype).requires_grad_()
     topk_ids, topk_weights = topk_softmax(torch.randn(T + rank, E, device=device), TOP_K, renormalize=True)
 

@@ -1,8 +1,8 @@
-"""A layer of 16 experts, two for each token, trained for a few steps and compared with the same in plain PyTorch.
+"""A layer of 16 experts, two for each token, trained for a few steps and compared with plain PyTorch.
 
     python examples/moe_layer.py
 
-With a GPU this runs in bfloat16 by the kernels; without one in float32, in plain PyTorch.
+With a GPU this runs the kernels in bfloat16; without one it runs plain PyTorch in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moe_kernels import MoE
 
 
 def plain(layer: MoE, hidden: torch.Tensor) -> torch.Tensor:
-    """The layer's forward, a loop over the experts: `[T, H]` float32."""
+    """Return the layer's output `[T, H]` in float32, computed by a loop over the experts."""
     scores = torch.softmax(hidden @ layer.router.T, dim=-1, dtype=torch.float32)
     weights, ids = scores.topk(layer.top_k)  # [T, top_k]
     if layer.renormalize:

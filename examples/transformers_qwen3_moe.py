@@ -1,4 +1,4 @@
-"""A small random Qwen3-MoE of Hugging Face transformers: logits, a training step and generate by these kernels.
+"""A small random Qwen3-MoE of Hugging Face transformers: logits, a training step and generate with these kernels.
 
 pip install -e '.[transformers]'
 python examples/transformers_qwen3_moe.py

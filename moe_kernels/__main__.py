@@ -1,4 +1,4 @@
-"""`python -m moe_kernels demo | info | compile | cache | tune`."""
+"""Command line: `python -m moe_kernels demo | info | compile | cache | tune`."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def demo() -> int:
-    """Pack, multiply, check and unpack generated traffic; the exit code."""
+    """Pack, multiply, check and unpack generated traffic; return the exit code."""
     gpu = None if requirements.interpreted() else _gpu()
     if gpu is None and not requirements.interpreted():
-        if "triton" in sys.modules:  # it has read the variable already
+        if "triton" in sys.modules:  # Triton reads TRITON_INTERPRET when it is imported
             command = [sys.executable, "-m", "moe_kernels", "demo"]
             return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
         os.environ["TRITON_INTERPRET"] = "1"
@@ -176,7 +176,7 @@ def info() -> int:
         return 0
     try:
         importlib.import_module("helion")
-    except Exception as error:  # whatever a broken installation raises, this command is there to report it
+    except Exception as error:  # a broken installation may raise anything; this command reports it
         print(f"New plans cannot be made, because helion cannot be imported: {type(error).__name__}: {error}")
         print(f"To fix it: {fix}")
         return 0
@@ -216,7 +216,7 @@ def _print_configs() -> None:
             gpu=gpu,
         )
         choice = rules.choose(problem)
-        # `jagged_tails` is one of the kernels that "persistent" asks for.
+        # The variant "persistent" includes the kernel `jagged_tails`.
         variant = "basic" if choice.variant == "basic" else "persistent"
         limit = rules.persistent_from_rows(problem)
         because = f"rule: {mean_rows} rows per group {'>=' if mean_rows >= limit else '<'} {limit}"
@@ -241,7 +241,7 @@ def _print_configs() -> None:
 
 
 def _gpu() -> str | None:
-    """The type of the GPU that the kernels can use."""
+    """Return the device type of the GPU that the kernels can use, or None."""
     if torch.cuda.is_available():
         return "cuda"
     return "xpu" if torch.xpu.is_available() else None
@@ -264,7 +264,7 @@ def _gpu_fields() -> list[tuple[str, str]]:
 
 
 def _kernels_run() -> bool:
-    """Whether the kernels can run here; prints what is missing."""
+    """Whether the kernels can run here; if not, print what is missing."""
     problems = requirements.problems()
     if problems:
         print(f"The kernels cannot run here: {'; '.join(problems)}.\nTo fix it: {requirements.fix()}", file=sys.stderr)
@@ -278,7 +278,7 @@ def _bound(function: Callable[..., Tensor], *args: Tensor) -> Callable[[], Tenso
 def _check(
     name: str, call: Callable[[], Tensor], sizes: list[int], A_packed: Tensor, B: Tensor, group_offsets: Tensor
 ) -> list[str]:
-    """Call once and compare with float64: the cells for error, budget and result."""
+    """Call once, compare with float64, and return the table cells for error, budget and result."""
     from moe_kernels.testing import assert_grouped_gemm_close
 
     print(f"  {name}, B {list(B.shape)}: compiling and checking ... ", end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Make plans and binaries before the calls that need them, for the GPU of this machine or for a named one.
+"""Compile plans and binaries before the calls that need them, for the GPU of this machine or for a named one.
 
-A layer is run on meta tensors, once for each class of token counts. Nothing is computed: its requests to the plan cache
-are collected, and the plans made.
+A layer runs on meta tensors, once per class of token counts. Nothing is computed: its requests to the plan cache are
+collected, and the requested plans are compiled.
 """
 
 from __future__ import annotations
@@ -75,26 +75,26 @@ def compile_ahead(
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> Made:
-    """Make the plans and binaries of layers for all of `tokens`, and store them on disk.
+    """Compile the plans and binaries of layers for all token counts in `tokens`, and store them on disk.
 
     Args:
-        what: an `MoE`; a module that contains some; a transformers model with `experts_implementation="moe_kernels"`
-            after `register()`; a `LayerShape`; the name of a model of `python -m moe_kernels compile --list`; or
-            several shapes and names.
+        what: an `MoE`; a module that contains `MoE` layers; a transformers model with
+            `experts_implementation="moe_kernels"` after `register()`; a `LayerShape`; the name of a model listed by
+            `python -m moe_kernels compile --list`; or several shapes and names.
         tokens: the numbers of tokens in a call, such as `range(1, 8193)`. Numbers of one class share a plan.
-        training: True also makes the forward with gradients, and the backward.
-        gpu: the name of a GPU of `python -m moe_kernels compile --list`, which need not be in this machine; by default
-            the current one.
+        training: whether to compile also the forward pass with gradients and the backward pass.
+        gpu: the name of a GPU listed by `python -m moe_kernels compile --list`, which need not be in this machine;
+            default: the current GPU.
         jobs: the number of processes that compile at the same time. With more than one, or for a GPU that is not in
             this machine, these processes import the calling script again, so it needs a `__main__` guard.
-        progress: a function, called with the number of plans made so far and the number of all plans.
+        progress: a function, called with the number of plans compiled so far and the total number of plans.
 
     Returns:
         The numbers of plans, binaries and launcher libraries.
 
     Raises:
         ValueError: an unknown GPU or model, or a module without a layer of this package.
-        RuntimeError: there is no GPU, and `gpu` names none.
+        RuntimeError: `gpu` is None, and there is no GPU.
         OSError: the folder cannot be written to, or its size limit is too small.
     """
     target = _target(gpu)
@@ -116,7 +116,7 @@ def compile_ahead(
 
 
 def _kept(wanted: Wanted, gpu: Gpu) -> dict[str, store.Binary] | None:
-    """The binaries of a plan that is on disk; None if it is not."""
+    """Return the binaries of a plan on disk, or None if the plan is not there."""
     found = store.read_plan(store.plan_key(wanted.signature, gpu, rules.tuned_digest(gpu)), {})
     return None if found is None else found[1]
 
@@ -138,7 +138,7 @@ def _each(what: Any) -> list[Any]:
 
 
 def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: bool) -> list[Callable[[], None]]:
-    """What runs each layer of `what` on meta tensors, once for each class of token counts."""
+    """Return functions that run each layer of `what` on meta tensors, one per class of token counts."""
     if isinstance(what, str):
         if what not in MODELS:
             raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {what!r}")
@@ -156,7 +156,7 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
 
 
 def classes(tokens: Iterable[int], E: int, top_k: int) -> list[list[int]]:
-    """The token counts by class, in ascending order."""
+    """Group the token counts by class, in ascending order."""
     found: dict[Any, list[int]] = {}
     for T in sorted(set(tokens)):
         found.setdefault(rows_class(Counts(T, (T * top_k,), E)), []).append(T)
@@ -164,7 +164,7 @@ def classes(tokens: Iterable[int], E: int, top_k: int) -> list[list[int]]:
 
 
 def layers_of(module: nn.Module) -> list[Any]:
-    """The layers of a module that run on these kernels, one of each kind."""
+    """Return the layers of a module that run on these kernels, one of each type, options and parameter layouts."""
     found: dict[Any, Any] = {}
     for part in module.modules():
         config = getattr(part, "config", None)
@@ -176,7 +176,7 @@ def layers_of(module: nn.Module) -> list[Any]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and buffers, such as weights in fp8."""
+    """Yield the parameters, then the buffers, such as weights in fp8."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
@@ -210,7 +210,7 @@ def _call_of_module(module: Any, T: int, training: bool) -> Callable[[], None]:
                 dtype = getattr(module.config, "dtype", None) or torch.bfloat16
             ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
             like: dict[str, Any] = {"device": "meta", "requires_grad": training}
-            # Some models leave what the router gives in float32.
+            # Some models keep the router weights in float32.
             kinds = dict.fromkeys((dtype, torch.float32))
             routings = [(ids, torch.empty(T, top_k, dtype=kind, **like)) for kind in kinds]
         for routing in routings:
@@ -223,7 +223,7 @@ def _call_of_module(module: Any, T: int, training: bool) -> Callable[[], None]:
 
 
 def _call_of_shape(shape: LayerShape, T: int, training: bool) -> Callable[[], None]:
-    """As `MoE` calls the layer and its products; in inference also with weights of the layer's dtype."""
+    """Return a function that calls an `MoE`, `moe_mlp` with topk_weights in the same dtype, and each product alone."""
     H, I, E, top_k, dtype = shape  # noqa: E741
 
     def call() -> None:
@@ -242,7 +242,7 @@ def _call_of_shape(shape: LayerShape, T: int, training: bool) -> Callable[[], No
 
 @torch.no_grad()
 def _run_experts(shape: LayerShape, T: int, weights_dtype: torch.dtype) -> None:
-    """Call `moe_mlp` on meta tensors, with topk_weights of this dtype."""
+    """Call `moe_mlp` on meta tensors, with topk_weights in `weights_dtype`."""
     H, I, E, top_k, dtype = shape  # noqa: E741
     hidden, w_gate_up, w_down = (
         torch.empty(extents, dtype=dtype, device="meta") for extents in ((T, H), (E, 2 * I, H), (E, H, I))
@@ -252,14 +252,14 @@ def _run_experts(shape: LayerShape, T: int, weights_dtype: torch.dtype) -> None:
 
 
 def collect(calls: Iterable[Callable[[], None]]) -> list[Wanted]:
-    """What `calls`, on meta tensors, ask of the plan cache, each once."""
+    """Run `calls` on meta tensors and return the plans that they request from the plan cache, without duplicates."""
     wanted: dict[str, Wanted] = {}
 
     def note(operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Any:
         inputs = symbolic(operator, tensors, options)
         text = portable(signature(operator, tensors, options))
         wanted.setdefault(text, Wanted(operator.name, inputs, options, text))
-        # Any GPU does: the results' shapes and dtypes do not depend on it.
+        # Any known GPU will do: the shapes and dtypes of the results do not depend on it.
         _, results = cache.sketch(operator, inputs, options, targets.KNOWN["h200"])
         extents = [() if x is None else tuple(x.shape) for x in tensors]
         made = [torch.empty(tuple(value(n, extents) for n in x.shape), dtype=x.dtype, device="meta") for x in results]
@@ -278,7 +278,7 @@ def _make_all(wanted: Sequence[Wanted], gpu: Gpu, jobs: int, progress: Progress 
 
 
 def _making(wanted: Sequence[Wanted], gpu: Gpu, jobs: int) -> Iterator[None]:
-    """Make plans, here or in other processes; yields after each."""
+    """Compile plans, in this process or in others, and yield after each."""
     here = torch.cuda.is_available() and targets.of_device("cuda", torch.cuda.current_device()) == gpu
     if not wanted or (here and jobs <= 1):
         for one in wanted:
@@ -293,7 +293,7 @@ def _making(wanted: Sequence[Wanted], gpu: Gpu, jobs: int) -> Iterator[None]:
 
 
 def _begin(absent: Gpu | None) -> None:
-    """In a process that compiles: believe in a GPU that is not there."""
+    """Initialise a compiling process; `absent` is the GPU to compile for if this machine does not have it."""
     if absent is None:
         return
     from moe_kernels.runtime import compile as compiler  # imports Helion
@@ -308,7 +308,7 @@ def _make(wanted: Wanted, gpu: Gpu) -> None:
 
 @contextmanager
 def output(folder: str | None) -> Iterator[None]:
-    """In here, and in processes started in here, plans go to `folder`, even if other folders have them."""
+    """Store plans in `folder` in this context and in its child processes, even plans that other folders have."""
     made = {} if folder is None else {"MOE_KERNELS_CACHE_DIR": folder, "MOE_KERNELS_CACHE_READONLY": ""}
     before = {name: os.environ[name] for name in made if name in os.environ}
     os.environ |= made
@@ -321,7 +321,7 @@ def output(folder: str | None) -> Iterator[None]:
 
 
 def requests(tokens: Iterable[int], shape: LayerShape, gpu: Gpu) -> dict[tuple[int, int], list[Any]]:
-    """By a range of token counts: what the layer's plan for these has to compile; nothing is compiled."""
+    """Map (lowest, highest) token counts of each class to the layer's kernel requests; nothing is compiled."""
     found: dict[tuple[int, int], list[Any]] = {}
     for members in classes(tokens, shape.num_experts, shape.top_k):
         launches = found[members[0], members[-1]] = []

@@ -1,4 +1,4 @@
-"""Products of groups that are not packed: all of one size, or each of its own."""
+"""Grouped GEMMs of separate matrices: uniform (all groups of one size) and varied (each pair of its own size)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def uniform_grouped_gemm(
 ) -> Tensor:
     """Multiply groups of one size: `out[g] = A[g] @ B[g]`, in one launch.
 
-    Products are accumulated in float32. NaN and infinity of one group never reach another's result. A call can be
-    captured in a CUDA graph. Gradients of any order are products of the same kind.
+    Products are accumulated in float32. NaN or infinity in one group never reaches another group's result. A call can
+    be captured in a CUDA graph. Gradients of any order are supported.
 
-    The call is `torch.bmm` where cuBLAS is faster: for more than 64 columns, for many rows with fewer than 16 columns,
-    in float32, and where TMA cannot read the operands. The exception is a `torch.bmm` that would copy an operand or
-    does not support the dtypes.
+    `torch.bmm` computes the result where cuBLAS is faster: for more than 64 columns, for many rows with fewer than 16
+    columns, in float32, and where TMA cannot read the operands. It is not used where it would copy an operand or does
+    not support the dtypes.
 
     Args:
         A: `[G, M, K]`, or `[G * M, K]` with the groups one below the other; bfloat16, float16 or float32, on a CPU
@@ -68,11 +68,11 @@ def varied_grouped_gemm(
     *,
     out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
 ) -> list[Tensor]:
-    """Multiply matrices pair by pair, `group_A[p] @ group_B[p]`, each pair with sizes of its own, in one launch.
+    """Multiply pairs of matrices in one launch, each pair of its own size: `out[p] = group_A[p] @ group_B[p]`.
 
-    Products are accumulated in float32. NaN and infinity of one pair never reach another's result. Every call copies a
-    table of addresses to the device; `plan_varied_grouped_gemm` does so once, and its plan can be captured in a CUDA
-    graph.
+    Products are accumulated in float32. NaN or infinity in one pair never reaches another pair's result. Every call
+    copies a table of addresses to the device; `plan_varied_grouped_gemm` copies it once, and its plan can be captured
+    in a CUDA graph.
 
     Args:
         group_A: list of `[M_p, K_p]`; all tensors have one device and one dtype: bfloat16, float16 or float32, on a CPU
@@ -86,8 +86,8 @@ def varied_grouped_gemm(
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         ImportError: the kernels are needed and a package they need is missing or too old.
-        RuntimeError: the call is being captured into a CUDA graph; or there is `out`, and a tensor requires grad
-            outside of `torch.no_grad()`, as for `torch.mm`.
+        RuntimeError: the call is captured in a CUDA graph; or `out` is given, and a tensor requires grad outside of
+            `torch.no_grad()`, as for `torch.mm`.
     """
     if out is None and isinstance(group_A, (list, tuple)) and isinstance(group_B, (list, tuple)):
         cast = autocast(*group_A, *group_B)
@@ -112,11 +112,11 @@ def plan_varied_grouped_gemm(
     *,
     out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
 ) -> Callable[[], list[Tensor]]:
-    """Prepare `varied_grouped_gemm(group_A, group_B, out=out)` for these tensors, to be called any number of times.
+    """Return a plan: a function that computes `varied_grouped_gemm(group_A, group_B, out=out)` for these tensors.
 
     A call of the plan reads the current values of the tensors. It costs one launch and, without `out`, the allocation
     of one buffer for all results. It can be captured in a CUDA graph and gives no gradients. The plan keeps the tensors
-    alive. Arguments and errors are those of `varied_grouped_gemm`.
+    alive. Arguments and errors are those of `varied_grouped_gemm`; ValueError also if autocast would cast an operand.
     """
     checks.check_varied(group_A, group_B, out)
     if not group_A:
@@ -134,21 +134,21 @@ def plan_varied_grouped_gemm(
 
 
 class _Plan:
-    """The launch for these tensors, and where in one buffer the results go."""
+    """A launch for fixed tensors, and the layout of the results in one buffer."""
 
     def __init__(self, group_A: Sequence[Tensor], group_B: Sequence[Tensor], out: list[Tensor] | None):
         self.tensors = group_A, group_B
         self.out = out
         self.shapes = [(a.size(0), b.size(1)) for a, b in zip(group_A, group_B, strict=True)]
         unit = 16 // group_A[0].element_size()
-        # Each result begins at a multiple of 16 bytes.
+        # The elements of each result, and the padding that aligns the next one to 16 bytes.
         self.sizes = [size for M, N in self.shapes for size in (M * N, -M * N % unit)]
         self.new_buffer = partial(torch.empty, sum(self.sizes), dtype=group_A[0].dtype, device=group_A[0].device)
         outs = self._parts(self.new_buffer()) if out is None else out
         self.launch = varied_launch(group_A, group_B, outs, wait=True)
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
-        # Unsafe in that autograd does not know that the parts are of one tensor: writing to one leaves the others be.
+        # unsafe_split: autograd does not treat the parts as views, so writing to one does not invalidate the others.
         parts = torch.unsafe_split_with_sizes(buffer, self.sizes)[::2]
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
@@ -163,5 +163,5 @@ class _Plan:
 
 
 def _changed(tensors: Sequence[Tensor]) -> None:
-    """Let autograd know that these were written to, in case it has saved one."""
+    """Increment version counters, so that autograd detects the write if it has saved one of these tensors."""
     torch.autograd.graph.increment_version(tensors)

@@ -1,7 +1,7 @@
-"""What the functions accept, and how offsets that they cannot refuse are read.
+"""Checks of the public functions' arguments, and the interpretation of malformed offsets.
 
-The `check_*` functions run on every eager call that is not like an earlier one. They look at metadata alone, so meta
-and fake tensors pass through them.
+The `check_*` functions run on every eager call that is not the replay of an earlier one. They read only metadata, so
+they also accept meta and fake tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VALIDATION_READS = (
     "validate=True (or MOE_KERNELS_VALIDATE=1) reads values on the host, which fullgraph=True and torch.export "
     "rule out: turn it off there"
 )
-_VALIDATE = requirements.switched_on("MOE_KERNELS_VALIDATE")  # read once: this is on the way of every call
+_VALIDATE = requirements.switched_on("MOE_KERNELS_VALIDATE")  # read once, because every call uses it
 
 
 def check_grouped_gemm(
@@ -46,12 +46,12 @@ def check_grouped_gemm(
         A_packed: `[M, K]`; bfloat16, float16 or float32, off CUDA also float64.
         B: `[K, N]` or `[G, K, N]`, a dtype as for `A_packed`, not necessarily the same one.
         group_offsets: `[G + 1]` for `B [G, K, N]`, any length of at least 1 for `B [K, N]`; int32 or int64.
-            The values are not looked at: see `clamp_offsets` and `validate_offsets`.
+            The values are not read: see `clamp_offsets` and `validate_offsets`.
         out_dtype: a dtype as for `A_packed`, or None for `torch.promote_types(A_packed.dtype, B.dtype)`.
-        reference: the caller is plain PyTorch, which takes float64 on every device.
+        reference: the caller is plain PyTorch, which supports float64 on every device.
 
     Raises:
-        TypeError: an argument is no tensor or has a wrong dtype.
+        TypeError: an argument is not a tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device.
     """
     _check_floats((("A_packed", A_packed), ("B", B)), reference)
@@ -87,12 +87,12 @@ def check_scaled_grouped_gemm(
         group_offsets: as for `check_grouped_gemm`.
         bias: `[G, N]`, bfloat16, float16 or float32.
         out_dtype: bfloat16, float16 or float32; None is bfloat16.
-        fast_accumulation: for "rowwise" alone.
+        fast_accumulation: only for "rowwise".
 
     Raises:
-        TypeError: one operand or both are no ScaledTensor, or something has a wrong dtype.
+        TypeError: an operand is not a ScaledTensor, or an argument has a wrong dtype.
         ValueError: wrong rank, shape, device or format.
-        RuntimeError: autograd would record the product.
+        RuntimeError: autograd would record the product, or an argument has a forward-mode tangent.
     """
     A_packed, B = scaled_both("A_packed", A_packed, "B", B)
     for name, value in (("A_packed", A_packed), ("B", B)):
@@ -129,7 +129,7 @@ def _check_accumulation(fast_accumulation: bool, rowwise: bool) -> None:
 
 
 def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dtype | None, name: str) -> torch.dtype:
-    """Check the bias, the last of the operands of a product, and the dtype of the result; return the latter."""
+    """Check the bias, which is the last operand, and that no operand is differentiated; return the result's dtype."""
     *others, bias = operands
     if bias is not None:
         _check_tensor("bias", bias)
@@ -148,7 +148,7 @@ def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dty
 
 
 def _check_beside_fp8(name: str, dtype: torch.dtype) -> None:
-    """Check the dtype of what is in no fp8 in a product of fp8 operands."""
+    """Check the dtype of an argument of an fp8 product that is not itself in fp8, or of the result."""
     if dtype not in _CUDA_DTYPES:
         raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
 
@@ -159,7 +159,7 @@ def scaled_both(
     """Check that two operands are ScaledTensors; return them.
 
     Raises:
-        TypeError: one is none.
+        TypeError: one of them is not.
     """
     made: list[ScaledTensor] = []
     for one, operand, beside in ((name, value, other_name), (other_name, other, name)):
@@ -192,7 +192,7 @@ def check_grouped_gemm_wgrad(
     """Check the arguments of `grouped_gemm_wgrad` and return the dtype of its result, as `check_grouped_gemm` does.
 
     Raises:
-        TypeError: an argument is no tensor or has a wrong dtype.
+        TypeError: an argument is not a tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device.
     """
     operands = ("A_packed", A_packed), ("d_out", d_out)
@@ -213,8 +213,8 @@ def check_route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Non
     """Check the arguments of `route`: ids `[T, top_k]` int32 or int64, topk_weights `[T, top_k]` floating-point.
 
     Raises:
-        TypeError: an argument is no tensor or has a wrong dtype, or `num_experts` is no int.
-        ValueError: wrong rank, shape or device, no slots per token, or a negative number of experts.
+        TypeError: an argument is not a tensor or has a wrong dtype, or `num_experts` is not an int.
+        ValueError: wrong rank, shape or device, top_k below 1, or a negative `num_experts`.
     """
     _check_indices("topk_ids", topk_ids)
     _check_floats((("topk_weights", topk_weights),), False)
@@ -237,10 +237,10 @@ def check_gating(
     top_groups: int = 1,
     scale: float = 1.0,
 ) -> None:
-    """Check the arguments of a gating, as `topk_sigmoid` has them.
+    """Check the arguments of a gating function, which are those of `topk_sigmoid`.
 
     Raises:
-        TypeError: an argument is no tensor, no int or no bool, or has a wrong dtype.
+        TypeError: an argument has a wrong type or dtype.
         ValueError: wrong rank, shape or device, `num_groups` does not divide E, or the chosen groups hold fewer than
             top_k experts.
     """
@@ -275,11 +275,11 @@ def check_moe(
     fp8_wgrad: bool,
     fast_accumulation: bool,
 ) -> None:
-    """Check what a layer of experts is made with.
+    """Check the arguments of `MoE`.
 
     Raises:
-        TypeError: a size or `top_k` is no int, or another option no bool.
-        ValueError: a size below 1, more experts per token than there are, an unknown activation, or no such `compute`.
+        TypeError: a size or `top_k` is not an int, or another option is not a bool.
+        ValueError: a size below 1, `top_k` outside `1..num_experts`, or an unknown activation or `compute`.
     """
     check_int("hidden_size", hidden_size, 1)
     check_int("intermediate_size", intermediate_size, 1)
@@ -291,7 +291,7 @@ def check_moe(
 
 
 def check_layer(hidden: Tensor, router: Tensor) -> None:
-    """Check that `hidden` is `[..., H]` for a router `[E, H]`, of its dtype unless autocast converts both.
+    """Check that `hidden` is `[..., H]` for a router `[E, H]`, and has its dtype unless autocast is enabled.
 
     Raises:
         TypeError, ValueError: wrong dtype; wrong rank, shape or device.
@@ -319,7 +319,7 @@ def check_unpermute(rows: Tensor, routing: Routing, weighted: bool) -> None:
     """Check that `rows` is `[R, H]` for the slots of `routing`.
 
     Raises:
-        TypeError, ValueError: wrong dtype; wrong rank, shape or device; `weighted` is no bool.
+        TypeError, ValueError: wrong dtype, or `weighted` is not a bool; wrong rank, shape or device.
     """
     check_bools(weighted=weighted)
     _check_moved("rows", rows, "R", routing)
@@ -348,9 +348,9 @@ def _check_moved(name: str, value: Tensor, extent: str, routing: Routing) -> Non
 
 
 class Experts(NamedTuple):
-    """The weights of a layer and how they are laid out; `swiglu_ffn` has neither `w_down` nor `down_bias`.
+    """The weights of a layer and their layout; `w_down` and `down_bias` are None for `swiglu_ffn`.
 
-    W is 2I for gate and up in one weight, or else I.
+    W is 2I if `w_gate_up` holds gate and up, otherwise I.
     """
 
     w_gate_up: Any  # Tensor or ScaledTensor [E, W, H], or [E, H, W] if transposed
@@ -373,7 +373,7 @@ def check_swiglu_ffn(
     """Check the arguments of `swiglu_ffn`.
 
     Raises:
-        TypeError: an argument is no tensor or has a wrong dtype.
+        TypeError: an argument is not a tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
     """
     _check_first_floats("rows", rows, experts, reference)
@@ -391,7 +391,7 @@ def check_moe_mlp(
     """Check the arguments of `moe_mlp`, as `check_route` and `check_swiglu_ffn` do.
 
     Raises:
-        TypeError: an argument is no tensor or has a wrong dtype.
+        TypeError: an argument is not a tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
     """
     _check_first_floats("hidden", hidden, experts, False)
@@ -412,8 +412,8 @@ def check_quantized_moe_mlp(
     """Check the arguments of `moe_mlp` with `compute`.
 
     Raises:
-        TypeError: as for `check_moe_mlp`; float64; an option is no bool.
-        ValueError: as for `check_moe_mlp`; there is no such `compute`; weights in fp8, `w_up`, or `transposed`;
+        TypeError: as for `check_moe_mlp`; float64; an option is not a bool.
+        ValueError: as for `check_moe_mlp`; unknown `compute`; weights in fp8, `w_up`, or `transposed`;
             `fast_accumulation` with "fp8_block".
     """
     check_compute(compute)
@@ -434,7 +434,7 @@ def check_quantized_moe_mlp(
 
 
 def _check_one_layout(experts: Experts) -> None:
-    """Raise ValueError for other weights of a layer with products in fp8 than `[E, 2I, H]` and `[E, H, I]`."""
+    """Raise ValueError for `transposed` or `w_up`: fp8 products take only weights `[E, 2I, H]` and `[E, H, I]`."""
     check_bools(transposed=experts.transposed)
     if experts.transposed:
         raise ValueError(
@@ -449,10 +449,10 @@ def _check_one_layout(experts: Experts) -> None:
 
 
 def check_compute(compute: str | None) -> None:
-    """Check the name of what a layer's products are computed in.
+    """Check the name of the precision of a layer's products.
 
     Raises:
-        ValueError: there is no such `compute`.
+        ValueError: unknown `compute`.
     """
     if compute is not None and (not isinstance(compute, str) or compute not in FP8_COMPUTE):
         raise ValueError(f"compute: expected None or one of {', '.join(map(repr, FP8_COMPUTE))}, got {compute!r}")
@@ -462,16 +462,16 @@ def check_scaled_moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    experts: Experts,  # Tensors for weights, w_up, up_bias and transposed are refused
+    experts: Experts,  # Tensors as weights, w_up, up_bias and transposed are refused
     fast_accumulation: bool = False,
 ) -> None:
     """Check the arguments of `moe_mlp` with weights in fp8, both "rowwise" or both "128x128".
 
     Raises:
-        TypeError: one weight is no ScaledTensor, or something has a wrong dtype.
+        TypeError: a weight is not a ScaledTensor, or an argument has a wrong dtype.
         ValueError: as for `check_moe_mlp`; wrong formats or shapes of scales, `w_up`, or `transposed`;
             `fast_accumulation` with "128x128".
-        RuntimeError: autograd would record the layer.
+        RuntimeError: autograd would record the layer, or an argument has a forward-mode tangent.
     """
     _check_one_layout(experts)
     w_gate_up, w_down = scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
@@ -514,7 +514,7 @@ def check_scaled_moe_mlp(
 
 
 def _check_not_differentiated(subject: str, name: str, tensors: Sequence[Tensor | None], instead: str) -> None:
-    """Raise RuntimeError if autograd would record a function of these tensors, or forward mode has a tangent of one."""
+    """Raise RuntimeError if autograd would record a function of these tensors, or one has a forward-mode tangent."""
     if torch_internals.differentiated(*tensors):
         raise RuntimeError(
             f"{subject} no gradients, but {name} requires grad: detach it, call under torch.no_grad(), or {instead}"
@@ -524,7 +524,7 @@ def _check_not_differentiated(subject: str, name: str, tensors: Sequence[Tensor 
 
 
 def _check_routed(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts) -> None:
-    """Check the routing and the shapes of the second product, after those of the first."""
+    """Check the routing and the shapes of the second product; those of the first have been checked."""
     w_gate_up, w_down, w_up, _, _, down_bias, spec, transposed = experts
     E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
     check_route(topk_ids, topk_weights, E)
@@ -550,7 +550,7 @@ def _check_first_floats(name: str, inputs: Tensor, experts: Experts, reference: 
 
 def _check_first_shapes(
     name: str,  # "rows" or "hidden"
-    count: str,  # what their number is called
+    count: str,  # "M" or "T", the name of their number
     inputs: Tensor,  # [count, H]
     experts: Experts,
 ) -> None:
@@ -597,8 +597,8 @@ def check_quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: boo
     """Check the arguments of `quantize`.
 
     Raises:
-        TypeError: `x` is no tensor, it or `dtype` has a wrong dtype, or `power_of_two` is no bool.
-        ValueError: `x` has a wrong rank; there is no such format.
+        TypeError: `x` is not a tensor or has a wrong dtype, `dtype` is not fp8, or `power_of_two` is not a bool.
+        ValueError: `x` has a wrong rank; unknown format.
     """
     check_bools(power_of_two=power_of_two)
     _check_floats((("x", x),), reference)
@@ -613,8 +613,8 @@ def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
     """Check the arguments of `dequantize`.
 
     Raises:
-        TypeError: no `ScaledTensor`, or a wrong dtype.
-        ValueError: wrong rank, shape or device; there is no such format.
+        TypeError: not a `ScaledTensor`, or a wrong dtype.
+        ValueError: wrong rank, shape or device; unknown format.
     """
     if not isinstance(scaled, ScaledTensor):
         raise TypeError(f"scaled: expected a ScaledTensor, got {type(scaled).__name__}")
@@ -640,10 +640,10 @@ def _check_format(name: str, format: str) -> None:
 
 
 def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
-    """Check the values of `topk_ids` on the host: this waits for the device. Meta tensors have none.
+    """Check the values of `topk_ids` on the host, which waits for the device. Meta tensors are skipped.
 
     Raises:
-        ValueError: an id is outside `0..num_experts - 1`; the text names the first one.
+        ValueError: an id is outside `0..num_experts - 1`; the message names the first one.
     """
     if topk_ids.is_meta:
         return
@@ -663,14 +663,14 @@ def check_grouped_mm(
     *,
     reference: bool = False,
 ) -> torch.dtype:
-    """Check the arguments of `grouped_mm`, PyTorch's signature, and return the dtype of its result.
+    """Check the arguments of `grouped_mm`, which has PyTorch's signature, and return the dtype of its result.
 
-    As `check_grouped_gemm`, but `offs [G]` are PyTorch's inclusive ends, int32 or int64, and `bias` may be
-    `[G, N]` of any dtype that `mat_a` may have; it does not take part in the promotion.
+    The same checks as in `check_grouped_gemm`, except: `offs [G]` are PyTorch's inclusive ends, int32 or int64, and
+    `bias [G, N]` may have any dtype that `mat_a` may have; it does not take part in the promotion.
 
     Raises:
-        TypeError, ValueError: as `check_grouped_gemm`; ValueError also for `offs` that are missing, or given with 3-D
-            operands, and for a bias with another form than 2-D x 3-D.
+        TypeError, ValueError: as for `check_grouped_gemm`; ValueError also for missing `offs`, for `offs` with two 3-D
+            operands, and for a bias in any form but 2-D x 3-D.
     """
     _check_floats((("mat_a", mat_a), ("mat_b", mat_b)), reference, (("bias", bias),))
     _check_grouped_mm_shapes(mat_a, mat_b, offs, bias)
@@ -721,16 +721,16 @@ def check_scaled_grouped_mm(
     contraction_dim: Sequence[int],
     use_fast_accum: bool,
 ) -> tuple[ScaledTensor, ScaledTensor, torch.dtype]:
-    """Check the arguments of `scaled_grouped_mm`, PyTorch's signature; return the operands and the result's dtype.
+    """Check the arguments of `scaled_grouped_mm` (PyTorch's signature); return the operands and the result's dtype.
 
-    Rowwise scales get the shapes `[M, 1]` or `[G, M, 1]`, and `[1, N]` or `[G, 1, N]`; with a G if the contraction is
-    grouped.
+    Rowwise scales are returned as `[M, 1]` or `[G, M, 1]`, and `[1, N]` or `[G, 1, N]`; always with G for a grouped
+    contraction.
 
     Raises:
-        TypeError: something is no tensor, or has a wrong dtype.
+        TypeError: an argument is not a tensor or has a wrong dtype.
         ValueError: wrong rank, shape or device; recipes, swizzles or contractions that are not supported; see also
             `check_grouped_mm`.
-        RuntimeError: autograd would record the product.
+        RuntimeError: autograd would record the product, or an argument has a forward-mode tangent.
     """
     scales_a, scales_b = _only("scale_a", scale_a), _only("scale_b", scale_b)
     recipes = tuple(
@@ -785,7 +785,7 @@ def check_scaled_grouped_mm(
 
 
 def _only(name: str, value: Any) -> Any:
-    """The one element of a list, or what is no list."""
+    """Return the only element of a list or tuple, or `value` if it is neither."""
     if not isinstance(value, (list, tuple)):
         return value
     if len(value) != 1:
@@ -805,12 +805,12 @@ def check_uniform(
 
     Args:
         A: `[G * M, K]` or `[G, M, K]`; dtypes as for `check_grouped_gemm`.
-        B: `[G * K, N]` or `[G, K, N]`, whatever the rank of `A`.
+        B: `[G * K, N]` or `[G, K, N]`, for either rank of `A`.
         num_groups: `G`, at least 0.
         out_dtype, reference: as for `check_grouped_gemm`.
 
     Raises:
-        TypeError: an argument is no tensor or no int, or has a wrong dtype.
+        TypeError: an argument has a wrong type or dtype.
         ValueError: wrong rank, shape or device, or a negative `num_groups`.
     """
     check_int("num_groups", num_groups, 0)
@@ -832,7 +832,7 @@ def check_uniform(
 
 
 def _splits(shape: torch.Size, G: int) -> bool:
-    """Whether a 2-D or 3-D tensor of this shape is G matrices of one size."""
+    """Whether a 2-D or 3-D tensor of this shape consists of G matrices of one size."""
     if len(shape) == 3 or G == 0:
         return shape[0] == G
     return shape[0] % G == 0
@@ -848,10 +848,10 @@ def check_varied(
     """Check the arguments of a varied grouped GEMM: all tensors of one dtype on one device, matching shapes.
 
     Raises:
-        TypeError: something is no sequence of tensors, a dtype is not supported or differs from that of `group_A[0]`.
-        ValueError: lengths, ranks, shapes or devices do not match, or `out` has elements that share memory by a
+        TypeError: not lists or tuples of tensors; a dtype is not supported or differs from that of `group_A[0]`.
+        ValueError: lengths, ranks, shapes or devices do not match, or elements of `out` share memory through a
             stride of 0.
-        RuntimeError: there is `out`, and autograd would record the products.
+        RuntimeError: `out` is given, and autograd would record the products.
     """
     lists = {"group_A": group_A, "group_B": group_B} | ({} if out is None else {"out": out})
     for name, tensors in lists.items():
@@ -893,10 +893,10 @@ def check_varied(
 
 
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
-    """Check that `value` is an int, and none below `least` or above `most`; `name` is for the error's text.
+    """Check that `value` is an int, not below `least` or above `most`; `name` is for the error message.
 
     Raises:
-        TypeError, ValueError: no int; out of range.
+        TypeError, ValueError: not an int; out of range.
     """
     if type(value) not in _INTS:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
@@ -907,10 +907,10 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
 
 
 def check_bools(**values: object) -> None:
-    """Check that options are True or False: any other value would count as one of these.
+    """Check that options are True or False, because any other value would count as one of these.
 
     Raises:
-        TypeError: no bool.
+        TypeError: not a bool.
     """
     for name, value in values.items():
         if value is not True and value is not False:
@@ -930,10 +930,10 @@ def check_number(name: str, value: object) -> None:
 def check_index_vector(
     name: str, value: Tensor, min_length: int = 0, other_name: str = "", other: Tensor | None = None
 ) -> None:
-    """Check that `value` is an int32 or int64 tensor `[at least min_length]`, where `other` is if that is given.
+    """Check that `value` is an int32 or int64 tensor `[at least min_length]`, on the device of `other` if given.
 
     Raises:
-        TypeError: `value` is no tensor or has another dtype.
+        TypeError: `value` is not a tensor or has another dtype.
         ValueError: not 1-D, too short, or on another device.
     """
     _check_indices(name, value)
@@ -946,16 +946,16 @@ def check_index_vector(
 
 
 def no_list(name: str, value: object) -> TypeError:
-    """The error for `value` where a list of tensors is expected."""
+    """Return the error for a `value` where a list of tensors is expected."""
     hint = f"; pass list({name})" if isinstance(value, Iterable) and not isinstance(value, Mapping) else ""
     return TypeError(f"{name}: expected a list of tensors, got {type(value).__name__}{hint}")
 
 
 def check_matrix(name: str, value: Tensor, form: str) -> None:
-    """Check that `value` is a 2-D tensor; `form`, such as "[M, K]", is for the error's text.
+    """Check that `value` is a 2-D tensor; `form`, such as "[M, K]", is for the error message.
 
     Raises:
-        TypeError, ValueError: no tensor; another rank.
+        TypeError, ValueError: not a tensor; another rank.
     """
     _check_tensor(name, value)
     if value.dim() != 2:
@@ -963,21 +963,21 @@ def check_matrix(name: str, value: Tensor, form: str) -> None:
 
 
 def clamp_offsets(group_offsets: Tensor, M: int) -> Tensor:
-    """Return what any offsets are taken as: `clamp(cummax(group_offsets), 0, M)`, without a sync.
+    """Make offsets well-formed, as all functions do: `clamp(cummax(group_offsets), 0, M)`, without a sync.
 
     The values of well-formed offsets do not change. The result never decreases and stays inside `0..M`, so
     the spans it describes are in bounds and do not overlap; rows before its first entry belong to no group.
     Shape and dtype are those of `group_offsets`.
     """
-    # Offsets of 32 bits stay below M by themselves when M does not fit into their dtype.
+    # If M does not fit into the dtype of int32 offsets, they cannot exceed it.
     return group_offsets.cummax(0).values.clamp(0, min(M, torch.iinfo(group_offsets.dtype).max))
 
 
 def validate_offsets(group_offsets: Tensor, M: int) -> None:
-    """Check the values of `group_offsets [G + 1]` on the host: this waits for the device. Meta tensors have none.
+    """Check the values of `group_offsets [G + 1]` on the host, which waits for the device. Meta tensors are skipped.
 
     Raises:
-        ValueError: the first entry is not 0, or an entry is below the one before it or above `M`; the text
+        ValueError: the first entry is not 0, or an entry is below the one before it or above `M`; the message
             names the first such index and its value.
     """
     if group_offsets.is_meta:
@@ -995,7 +995,7 @@ def validate_offsets(group_offsets: Tensor, M: int) -> None:
 
 
 def validation_enabled(validate: bool | None) -> bool:
-    """Whether to call `validate_offsets`: as `validate` says, or if None as `MOE_KERNELS_VALIDATE=1` said at import."""
+    """Whether to check values on the host: `validate`, or if None, whether `MOE_KERNELS_VALIDATE` was 1 at import."""
     return _VALIDATE if validate is None else validate
 
 
@@ -1010,7 +1010,7 @@ def _result_dtype(A: Tensor, B: Tensor, out_dtype: torch.dtype | None, reference
 def _check_floats(
     operands: Sequence[tuple[str, Tensor]], reference: bool, optional: Sequence[tuple[str, Tensor | None]] = ()
 ) -> None:
-    """Check that these are tensors of supported dtypes on the first one's device."""
+    """Check that the operands are tensors of supported dtypes on the device of the first one."""
     first_name, first = operands[0]
     _check_tensor(first_name, first)
     supported, device = _supported(first, reference), first.device
@@ -1042,7 +1042,7 @@ def _check_contraction(name: str, B: Tensor, other_name: str, A: Tensor) -> None
 
 
 def _check_offsets_length(letter: str, name: str, B: Tensor, group_offsets: Tensor) -> None:
-    """Check that there are G + 1 offsets for `B [G, ..]`, where `letter` is what G is called."""
+    """Check that there are G + 1 offsets for `B [G, ..]`; `letter` is the name of G in the error message."""
     length, G = group_offsets.shape[0], B.shape[0]
     if length != G + 1:
         hint = f"; for PyTorch's offs [{letter}] pass group_offsets_from_offs(offs)" if length == G else ""
@@ -1061,7 +1061,7 @@ def _check_indices(name: str, value: Tensor) -> None:
 
 
 def _check_tensor(name: str, value: object) -> None:
-    """Check that `value` is a dense tensor, and none that stands for another one."""
+    """Check that `value` is dense: not nested, sparse, a DTensor, torchao's, or a wrapper of another shape or dtype."""
     if type(value) in PLAIN and value.layout is _STRIDED and not value.is_nested:  # type: ignore[attr-defined]
         return
     got = type(value).__name__
@@ -1097,10 +1097,10 @@ def _check_tensor(name: str, value: object) -> None:
 
 
 def check_not_torchao(name: str, value: object) -> None:
-    """Check that `value` is none of torchao's tensors, whose formats and whose products only PyTorch's own know.
+    """Check that `value` is not a torchao tensor, whose format and low precision only PyTorch's own products support.
 
     Raises:
-        TypeError: it is one; the text says how to convert it.
+        TypeError: it is one; the message says how to convert it.
     """
     kind = type(value)
     if kind.__module__.partition(".")[0] != "torchao":

@@ -34,7 +34,7 @@ Shows the folder of plans and binaries, the number and size of its files, and it
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `compile`."""
+    """Add the arguments of `compile`."""
     parser.add_argument("--list", action="store_true", help="list the known models and GPUs, and exit")
     parser.add_argument("--model", nargs="+", default=[], choices=MODELS, metavar="NAME", help="layers of these models")
     parser.add_argument(
@@ -53,7 +53,7 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def layer(text: str) -> LayerShape:
-    """The sizes in "H,I,E,TOP_K", for argparse."""
+    """Parse the sizes in "H,I,E,TOP_K", for argparse."""
     try:
         H, width, E, top_k = (int(part) for part in text.split(","))
     except ValueError:
@@ -64,7 +64,7 @@ def layer(text: str) -> LayerShape:
 
 
 def token_range(text: str) -> range:
-    """The numbers of "A:B", both included, or of "A", for argparse."""
+    """Parse "A:B", both included, or "A", for argparse."""
     first, _, last = text.partition(":")
     try:
         low, high = int(first), int(last or first)
@@ -76,7 +76,7 @@ def token_range(text: str) -> range:
 
 
 def compile_main(options: argparse.Namespace) -> int:
-    """Run `compile`; the exit code."""
+    """Run `compile` and return the exit code."""
     if options.list:
         print("models (H, I, E, top_k):")
         for name, sizes in MODELS.items():
@@ -139,12 +139,12 @@ def _summary(made: Made, seconds: float) -> str:
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `cache`."""
+    """Add the arguments of `cache`."""
     parser.add_argument("action", nargs="?", choices=("show", "clear"), default="show")
 
 
 def cache_main(options: argparse.Namespace) -> int:
-    """Run `cache`; the exit code."""
+    """Run `cache` and return the exit code."""
     if options.action == "clear":
         print(f"{store.clear()} files removed from {store.folder()}")
         return 0
@@ -163,7 +163,7 @@ def _show(root: Path, note: str) -> None:
 
 
 def add_info_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `info`."""
+    """Add the arguments of `info`."""
     parser.add_argument("--model", choices=MODELS, metavar="NAME", help="show the launches of a layer of this model")
     parser.add_argument("--tokens", type=token_range, default=range(1, 8193), metavar="A:B", help="default: 1:8192")
     parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the GPU of this machine, or else h200")
@@ -192,7 +192,7 @@ def print_layer(options: argparse.Namespace) -> None:
 
 
 def _constants(launch: Request) -> dict[str, Any]:
-    """The arguments that are compiled into a kernel, by name."""
+    """Return, by name, the arguments that are compiled into a kernel."""
     parameters = inspect.signature(launch.kernel.fn).parameters.values()
     pairs = zip(parameters, launch.arguments, strict=True)
     return {parameter.name: value for parameter, value in pairs if "constexpr" in str(parameter.annotation)}

@@ -1,4 +1,4 @@
-"""The experts that a model has as modules of their own, stacked as `moe_mlp` takes them."""
+"""Stack the weights of experts that are separate modules, in the layout of `moe_mlp`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 
 
 class Layout(NamedTuple):
-    """The names of an expert's `nn.Linear`s: those of the first product, gate before up, and that of the second."""
+    """Names of an expert's `nn.Linear`s: `into` of the first product, gate before up, and `back` of the second."""
 
     into: tuple[str, ...]
     back: str
@@ -32,23 +32,23 @@ LAYOUTS = (
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WITHOUT_DROPOUT = "turn it off, or call .eval() on the experts first if they are not to be trained"
-_PLAIN = tuple(name for name in ACTIVATIONS if name not in CLAMPED)  # whose spec needs no more numbers
+_PLAIN = tuple(name for name in ACTIVATIONS if name not in CLAMPED)  # those without alpha and limit
 
 
 class Stacked(NamedTuple):
-    """All experts' weights, copied."""
+    """Stacked copies of all experts' weights."""
 
-    w_gate_up: Tensor  # [E, 2I, H], gate first; [E, I, H] unless gated
+    w_gate_up: Tensor  # [E, 2I, H], gate first; [E, I, H] if not gated
     w_down: Tensor  # [E, H, I]
     gated: bool
 
 
 def listed(experts: Iterable[nn.Module]) -> list[nn.Module]:
-    """The experts as a list.
+    """Return the experts as a list.
 
     Raises:
-        TypeError: not modules.
-        ValueError: none at all.
+        TypeError: `experts` is not an iterable of modules.
+        ValueError: `experts` is empty.
     """
     if not isinstance(experts, Iterable):
         raise TypeError(
@@ -66,11 +66,11 @@ def listed(experts: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def stack(experts: Sequence[nn.Module]) -> Stacked:
-    """Copy the weights of experts that are laid out alike, by one of `LAYOUTS`.
+    """Copy and stack the weights of experts that all have the same one of `LAYOUTS`.
 
     Raises:
-        TypeError: weights of several or of unsupported dtypes, or tensors of torchao.
-        ValueError: an unknown layout, a bias, active dropout, or weights of several shapes or on several devices.
+        TypeError: the weights' dtypes differ or are unsupported, or a weight is a torchao tensor.
+        ValueError: an unknown layout, a bias, active dropout, or shapes or devices that differ.
     """
     into, back, gated = layout = _layout("experts[0]", experts[0])
     names = (*into, back)
@@ -97,11 +97,11 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
 
 
 def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> Tensor:  # [E, H]
-    """A copy of the router's weight, for the experts' `w_down [E, H, I]`.
+    """Return a copy of the router's weight, checked against the experts' `w_down [E, H, I]`.
 
     Raises:
-        TypeError: neither a tensor nor a module with one as its weight; another dtype than that of `w_down`.
-        ValueError: a bias, or another shape or device.
+        TypeError: neither a tensor nor a module whose weight is one, a torchao tensor, or not the dtype of `w_down`.
+        ValueError: a bias, or a shape or device that does not match `w_down`.
     """
     weight = getattr(router, "weight", router)
     if not isinstance(weight, Tensor):
@@ -123,20 +123,20 @@ def _check_alike(name: str, weight: Tensor, shape: tuple[int, ...], like: Tensor
 
 
 def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
-    """Find the activation with which `stacked` gives what the experts give, by calling each one in float64.
+    """Return the activation that all experts compute, found by calling each one in float64.
 
-    All are called with the weights of the first, in the mode that they are in.
+    All are called with the weights of the first expert, each in its current train or eval mode.
 
     Raises:
-        ValueError: for an expert there is none, or not exactly one, or another one than for the first; an expert draws
-            random numbers, or cannot be called with hidden states alone.
+        ValueError: not exactly one activation reproduces an expert's result, or it is not that of the first expert; an
+            expert draws random numbers, or cannot be called with hidden states alone.
     """
     into, back, gated = _layout("experts[0]", experts[0])
     with torch.no_grad():
         w_in, w_out = stacked.w_gate_up[0].double(), stacked.w_down[0].double()
         x = torch.randn(16, w_in.size(1), generator=torch.Generator().manual_seed(0)).to(w_in)
-        x *= 2 / (x @ w_in.T).std()  # where activations differ
-        x[8:] *= 32  # where limits show
+        x *= 2 / (x @ w_in.T).std()  # preactivations of standard deviation 2, where activations differ
+        x[8:] *= 32  # large enough to show a limit
         specs = [GLUSpec(name, gated, False, 0.0, 0.0) for name in _PLAIN]
         results = {spec.activation: reference.activate(x @ w_in.T, None, spec) @ w_out.T for spec in specs}
     weights = dict(zip((*into, back), map(nn.Parameter, (*w_in.chunk(len(into)), w_out)), strict=True))
@@ -174,7 +174,7 @@ class _DrawsRandomNumbers(Exception):
 
 @torch.no_grad()
 def _call(expert: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> Tensor:
-    """What a copy of the expert, with these weights, gives for `x [_, H]`."""
+    """Return the result of a float64 copy of the expert, with these weights, for `x [_, H]`."""
     instead = {id(_weight(expert, name)): weight for name, weight in weights.items()}
     copied = copy.deepcopy(expert, instead).double()
     before = _random_state(x.device)
@@ -202,7 +202,7 @@ def _check_no_dropout(where: str, expert: nn.Module) -> None:
 
 
 def _children(expert: nn.Module) -> str:
-    """What an expert has, for errors."""
+    """Describe the child modules of an expert, for error messages."""
     return ", ".join(f"{name} ({type(m).__name__})" for name, m in expert.named_children()) or "no modules"
 
 
@@ -211,7 +211,7 @@ def _names(layout: Layout) -> str:
 
 
 def _layout(where: str, expert: nn.Module) -> Layout:
-    """That of `LAYOUTS` whose names are exactly those of the parameters."""
+    """Return the one of `LAYOUTS` whose names are exactly those of the expert's parameters."""
     parameters = {name for name, _ in expert.named_parameters()}
     weights = {name for name in parameters if not name.endswith("bias")}
     for layout in LAYOUTS:

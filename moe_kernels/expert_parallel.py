@@ -1,4 +1,4 @@
-"""Experts spread over the ranks of a process group: rank p of P holds the experts `p * E / P` to `(p + 1) * E / P`.
+"""Expert parallelism: rank p of the P ranks of a process group holds the E / P experts from `p * E / P` on.
 
 hidden --dispatch--> rows of this rank's experts --swiglu_ffn, grouped_gemm--> rows --combine--> hidden
 """
@@ -19,16 +19,16 @@ from moe_kernels.routing_maps import Routing
 
 
 class Exchange(NamedTuple):
-    """The record of a `dispatch`, for `combine`.
+    """The state of a `dispatch` that `combine` needs.
 
-    `routing` sorts this rank's slots by all E experts, and so by the rank to send them to. `arrival` sorts the received
-    rows, which come in the order of the sending ranks, by the experts of this rank.
+    `routing` sorts this rank's slots by all E experts, and thus by destination rank. `arrival` sorts the received rows,
+    which arrive in the order of the sending ranks, by the experts of this rank.
     """
 
     routing: Routing
     arrival: Routing
-    sent: list[int]  # [P], rows to each rank
-    received: list[int]  # [P], rows from each rank
+    sent: list[int]  # [P], number of rows sent to each rank
+    received: list[int]  # [P], number of rows received from each rank
     group: Any  # dist.ProcessGroup
 
     @property
@@ -46,19 +46,19 @@ def dispatch(
 ) -> tuple[Tensor, Exchange]:
     """Send each token's row to the ranks of its experts. Collective: all ranks of the group have to call it.
 
-    Waits once for the device, to learn the number of rows to send to and to receive from each rank.
+    Waits for the device once, to read the number of rows to send to and to receive from each rank.
 
     Args:
         hidden: `[T, H]`, this rank's tokens; T may differ between ranks and may be 0.
         topk_ids: `[T, top_k]` int32 or int64, among the experts of all ranks; an id outside `0..num_experts - 1` drops
             its slot.
-        topk_weights: `[T, top_k]`; not sent, but applied by `combine`.
+        topk_weights: `[T, top_k]`; they stay on this rank, and `combine` applies them.
         num_experts: E, a multiple of the number of ranks.
-        group: the ranks, as a process group or a mesh of one dimension; by default all.
+        group: a process group or a one-dimensional `DeviceMesh`; by default all ranks.
 
     Returns:
         `rows [R', H]`, the rows of this rank's experts, sorted by expert with the offsets `exchange.group_offsets`; and
-        `exchange`. Differentiable in `hidden`; the backward is collective, too.
+        `exchange`. Differentiable in `hidden`; the backward pass is collective, too.
 
     Raises:
         TypeError, ValueError: as for `route` and `permute`; `num_experts` is not a multiple of the number of ranks.
@@ -85,14 +85,14 @@ def dispatch(
 
 
 def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
-    """Send the experts' rows back, and add up each token's rows, weighted with its topk_weights. Collective.
+    """Send the experts' rows back and add up each token's rows, weighted by its topk_weights. Collective.
 
     Args:
         rows: `[R', H]`, in the order of the rows of `dispatch`.
-        exchange: from `dispatch`.
+        exchange: the one that `dispatch` returned.
 
     Returns:
-        `[T, H]` of the dtype of `rows`; dropped slots add nothing. Differentiable in `rows` and the topk_weights.
+        `[T, H]` in the dtype of `rows`; dropped slots add nothing. Differentiable in `rows` and the topk_weights.
 
     Raises:
         TypeError, ValueError: as for `unpermute`.

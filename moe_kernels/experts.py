@@ -1,4 +1,4 @@
-"""Experts: the fused first half of them, and the layer that routes to them."""
+"""Expert layers: `swiglu_ffn`, the fused first half of each expert, and `moe_mlp`, the whole layer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from moe_kernels.scaled import ScaledTensor
 
 def swiglu_ffn(
     rows: Tensor,  # [M, H]
-    w_gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] if transposed; [.., I, ..] with w_up, or unless gated
+    w_gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] if transposed; I in place of 2I with w_up or gated=False
     group_offsets: Tensor,  # [E + 1]
     *,
     w_up: Tensor | None = None,  # [E, I, H], or [E, H, I] if transposed
-    gate_up_bias: Tensor | None = None,  # [E, 2I]; [E, I] with w_up, or unless gated
+    gate_up_bias: Tensor | None = None,  # [E, 2I], or [E, I] with w_up or gated=False
     up_bias: Tensor | None = None,  # [E, I]
     activation: str = "silu",
     gated: bool = True,
@@ -40,27 +40,26 @@ def swiglu_ffn(
 
     Args:
         rows: `[M, H]`, sorted by expert; dtypes as for `grouped_gemm`.
-        w_gate_up: both weights, gate first: `[E, 2I, H]`. With `w_up` the gate alone, and with `gated=False` the only
-            weight: `[E, I, H]`.
+        w_gate_up: gate and up in one tensor, gate first: `[E, 2I, H]`. With `w_up` it holds only the gate, and with
+            `gated=False` the single weight: `[E, I, H]`.
         group_offsets: `[E + 1]` int32 or int64.
         w_up: `[E, I, H]`, for gate and up in separate tensors.
         gate_up_bias, up_bias: `[E, 2I]` or `[E, I]`, added in float32.
         activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu_squared". Two more clamp gate to at most `limit`, and
             up to `-limit..limit`: "clamped_swiglu", gpt-oss's `gate * sigmoid(alpha * gate) * (up + 1)`; and
-            "clamped_silu", DeepSeek-V4's `silu(gate) * up`. They need `gated`.
+            "clamped_silu", DeepSeek-V4's `silu(gate) * up`. These two need `gated=True`.
         gated: False for `act = f(rows @ w)`.
         transposed: weights are `[E, H, 2I]` or `[E, H, I]`.
         interleaved: gate and up alternate along the dimension of 2I of `w_gate_up`, as in gpt-oss, gate first.
-        alpha: of "clamped_swiglu"; the default is gpt-oss's.
-        limit: of "clamped_swiglu" and "clamped_silu"; the default is gpt-oss's, and DeepSeek-V4 has 10.
+        alpha: for "clamped_swiglu"; the default is that of gpt-oss.
+        limit: for "clamped_swiglu" and "clamped_silu"; the default is that of gpt-oss, DeepSeek-V4 uses 10.
 
     Returns:
-        act `[M, I]`, of the promoted dtype of rows and weights.
+        act `[M, I]`, in the promoted dtype of `rows` and `w_gate_up`.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device; options that exclude
-            each other. Offsets are checked on the host if the environment variable MOE_KERNELS_VALIDATE was 1 at
-            import.
+        TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device; options exclude each
+            other. Offsets are checked on the host if the environment variable MOE_KERNELS_VALIDATE was 1 at import.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     rows, w_gate_up, w_up = autocast(rows, w_gate_up, w_up)
@@ -82,7 +81,7 @@ def moe_mlp(
     w_down: Tensor | ScaledTensor,  # [E, H, I], or [E, I, H] if transposed
     *,
     w_up: Tensor | None = None,  # [E, I, H], or [E, H, I] if transposed
-    gate_up_bias: Tensor | None = None,  # [E, 2I]; [E, I] with w_up, or unless gated
+    gate_up_bias: Tensor | None = None,  # [E, 2I], or [E, I] with w_up or gated=False
     up_bias: Tensor | None = None,  # [E, I]
     down_bias: Tensor | None = None,  # [E, H]
     activation: str = "silu",
@@ -98,46 +97,46 @@ def moe_mlp(
 ) -> Tensor:
     """Compute a layer of experts: `out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])`.
 
-    Here `expert(x) = act @ w_down^T + down_bias`, with the act of `swiglu_ffn`. The result is that of `route`,
-    `permute`, `swiglu_ffn`, `grouped_gemm` and `unpermute`, one after another. For the backward pass it saves only the
-    result of the first product.
+    Here `expert(x) = act @ w_down^T + down_bias`, with the act of `swiglu_ffn`. The result is that of calling `route`,
+    `permute`, `swiglu_ffn`, `grouped_gemm` and `unpermute` in turn. Besides the arguments and the routing, only the
+    result of the first product is saved for the backward pass.
 
-    With weights in fp8, as `quantize` makes them, both "rowwise" or both "128x128", hidden states and act are quantised
-    on the way, "rowwise" or "1x128", but not those of one token with `top_k` of at most 16. Such a layer has neither
-    `w_up` nor `transposed`, and no gradients.
+    The weights may be in fp8, as returned by `quantize`, both "rowwise" or both "128x128". Hidden states and act are
+    then quantised within the call, as "rowwise" for "rowwise" weights and as "1x128" for "128x128" weights. The kernels
+    for one token, with `top_k` of at most 16, do not quantise them. With fp8 weights neither `w_up` nor `transposed` is
+    supported, and there are no gradients.
 
-    With `compute`, weights in other dtypes are quantised in every call, too, and so are the operands of the products
-    in the backward pass, all of them to e4m3 with scales of their own: "fp8_rowwise" has "rowwise" operands,
-    "fp8_block" has "128x128" weights and "1x128" rows. Weights' gradients, whose operands are transposed, have "1x128"
-    by "128x128" in both. "fp8_block" keeps a copy of the weights in fp8 for the backward pass. What the products return
-    has the dtype of the hidden states, and each gradient that of its argument. Such a layer has neither `w_up` nor
-    `transposed`, and its gradients cannot be differentiated.
-    In float16 act times a token's weight may overflow before it is quantised; bfloat16 and float32 do not.
+    With `compute`, weights in bfloat16, float16 or float32 are quantised in every call, and so are all other operands
+    of the products, forward and backward, each to e4m3 with scales of its own. "fp8_rowwise" uses "rowwise" operands.
+    "fp8_block" uses "128x128" weights and "1x128" rows, and saves the fp8 weights for the backward pass. Both compute
+    the weights' gradients, whose operands are transposed, from "1x128" by "128x128". The products return the dtype of
+    the hidden states, and each gradient has the dtype of its argument. `compute` supports neither `w_up` nor
+    `transposed`, and the gradients cannot be differentiated again. In float16, act times a token's weight may overflow
+    before it is quantised; in bfloat16 and float32 it does not.
 
     Args:
         hidden: `[T, H]`; dtypes as for `grouped_gemm`.
         topk_ids: `[T, top_k]` int32 or int64; an id outside `0..E - 1` drops its slot.
-        topk_weights: `[T, top_k]`, any of these dtypes, applied in float32.
+        topk_weights: `[T, top_k]`, in any of these dtypes; applied in float32.
         w_gate_up, w_up, gate_up_bias, up_bias: as for `swiglu_ffn`, by default gate and up in one `[E, 2I, H]`.
         w_down: `[E, H, I]`; a `ScaledTensor` if `w_gate_up` is one.
         down_bias: `[E, H]`, added in float32.
         activation, gated, interleaved, alpha, limit: as for `swiglu_ffn`.
         transposed: all weights are stored transposed, `[E, H, 2I]` and `[E, I, H]`.
         compute: None, "fp8_rowwise" or "fp8_block".
-        fp8_wgrad: with `compute`, False leaves the operands of the weights' gradients in their dtypes.
-        fast_accumulation: as for `grouped_gemm`, of products with "rowwise" weights; weights' gradients do without.
+        fp8_wgrad: with `compute`, False computes the weights' gradients from operands that are not quantised.
+        fast_accumulation: as for `grouped_gemm`, for products with "rowwise" weights; not used for weights' gradients.
         validate: as for `route`.
 
     Returns:
-        `[T, H]`, of the promoted dtype of hidden states and weights; with fp8 weights or `compute`, that of hidden
-        states.
-        Differentiable in all arguments except the ids, unless weights are fp8.
+        `[T, H]`, in the promoted dtype of `hidden`, `w_gate_up` and `w_down`; with fp8 weights or `compute`, in that of
+        `hidden`. Differentiable in all arguments except the ids, unless the weights are in fp8.
 
     Raises:
         TypeError, ValueError: as for `route` and `swiglu_ffn`.
-        RuntimeError: weights are fp8, and autograd would record the layer, or forward mode differentiate it;
-            with `compute`, derivatives of second order or in forward mode; fp8 on a GPU of compute capability below
-            8.9.
+        RuntimeError: the weights are in fp8, and autograd would record the call or an argument has a forward-mode
+            tangent; with `compute`, derivatives of second order or in forward mode; fp8 on a GPU of compute capability
+            below 8.9.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     biases = (gate_up_bias, up_bias, down_bias)
@@ -243,5 +242,5 @@ def _quantized_moe_mlp(
 
 
 def _columns(weight: Any, transposed: bool) -> Any:
-    """The weight as `[E, inputs, outputs]`."""
+    """Return the weight as `[E, inputs, outputs]`."""
     return weight if weight is None or transposed else weight.mT

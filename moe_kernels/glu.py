@@ -11,12 +11,12 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", *CLAMPED)
 
 
 class GLUSpec(NamedTuple):
-    """`act = f(gate) * up`, or `act = f(gate)` unless `gated`, for the f that `activation` names.
+    """Specification of `act = f(gate) * up`, or of `act = f(gate)` if not `gated`, where `activation` names f.
 
-    Gate and up are the halves of the first product's columns, in this order, or the even and odd columns if
-    `interleaved`, or two products. The names in `CLAMPED` take gate at most at `limit`, and up within `-limit..limit`:
-    "clamped_swiglu" is gpt-oss's `act = gate * sigmoid(alpha * gate) * (up + 1)`, "clamped_silu" is DeepSeek-V4's
-    `act = silu(gate) * up`. No other activation uses `limit`, and only "clamped_swiglu" uses `alpha`.
+    Gate and up are the first and the second half of the first product's columns, or its even and odd columns if
+    `interleaved`, or two separate products. The activations in `CLAMPED` clamp gate to at most `limit`, and up to
+    `-limit..limit`: "clamped_swiglu" is gpt-oss's `act = gate * sigmoid(alpha * gate) * (up + 1)`, "clamped_silu" is
+    DeepSeek-V4's `act = silu(gate) * up`. Only these two use `limit`, and only "clamped_swiglu" uses `alpha`.
     """
 
     activation: str
@@ -26,7 +26,7 @@ class GLUSpec(NamedTuple):
     limit: float
 
     def halves(self, both: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Gate and up: views of `both [..., 2I]`, or `both, up` if they are apart or there is no up."""
+        """Return gate and up: views of `both [..., 2I]`, or `both, up` if they are separate or there is no up."""
         if not self.gated or up is not None:
             return both, up
         if self.interleaved:
@@ -35,9 +35,9 @@ class GLUSpec(NamedTuple):
         return both.narrow(-1, 0, width), both.narrow(-1, width, width)
 
     def parts(self, both: Tensor | None, up: Tensor | None, apart: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The same of what may be missing, such as biases, where the weights are `apart` or not."""
+        """Return gate and up of an optional tensor, such as a bias; `apart` if gate and up have separate weights."""
         return (both, up) if both is None or apart else self.halves(both, None)
 
     def width(self, W: int, apart: bool) -> int:
-        """I, for first weights `[.., W]`, of gate and up or of one of them that are `apart`."""
+        """Return I for a first weight `[.., W]`: W // 2 if it holds gate and up, otherwise W."""
         return W // 2 if self.gated and not apart else W

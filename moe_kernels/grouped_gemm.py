@@ -1,4 +1,4 @@
-"""The grouped products of packed rows: check, cast, call the operator."""
+"""Grouped GEMMs of packed rows: check and cast the arguments, and call the operator."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def grouped_gemm(
 
     Group g owns the rows `group_offsets[g]:group_offsets[g + 1]`. Rows outside all groups come back as zeros. Products
     are accumulated in float32. The host never reads the offsets, so a call can be captured in a CUDA graph and replayed
-    with other offsets. Malformed offsets are read as clamp(cummax(group_offsets), 0, M) and never lead out of bounds.
+    with other offsets. Malformed offsets are treated as clamp(cummax(group_offsets), 0, M): no access is out of bounds.
 
     Args:
         A_packed: `[M, K]`, the rows of all groups one after another; bfloat16, float16 or float32, on a CPU also
             float64; any strides.
         B: `[K, N]`, shared by all groups, or `[G, K, N]`; dtypes as for `A_packed`, any strides: the transposed view
-            of a `[G, N, K]` parameter costs nothing extra. The data of a ScaledTensor, `A_packed` or `B`, are copied at
-            each call unless they are contiguous along K.
+            of a `[G, N, K]` parameter costs nothing extra. If `A_packed` or `B` is a ScaledTensor, its data are copied
+            in each call unless they are contiguous along K.
         group_offsets: `[G + 1]` int32 or int64, exclusive prefix sums of the group sizes, `group_offsets[0] == 0`.
         out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, B.dtype)`, and bfloat16 for
             ScaledTensors.
         variant: "basic" (a grid over the tiles of all groups), "persistent" (one worker per SM walks a list of tiles),
-            or "auto", which picks the kernel by tuned entries, or by the mean number of rows per group.
-        fast_accumulation: for "rowwise" ScaledTensors, let the tensor cores, which keep about 14 bits of a sum, add up
-            all of K. Otherwise they add up 128 products at a time, and these partial sums are added in float32.
+            or "auto", which chooses by tuned entries, or else by the mean number of rows per group.
+        fast_accumulation: for "rowwise" ScaledTensors, True lets the tensor cores, which keep about 14 bits of a sum,
+            add up all of K. False lets them add up 128 products at a time; these partial sums are added in float32.
         validate: True checks the offsets on the host, which waits for the device; None does so if the environment
             variable MOE_KERNELS_VALIDATE was 1 at import.
 
@@ -53,8 +53,8 @@ def grouped_gemm(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
-        RuntimeError: ScaledTensors that require grad or have a tangent, as products in fp8 have no derivatives; a GPU
-            without float8_e4m3fn, which is of compute capability below 8.9.
+        RuntimeError: a ScaledTensor requires grad or has a tangent (products in fp8 have no derivatives); float8_e4m3fn
+            on a GPU of compute capability below 8.9.
         ImportError: the kernels are needed and a package they need is missing or too old.
     """
     validate = checks.validation_enabled(validate)
@@ -88,7 +88,7 @@ def _scaled_grouped_gemm(
 ) -> Tensor:
     A, weight = checks.scaled_both("A_packed", A_packed, "B", B)
     given = (A.data, flattened(A.scales, A.data), weight.data, weight.scales, group_offsets, bias)
-    rank = getattr(A.scales, "ndim", None)  # that of 1 is refused, also where it is like flattened ones
+    rank = getattr(A.scales, "ndim", None)  # 1-D scales are refused, even if they look like flattened ones
     asked = (A.format, weight.format, rank, out_dtype, variant, fast_accumulation)
     if not validate and (known := cache.replay(SCALED_GROUPED_GEMM, given, asked)) is not None:
         again: Tensor = known
@@ -127,14 +127,14 @@ def grouped_gemm_wgrad(
     out_dtype: torch.dtype | None = None,
     validate: bool | None = None,
 ) -> Tensor:
-    """Compute the gradient of `grouped_gemm` in `B [G, K, N]`: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
+    """Compute the gradient of `grouped_gemm` with respect to `B`: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
 
     Products are accumulated in float32. Groups without rows give exact zeros. Rows outside all groups do not
-    affect the result, even if they hold NaN. Offsets are read as by `grouped_gemm`.
+    affect the result, even if they hold NaN. Malformed offsets are treated as by `grouped_gemm`.
 
     Args:
         A_packed: `[M, K]`; dtypes and strides as for `grouped_gemm`.
-        d_out: `[M, N]`, likewise.
+        d_out: `[M, N]`; dtypes and strides as for `grouped_gemm`.
         group_offsets: `[G + 1]` int32 or int64.
         out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, d_out.dtype)`.
         validate: as for `grouped_gemm`.
@@ -161,24 +161,24 @@ def grouped_mm(
     bias: Tensor | None = None,  # [G, N]
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute `torch.nn.functional.grouped_mm`, also with a bias, an out_dtype, and any dtype, size and strides.
+    """Compute `torch.nn.functional.grouped_mm`, also with a bias, an out_dtype, mixed dtypes, any sizes and strides.
 
         [M, K]    x [G, K, N]  ->  [M, N]        the rows of mat_a are grouped
         [M, K]    x [K, N]     ->  [G, M, N]     the contraction is grouped
         [G, M, K] x [K, N]     ->  [M, N]        the columns of mat_b are grouped
         [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
 
-    Group g has the rows (columns) `offs[g - 1]:offs[g]`, the first group `0:offs[0]`. Rows and columns at or past the
-    last of `offs` are zeros; PyTorch leaves them uninitialised.
+    Group g has the rows (columns) `offs[g - 1]:offs[g]`, the first group `0:offs[0]`. Rows and columns of the result at
+    or past `offs[-1]` are zeros; PyTorch leaves them uninitialised.
 
     Args:
-        mat_a, mat_b: as above; dtypes and strides as for `grouped_gemm`.
+        mat_a, mat_b: shapes as above; dtypes and strides as for `grouped_gemm`.
         offs: `[G]` int32 or int64, where each group ends.
-        bias: `[G, N]`, for the first form only, added in float32 before the result is rounded.
+        bias: `[G, N]`, only for the first form; added in float32 before the result is rounded.
         out_dtype: as for `grouped_gemm`.
 
     Returns:
-        As above; contiguous, except for the third form, which is a transposed view.
+        Shape as above; contiguous, except in the third form, which returns a transposed view.
 
     Raises:
         TypeError, ValueError, ImportError: as for `grouped_gemm`; offsets are checked on the host if the environment
@@ -214,32 +214,32 @@ def scaled_grouped_mm(
     contraction_dim: list[int] | tuple[int, ...] = (),
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Compute `torch.nn.functional.scaled_grouped_mm` of fp8 operands, of any size and strides, also with block scales.
+    """Compute `torch.nn.functional.scaled_grouped_mm` of fp8 operands of any size and strides, also with block scales.
 
         [M, K]    x [G, K, N]  ->  [M, N]        the rows of mat_a are grouped
         [M, K]    x [K, N]     ->  [G, M, N]     the contraction is grouped
         [G, M, K] x [K, N]     ->  [M, N]        the columns of mat_b are grouped
         [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
 
-    Groups, and rows of zeros, are those of `grouped_mm`. The second form multiplies in bfloat16, which has all values
-    of fp8, and so is no faster than that.
+    Groups and zero rows are those of `grouped_mm`. The second form multiplies in bfloat16, which represents every fp8
+    value exactly, so it is no faster than a product in bfloat16.
 
     Args:
-        mat_a, mat_b: as above; float8_e4m3fn or float8_e5m2, not necessarily the same one.
+        mat_a, mat_b: shapes as above; float8_e4m3fn or float8_e5m2, not necessarily the same one.
         scale_a, scale_recipe_a: float32 scales, or a list of one tensor, and their `ScalingType`. RowWise: `[M]` or
             `[G, M]`, for the second form `[G * M]`, one group after another. BlockWise1x128, for the first and the last
             form: `[M, cdiv(K, 128)]` or `[G, M, cdiv(K, 128)]`.
-        scale_b, scale_recipe_b: likewise. RowWise: `[N]`, `[G, N]` or `[G * N]`. BlockWise128x128, beside
-            BlockWise1x128: `[G, cdiv(K, 128), cdiv(N, 128)]`.
+        scale_b, scale_recipe_b: the same for `mat_b`. RowWise: `[N]`, `[G, N]` or `[G * N]`. BlockWise128x128, together
+            with BlockWise1x128 for `mat_a`: `[G, cdiv(K, 128), cdiv(N, 128)]`.
         swizzle_a, swizzle_b: None or `SwizzleType.NO_SWIZZLE`.
-        bias: `[G, N]`, for the first form only, added in float32 before the result is rounded.
+        bias: `[G, N]`, only for the first form; added in float32 before the result is rounded.
         offs: `[G]` int32 or int64, where each group ends.
         output_dtype: bfloat16, float16 or float32; None is bfloat16.
-        contraction_dim: (-1, -2), or nothing.
-        use_fast_accum: as `fast_accumulation` of `grouped_gemm`; for RowWise.
+        contraction_dim: (-1, -2), or empty.
+        use_fast_accum: as `fast_accumulation` of `grouped_gemm`; only for RowWise.
 
     Returns:
-        As above; contiguous, except for the third form, which is a transposed view.
+        Shape as above; contiguous, except in the third form, which returns a transposed view.
 
     Raises:
         TypeError, ValueError, RuntimeError, ImportError: as for `grouped_gemm`; ValueError also for other recipes and

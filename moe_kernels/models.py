@@ -1,4 +1,4 @@
-"""Shapes: of the models that people run, and of a command line."""
+"""Layer sizes of published models, and argparse types for sizes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MODELS = {  # name: (H, I, E, top_k)
 
 
 def gemms(H: int, width: int) -> dict[str, tuple[int, int]]:
-    """(N, K) of both products of an expert: gate and up together, then down."""
+    """Return (N, K) of both products of an expert: gate and up together, then down."""
     return {"up": (2 * width, H), "down": (H, width)}
 
 
 def shape(text: str) -> tuple[int, int, int, int]:
-    """The numbers in "G,M,N,K", for argparse."""
+    """Parse "G,M,N,K", for argparse."""
     numbers = [positive(number) for number in text.split(",")]
     if len(numbers) != 4:
         raise argparse.ArgumentTypeError(f"expected G,M,N,K, got {text!r}")
@@ -37,7 +37,7 @@ def shape(text: str) -> tuple[int, int, int, int]:
 
 
 def positive(text: str) -> int:
-    """A positive whole number, for argparse."""
+    """Parse a positive whole number, for argparse."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
     return int(text)

@@ -1,4 +1,4 @@
-"""The layer as a module."""
+"""`MoE`: a layer of experts with its router, as an `nn.Module`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _QUANTIZED = ("w_gate_up", "w_gate_up_scales", "w_down", "w_down_scales")
 
 
 class MoE(nn.Module):
-    """A router and its experts: `moe_mlp` of the hidden states with the topk_weights of `topk_softmax`.
+    """A router and its experts: `topk_softmax` of the router's logits chooses the experts, `moe_mlp` computes them.
 
     Attributes:
         router: `[E, H]`; the logits are `hidden @ router^T`.
-        w_gate_up: `[E, 2I, H]`, gate first; `[E, I, H]` unless `gated`.
+        w_gate_up: `[E, 2I, H]`, gate first; `[E, I, H]` if not `gated`.
         w_down: `[E, H, I]`.
-        compute, fp8_wgrad: as for `moe_mlp`; may be changed between calls, and mean nothing after `quantize`.
-        fast_accumulation: as for `moe_mlp`; may be changed between calls, and means nothing but in "fp8_rowwise".
+        compute, fp8_wgrad: as for `moe_mlp`; may be changed between calls, and are ignored after `quantize`.
+        fast_accumulation: as for `moe_mlp`; may be changed between calls, and is ignored except in "fp8_rowwise".
 
-    After `quantize` the experts' weights are buffers in fp8, `w_gate_up` and `w_down`, with the buffers
-    `w_gate_up_scales` and `w_down_scales`, and there are no gradients.
+    After `quantize`, `w_gate_up` and `w_down` are buffers in fp8, with their scales in the buffers `w_gate_up_scales`
+    and `w_down_scales`, and there are no gradients.
     """
 
     w_gate_up: Tensor
@@ -52,12 +52,14 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """`renormalize` is that of `topk_softmax`, `activation` and `gated` are those of `swiglu_ffn`, `compute`,
-        `fp8_wgrad` and `fast_accumulation` those of `moe_mlp`.
+        """Create a layer with random weights.
+
+        `renormalize` is as for `topk_softmax`, `activation` and `gated` are as for `swiglu_ffn`, and `compute`,
+        `fp8_wgrad` and `fast_accumulation` as for `moe_mlp`.
 
         Raises:
-            TypeError, ValueError: a size or `top_k` is no int, or out of range; an unknown activation or `compute`;
-                another option is no bool.
+            TypeError, ValueError: a size or `top_k` is not an int or out of range; an unknown activation or `compute`;
+                another option is not a bool.
         """
         super().__init__()
         checks.check_moe(
@@ -74,7 +76,7 @@ class MoE(nn.Module):
         )
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
         self.compute, self.fp8_wgrad, self.fast_accumulation = compute, fp8_wgrad, fast_accumulation
-        self.format: str | None = None  # of `quantize`
+        self.format: str | None = None  # set by `quantize`
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -97,24 +99,25 @@ class MoE(nn.Module):
         fp8_wgrad: bool = True,
         fast_accumulation: bool = False,
     ) -> MoE:
-        """The layer of experts that are modules, with trainable copies of their weights.
+        """Create a layer from experts that are modules, with trainable copies of their weights.
 
         Args:
-            experts: E modules that consist of the same `nn.Linear`s, without biases: `w1`, `w3` and `w2`, or
-                `gate_proj`, `up_proj` and `down_proj`, gate, up and down in this order; `gate_up_proj`, gate first,
-                and `down_proj`; or without a gate `up_proj` and `down_proj`, `fc1` and `fc2`, or
+            experts: E modules with the same `nn.Linear`s, without biases. Gate, up and down, in this order: `w1`, `w3`
+                and `w2`, or `gate_proj`, `up_proj` and `down_proj`, or `gate_up_proj` (gate first) and `down_proj`.
+                Without a gate: `up_proj` and `down_proj`, or `fc1` and `fc2`, or
                 `nn.Sequential(Linear, activation, Linear)`.
-            router: `[E, H]`, or the module without a bias that has it as its weight; None for a random one.
+            router: a tensor `[E, H]`, or a module without a bias whose weight it is; None for random values.
             top_k, renormalize, compute, fp8_wgrad, fast_accumulation: as for the class.
             activation: as for `swiglu_ffn`. By default each expert is called with random hidden states, in float64 and
-                with the weights of the first, to find out which one all of them have, and that they compute nothing
-                else. Experts whose activation is given are not called.
+                with the weights of the first expert, to find the activation and to check that all experts compute the
+                same and nothing else. If an activation is given, no expert is called.
 
         Raises:
-            TypeError: experts are no modules; weights of several dtypes.
+            TypeError: an expert is not a module, or the router neither a tensor nor a module; the weights' dtypes
+                differ or are unsupported.
             ValueError: there are no experts, their layout is not one of these, there are biases, dropout is active
-                (p above 0, in training mode), what they compute could not be found out, or differs; weights of several
-                shapes or devices.
+                (p above 0, in training mode), the activation could not be found or differs between experts, or the
+                weights' shapes or devices differ.
         """
         modules = expert_modules.listed(experts)
         stacked = expert_modules.stack(modules)
@@ -133,7 +136,7 @@ class MoE(nn.Module):
         return layer
 
     def reset_parameters(self) -> None:
-        """Draw each weight uniformly from within 1 / sqrt(its inputs), as `nn.Linear` does."""
+        """Draw each weight uniformly from `-b..b` with b = 1 / sqrt(number of its inputs), as `nn.Linear` does."""
         for weight in self.parameters():
             _draw(weight)
 
@@ -141,18 +144,18 @@ class MoE(nn.Module):
     def quantize(self, format: str) -> MoE:
         """Convert the experts' weights to fp8, in place; the router stays as it is.
 
-        The weights become buffers, which `state_dict` has beside those of their scales; a layer that was quantised
-        likewise loads them. `.to(dtype)` leaves both as they are.
+        The weights and their scales become buffers of the `state_dict`, which only a layer quantised in the same format
+        can load. `.to(dtype)` does not change their dtypes.
 
         Args:
-            format: "fp8_block", a scale for 128 x 128 weights, or "fp8_rowwise", one for each row.
+            format: "fp8_block", one scale per block of 128 x 128 weights, or "fp8_rowwise", one per row.
 
         Returns:
             The layer itself.
 
         Raises:
-            ValueError: there is no such format.
-            RuntimeError: the layer was quantised before.
+            ValueError: unknown format.
+            RuntimeError: the layer is already quantised.
         """
         if format not in FP8_COMPUTE:
             raise ValueError(f"format: expected one of {', '.join(map(repr, FP8_COMPUTE))}, got {format!r}")
@@ -167,7 +170,7 @@ class MoE(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """As `nn.Module` does for `.to()` and the like, without a change of the dtypes of fp8 weights and scales."""
+        """Apply `fn` as in `nn.Module`, for `.to()` and similar, but keep the dtypes of fp8 weights and scales."""
         apply: Any = super()._apply
         if self.format is None:
             apply(fn, recurse)
@@ -182,8 +185,8 @@ class MoE(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """As `nn.Module` does, but weights in fp8 are never loaded into those that are not, or the other way round: the
-        numbers would be others without their scales, and with `strict=False` nothing would say so.
+        """Load as `nn.Module` does, but refuse fp8 weights for a layer that is not quantised, and the reverse: without
+        their scales the values would be wrong, and `strict=False` would hide that.
         """
         stored = state_dict.get(f"{prefix}w_gate_up")
         if stored is not None and (stored.dtype == torch.float8_e4m3fn) != (self.format is not None):
@@ -206,11 +209,11 @@ class MoE(nn.Module):
         return self.fast_accumulation and (self.format or self.compute) == "fp8_rowwise"
 
     def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., H]
-        """Route each hidden state to its top_k experts, and add up what they give.
+        """Route each hidden state to its top_k experts, and return the weighted sum of their results.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as for `moe_mlp`; TypeError and ValueError also for hidden states and
-                router of two dtypes outside of autocast, or on two devices.
+            TypeError, ValueError, RuntimeError: as for `moe_mlp`; also TypeError if `hidden` and the router have
+                different dtypes outside of autocast, and ValueError if they are on different devices.
         """
         checks.check_layer(hidden, self.router)
         tokens = hidden.reshape(-1, hidden.size(-1))
@@ -229,7 +232,7 @@ class MoE(nn.Module):
         return out if hidden.dim() == 2 else reshaped(out, hidden.shape)
 
     def extra_repr(self) -> str:
-        """The sizes, for print."""
+        """Return the sizes and options, for the module's repr."""
         num_experts, hidden_size, intermediate_size = self.w_down.shape
         return (
             f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, num_experts={num_experts}, "

@@ -1,6 +1,6 @@
 """Lists of ragged matrices <-> one packed matrix and its offsets.
 
-Group `g` of `A_packed [M, K]` is `A_packed[group_offsets[g]:group_offsets[g + 1]]`: sizes 2, 0, 3 are the
+Group `g` of `A_packed [M, K]` is `A_packed[group_offsets[g]:group_offsets[g + 1]]`: sizes 2, 0, 3 give the
 offsets 0, 2, 2, 5, so an empty group repeats an offset. PyTorch's `offs` are the same without the leading 0.
 """
 
@@ -24,14 +24,14 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     Copies the data once. Differentiable in the groups.
 
     Args:
-        groups: G matrices `[M_g, K]` of one dtype on one device; any strides, and any `M_g` down to 0.
+        groups: G matrices `[M_g, K]` of one dtype on one device, or a tensor `[G, M, K]`; any strides, also `M_g = 0`.
 
     Returns:
         `A_packed [M, K]`, contiguous, and `group_offsets [G + 1]` on the same device: int32, or int64 if `M`
         does not fit. An empty list gives a float32 `[0, 0]` and the offsets `[0]`, on the CPU.
 
     Raises:
-        TypeError: `groups` is no sequence, or a group is no tensor or has another dtype than the first.
+        TypeError: `groups` is not a sequence, or a group is not a tensor or has another dtype than the first.
         ValueError: a group is not 2-D, or has another K or device than the first.
     """
     if not isinstance(groups, (Sequence, Tensor, ParameterList)):
@@ -40,7 +40,7 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         raise ValueError(f"groups: expected a list of tensors, or one [G, M, K], got shape {list(groups.shape)}")
     for i, group in enumerate(groups):
         _check_group(i, group, groups[0])
-    if len(groups) == 0:  # of a tensor [G, M, K], too
+    if len(groups) == 0:  # also for a tensor [0, M, K]
         A_packed = torch.empty(0, 0, dtype=torch.float32, device="cpu")
         return A_packed, torch.zeros(1, dtype=torch.int32, device="cpu")
     offsets = [0, *accumulate(group.shape[0] for group in groups)]
@@ -55,9 +55,9 @@ def unpack_groups(packed: Tensor, group_offsets: Tensor) -> list[Tensor]:
     be captured in a CUDA graph.
 
     Raises:
-        TypeError: an argument is no tensor, or `group_offsets` is neither int32 nor int64.
-        ValueError: wrong rank, no offsets at all, or malformed offsets (see `checks.validate_offsets`); meta tensors,
-            which have no values.
+        TypeError: an argument is not a tensor, or `group_offsets` is neither int32 nor int64.
+        ValueError: wrong rank; `group_offsets` is empty, malformed (see `checks.validate_offsets`) or a meta tensor,
+            which has no values.
     """
     check_matrix("packed", packed, "[M, N]")
     check_index_vector("group_offsets", group_offsets, min_length=1)
@@ -91,7 +91,7 @@ def group_sizes(group_offsets: Tensor) -> Tensor:
     """Return the number of rows `[G]` of each group of `group_offsets [G + 1]`, same dtype, without a sync.
 
     Raises:
-        TypeError: `group_offsets` is no tensor or neither int32 nor int64.
+        TypeError: `group_offsets` is not a tensor, or neither int32 nor int64.
         ValueError: `group_offsets` is not 1-D or has no entry.
     """
     check_index_vector("group_offsets", group_offsets, min_length=1)
@@ -105,7 +105,7 @@ def offs_from_group_offsets(group_offsets: Tensor) -> Tensor:
     2**31.
 
     Raises:
-        TypeError: `group_offsets` is no tensor or neither int32 nor int64.
+        TypeError: `group_offsets` is not a tensor, or neither int32 nor int64.
         ValueError: `group_offsets` is not 1-D or has no entry.
     """
     check_index_vector("group_offsets", group_offsets, min_length=1)

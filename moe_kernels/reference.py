@@ -3,8 +3,8 @@
     out[group g rows] = A_packed[group g rows] @ B[g]        (or @ B, one weight for all groups)
     out[g] = A[g] @ B[g]                                     (uniform and varied)
 
-They take any device and bfloat16, float16, float32 or float64, read the offsets on the host (a sync), and
-leave the gradients to autograd.
+They run on any device and leave gradients to autograd. Products that are not in fp8 take bfloat16, float16, float32
+or float64. Grouped products read the offsets on the host (a sync).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def grouped_gemm(
     """Multiply the rows of each group with the group's weight, or with the one weight that all share.
 
     If `A_packed`, `B` and the result have one dtype, the products are `torch.mm` in that dtype. Otherwise
-    the operands are converted to float32, or float64 if one of them is, and the products rounded at the end.
+    the operands are converted to float32, or to float64 if one of them is, and the products are rounded at the end.
 
     Args:
         A_packed: `[M, K]`, any strides.
         B: `[K, N]` or `[G, K, N]`, any strides.
-        group_offsets: `[G + 1]` int32 or int64, taken as `checks.clamp_offsets`.
-        out_dtype: of the result; None is `torch.promote_types(A_packed.dtype, B.dtype)`.
+        group_offsets: `[G + 1]` int32 or int64, treated as by `checks.clamp_offsets`.
+        out_dtype: dtype of the result; None is `torch.promote_types(A_packed.dtype, B.dtype)`.
 
     Returns:
         `[M, N]`. Rows outside all groups are exact zeros. So are their gradients and the weight gradients of empty
@@ -76,9 +76,9 @@ def grouped_gemm_wgrad(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [G, K, N]
-    """The gradient of `grouped_gemm` in `B [G, K, N]`: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
+    """Compute the gradient of `grouped_gemm` with respect to `B`: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
 
-    Offsets and `out_dtype` are as for `grouped_gemm`. Empty groups have exact zeros. Rows outside all groups do not
+    Offsets and `out_dtype` are as for `grouped_gemm`. Empty groups give exact zeros. Rows outside all groups do not
     affect the result, even if they hold NaN.
 
     Raises:
@@ -104,10 +104,10 @@ def grouped_mm(
     bias: Tensor | None = None,  # [G, N]
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.grouped_mm`, in the four forms of `moe_kernels.grouped_mm`.
+    """Compute `torch.nn.functional.grouped_mm`, in the four forms of `moe_kernels.grouped_mm`.
 
     The bias is added as by `grouped_linear`, and does not change the result's dtype. Rows or columns outside all groups
-    are exact zeros, without a bias.
+    are exact zeros, to which no bias is added.
 
     Raises:
         TypeError, ValueError: see `checks.check_grouped_mm`.
@@ -131,7 +131,7 @@ def grouped_linear(
     bias: Tensor | None,  # [G, N]
     out_dtype: torch.dtype | None,
 ) -> Tensor:  # [M, N]
-    """`grouped_gemm` with a bias per group, added in float32 (float64 if an argument is) before the rounding."""
+    """Compute `grouped_gemm` plus a bias per group, added in float32 (float64 if an argument is) before rounding."""
     if bias is None:
         return grouped_gemm(A_packed, B, group_offsets, out_dtype=out_dtype)
     compute = _accumulation_dtype(A_packed, B, bias)
@@ -152,10 +152,10 @@ def scaled_grouped_gemm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [M, N]
-    """`grouped_linear` of the float32 values of fp8 operands with scales, rounded once; None is bfloat16.
+    """Compute `grouped_linear` of the operands dequantised to float32, rounded once; `out_dtype` None is bfloat16.
 
     Raises:
-        TypeError, ValueError: see `checks.check_scaled_grouped_gemm`.
+        TypeError, ValueError, RuntimeError: see `checks.check_scaled_grouped_gemm`.
     """
     result = checks.check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype)
     return grouped_linear(dequantize(A_packed), dequantize(B), group_offsets, bias, result)
@@ -176,9 +176,9 @@ def scaled_grouped_mm(
     contraction_dim: list[int] | tuple[int, ...] = (),
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """`grouped_mm` of the float32 values of fp8 operands with scales, rounded once; None is bfloat16.
+    """Compute `grouped_mm` of the operands dequantised to float32, rounded once; `output_dtype` None is bfloat16.
 
-    `use_fast_accum` changes nothing.
+    `use_fast_accum` has no effect.
 
     Raises:
         TypeError, ValueError, RuntimeError: see `checks.check_scaled_grouped_mm`.
@@ -206,7 +206,7 @@ def uniform_grouped_gemm(
 ) -> Tensor:  # [G * M, N] or [G, M, N], like A
     """Multiply groups of one size: `out[g] = A[g] @ B[g]`.
 
-    The products are `torch.bmm`, in the dtypes in which `grouped_gemm` computes.
+    The products are `torch.bmm`, in the same dtypes as in `grouped_gemm`.
 
     Raises:
         TypeError, ValueError: see `checks.check_uniform`.
@@ -226,10 +226,10 @@ def varied_grouped_gemm(
     *,
     out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
 ) -> list[Tensor]:
-    """Multiply matrices pair by pair, each pair with sizes of its own: `torch.mm(group_A[p], group_B[p])`.
+    """Multiply pairs of matrices, each pair of its own size: `torch.mm(group_A[p], group_B[p])`.
 
     Raises:
-        TypeError, ValueError: see `checks.check_varied`.
+        TypeError, ValueError, RuntimeError: see `checks.check_varied`.
     """
     checks.check_varied(group_A, group_B, out, reference=True)
     outs = [None] * len(group_A) if out is None else out
@@ -243,7 +243,7 @@ def quantize(
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two: bool = False,
 ) -> ScaledTensor:
-    """Quantise to fp8 with a scale for each block; see `moe_kernels.quantize`. float64 is rounded to float32 first.
+    """Quantise to fp8 with one scale per block; see `moe_kernels.quantize`. float64 is first rounded to float32.
 
     Raises:
         TypeError, ValueError: see `checks.check_quantize`.
@@ -268,7 +268,7 @@ def quantize(
 
 
 def dequantize(scaled: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`data * scale` in float32, rounded once to `dtype`; see `moe_kernels.dequantize`.
+    """Return `data * scale` in float32, rounded once to `dtype`; see `moe_kernels.dequantize`.
 
     Raises:
         TypeError, ValueError: see `checks.check_dequantize`.
@@ -283,7 +283,7 @@ def dequantize(scaled: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
-    """Sort the slots of `topk_ids [T, top_k]` by expert; see `moe_kernels.route`. Without a sync.
+    """Sort the slots of `topk_ids [T, top_k]` by expert without a sync; see `moe_kernels.route`.
 
     Raises:
         TypeError, ValueError: see `checks.check_route`.
@@ -330,7 +330,7 @@ def scatter_rows(
     top_k: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [R, H]
-    """`rows[slot_to_row[s]] = topk_weights[s] * tokens[s // top_k]`; zeros at and past group_offsets[-1]."""
+    """Compute `rows[slot_to_row[s]] = topk_weights[s] * tokens[s // top_k]`; rows from group_offsets[-1] on are 0."""
     slots = tokens.repeat_interleave(top_k, dim=0)
     if topk_weights is not None:
         compute = _accumulation_dtype(tokens, topk_weights)
@@ -348,13 +348,13 @@ def combine_rows(
     top_k: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, H]
-    """`tokens[t] = sum over k of topk_weights[t, k] * rows[slot_to_row[t * top_k + k]]`, without dropped slots."""
+    """Sum over k, without dropped slots: `tokens[t] = sum topk_weights[t, k] * rows[slot_to_row[t * top_k + k]]`."""
     compute = _accumulation_dtype(rows) if topk_weights is None else _accumulation_dtype(rows, topk_weights)
     slots = rows[slot_to_row.long()].to(compute)
     if topk_weights is not None:
         slots = slots * topk_weights.reshape(-1, 1).to(compute)
     slots = _kept(slots, slot_to_row, group_offsets).view(len(slots) // top_k, top_k, rows.shape[1])
-    # Not sum(1): the order of its additions is not specified.
+    # Not sum(1), because the order of its additions is not specified.
     total = torch.zeros_like(slots[:, 0])
     for k in range(top_k):
         total = total + slots[:, k]
@@ -369,14 +369,14 @@ def dot_rows(
     top_k: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, top_k]
-    """`dots[s] = <tokens[s // top_k], rows[slot_to_row[s]]>`; zero for slots past group_offsets[-1]."""
+    """Compute `dots[s] = <tokens[s // top_k], rows[slot_to_row[s]]>`; 0 for dropped slots."""
     compute = _accumulation_dtype(tokens, rows)
     products = tokens.to(compute).repeat_interleave(top_k, dim=0) * rows[slot_to_row.long()].to(compute)
     return _kept(products, slot_to_row, group_offsets).sum(1).view(-1, top_k).to(out_dtype)
 
 
 def _kept(slots: Tensor, slot_to_row: Tensor, group_offsets: Tensor) -> Tensor:
-    """Return `slots [R, H]`, in the order of slots, with zeros in place of dropped slots."""
+    """Return `slots [R, H]`, which are in slot order, with zeros in place of dropped slots."""
     kept = (slot_to_row < group_offsets[-1]).unsqueeze(1)
     return torch.where(kept, slots, torch.zeros_like(slots))
 
@@ -386,7 +386,7 @@ def activate(
     preact_up: Tensor | None,  # [R, I]
     spec: GLUSpec,
 ) -> Tensor:  # [R, I]
-    """The activation between an expert's two products, in float32 or float64, rounded once: see `GLUSpec`."""
+    """Compute the activation between an expert's two products in float32 or float64, rounded once; see `GLUSpec`."""
     gate, up = spec.halves(preact, preact_up)
     compute = _accumulation_dtype(preact)
     if up is None:
@@ -404,12 +404,12 @@ def activate_backward(
     group_offsets: Tensor | None,  # [E + 1]
     spec: GLUSpec,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of `w[r] * act[r]` for `act = activate(preact, preact_up)`, where `d_act` is that of the result.
+    """Compute the gradients of `w[r] * act[r]` from its gradient `d_act`, where `act = activate(preact, preact_up)`.
 
-    `w` are the rows' topk_weights, zero at and past group_offsets[-1], or ones without topk_weights.
+    `w` are the rows' topk_weights, with zeros for rows from group_offsets[-1] on, or ones if `topk_weights` is None.
 
     Returns:
-        The gradients of `preact` and `preact_up`, and with topk_weights `w * act [R, I]` and the gradient of these.
+        The gradients of preact and preact_up, and `w * act [R, I]` and the gradient of topk_weights; None if missing.
     """
     gate, up = spec.halves(preact, preact_up)
     compute = _accumulation_dtype(preact, d_act)
@@ -459,7 +459,7 @@ def _clamped(gate: Tensor, up: Tensor, spec: GLUSpec) -> tuple[Tensor, Tensor]:
 
 
 def _nonlinear(x: Tensor, spec: GLUSpec) -> tuple[Tensor, Tensor]:
-    """f(x) and its derivative."""
+    """Return f(x) and its derivative."""
     if spec.activation in ("silu", *CLAMPED):
         a = spec.alpha if spec.activation == "clamped_swiglu" else 1.0
         s = torch.sigmoid(a * x)
@@ -480,11 +480,11 @@ def _nonlinear(x: Tensor, spec: GLUSpec) -> tuple[Tensor, Tensor]:
 
 def swiglu_ffn(
     rows: Tensor,  # [M, H]
-    w_gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] if transposed; [.., I, ..] with w_up, or unless gated
+    w_gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] if transposed; I in place of 2I with w_up or gated=False
     group_offsets: Tensor,  # [E + 1]
     *,
     w_up: Tensor | None = None,  # [E, I, H], or [E, H, I] if transposed
-    gate_up_bias: Tensor | None = None,  # [E, 2I]; [E, I] with w_up, or unless gated
+    gate_up_bias: Tensor | None = None,  # [E, 2I], or [E, I] with w_up or gated=False
     up_bias: Tensor | None = None,  # [E, I]
     activation: str = "silu",
     gated: bool = True,
@@ -493,7 +493,7 @@ def swiglu_ffn(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:  # [M, I]
-    """The first half of each expert; see `moe_kernels.swiglu_ffn`.
+    """Compute the first half of each expert; see `moe_kernels.swiglu_ffn`.
 
     Raises:
         TypeError, ValueError: see `checks.check_swiglu_ffn`.
@@ -519,9 +519,9 @@ def moe_mlp(
     *,
     down_bias: Tensor | None = None,  # [E, H]
     transposed: bool = False,
-    **options: Any,  # the others of swiglu_ffn
+    **options: Any,  # the other options of swiglu_ffn
 ) -> Tensor:  # [T, H]
-    """A layer of experts; see `moe_kernels.moe_mlp`.
+    """Compute a layer of experts; see `moe_kernels.moe_mlp`.
 
     Raises:
         TypeError, ValueError: see the functions that it calls.
@@ -537,7 +537,7 @@ def scaled_moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: ScaledTensor,  # [E, 2I, H], or [E, I, H] unless gated
+    w_gate_up: ScaledTensor,  # [E, 2I, H], or [E, I, H] if not gated
     w_down: ScaledTensor,  # [E, H, I]
     *,
     gate_up_bias: Tensor | None = None,  # [E, 2I] or [E, I]
@@ -548,10 +548,10 @@ def scaled_moe_mlp(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:  # [T, H]
-    """A layer of experts with fp8 weights; see `moe_kernels.moe_mlp`.
+    """Compute a layer of experts with fp8 weights; see `moe_kernels.moe_mlp`.
 
-    The left operand of each product is quantised, the second one from float32. Both products are rounded to the dtype
-    of `hidden`. The kernels for one token are more exact: they quantise neither.
+    The left operands of both products are quantised, act from float32. Both products are rounded to the dtype of
+    `hidden`. The kernels for one token are more accurate, because they do not quantise the left operands.
 
     Raises:
         TypeError, ValueError, RuntimeError: see `checks.check_scaled_moe_mlp`.
@@ -578,9 +578,9 @@ def quantized_grouped_gemm(
     rowwise: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [M, N]
-    """`scaled_grouped_gemm` of operands that are quantised along K, in "rowwise" or in "1x128" and "128x128".
+    """Compute `scaled_grouped_gemm` of operands that this quantises along K, as "rowwise" or as "1x128" and "128x128".
 
-    B is quantised already if it has scales.
+    If B has scales, it is already quantised.
     """
     formats = ("rowwise", "rowwise") if rowwise else ("1x128", "128x128")
     if slot_to_row is not None:
@@ -598,9 +598,9 @@ def quantized_wgrad(
     y_slots: Tensor | None,  # [M]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [G, P, Q]
-    """`grouped_gemm_wgrad` of the float32 values of each group's rows, quantised along these, rounded once.
+    """Compute `grouped_gemm_wgrad` of operands quantised along the rows of each group, in float32, rounded once.
 
-    Transposed, the rows of X are quantised in "1x128", and those of Y in "128x128".
+    Each group's rows are quantised transposed: those of X as "1x128", those of Y as "128x128".
     """
     x, y = (
         rows if slots is None else rows[slots.long() // max(len(slots) // max(len(rows), 1), 1)]
@@ -621,7 +621,7 @@ def quantized_moe_mlp(
     topk_weights: Tensor,  # [T, top_k]
     group_offsets: Tensor,  # [E + 1]
     slot_to_row: Tensor,  # [R]
-    w_in: Tensor,  # [E, H, 2I], or [E, H, I] unless gated
+    w_in: Tensor,  # [E, H, 2I], or [E, H, I] if not gated
     w_out: Tensor,  # [E, I, H]
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_out: Tensor | None,  # [E, H]
@@ -629,12 +629,12 @@ def quantized_moe_mlp(
     save: bool,
     spec: GLUSpec,
 ) -> tuple[Tensor, ...]:
-    """`scaled_moe_mlp` of weights that are quantised first; see `moe_kernels.moe_mlp` with `compute`.
+    """Quantise the weights and compute `scaled_moe_mlp`; see `moe_kernels.moe_mlp` with `compute`.
 
     Returns:
-        The result `[T, H]`, the preactivation `[R, 2I]` or `[R, I]`, and unless `rowwise` the weights in fp8, in their
-        shapes and contiguous, each with its scales, those of the transposed weights. All but the first is empty
-        unless `save`.
+        The result `[T, H]`; the preactivation `[R, 2I]` or `[R, I]`; and of each weight the fp8 data, contiguous in the
+        weight's shape, and the scales of its transpose. All but the result are empty if not `save`, fp8 data and scales
+        also if `rowwise`.
     """
     dtype, top_k = hidden.dtype, topk_weights.shape[1]
     weights: list[tuple[Tensor, Tensor | None]] = []

@@ -1,4 +1,4 @@
-"""The versions that the kernels need, checked at the first kernel use: importing moe_kernels stays possible without."""
+"""Versions that the kernels need, checked at their first use: importing moe_kernels works without them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import subprocess
 import warnings
 from importlib import metadata
 
-# Minor versions, the oldest and the newest: docs/versions.md has the results. Others are used with a warning.
+# Oldest and newest tested minor versions (results in docs/versions.md); others are used with a warning.
 TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "helion": ("1.5", "1.5")}
-# What pip is told to install where something is missing.
+# pip requirements that are suggested for missing packages.
 _NEEDED = {"torch": "torch>=2.11", "triton": "triton>=3.6", "helion": "helion==1.5.0", "packaging": "packaging"}
 
 
 def switched_on(variable: str) -> bool:
-    """Whether an environment variable says yes, in the words that Triton takes for its own."""
+    """Whether an environment variable has one of the values that Triton accepts as true."""
     return os.environ.get(variable, "").lower() in ("1", "on", "true", "yes", "y")
 
 
@@ -27,7 +27,7 @@ def interpreted() -> bool:
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package, None if there is none."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def installed(package: str) -> str | None:
 
 
 def nvidia_driver() -> str | None:
-    """The version of the NVIDIA driver, None if there is none."""
+    """Return the version of the NVIDIA driver, or None if nvidia-smi reports none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -48,23 +48,23 @@ def nvidia_driver() -> str | None:
 
 
 def problems() -> list[str]:
-    """What keeps the kernels from running here, a line each; empty if nothing does."""
+    """Return the reasons why the kernels cannot run here, one line each; empty if they can."""
     return [text for text, _ in _problems()]
 
 
 def fix() -> str:
-    """The command that mends what `problems` finds; where it finds nothing, the one that installs all they need."""
+    """Return the pip command that solves all `problems`; without problems, the one that installs all requirements."""
     needed = [requirement for _, requirement in _problems()] or list(_NEEDED.values())
     return "pip install " + " ".join(f"'{one}'" for one in needed)
 
 
 def _problems() -> list[tuple[str, str]]:
-    """What keeps the kernels from running, and for each what to have pip install."""
+    """Return the reasons why the kernels cannot run, each with the pip requirement that solves it."""
     found = [(f"{package} is not installed", _NEEDED[package]) for package in _NEEDED if installed(package) is None]
     torch, triton, helion = (minor(installed(package)) for package in ("torch", "triton", "helion"))
     if torch == (2, 11) and helion == (1, 5) and installed("helion") != "1.5.0":
         found.append((f"helion {installed('helion')} cannot be imported with torch 2.11", _NEEDED["helion"]))
-    # Its loops over device values crash with numpy 2.4.
+    # In the interpreter of triton 3.6, loops over device values crash with numpy 2.4.
     if interpreted() and triton == (3, 6):
         numpy = installed("numpy")
         if numpy is None or (minor(numpy) or ()) >= (2, 4):
@@ -75,13 +75,13 @@ def _problems() -> list[tuple[str, str]]:
 
 
 def minor(version: str | None) -> tuple[int, ...] | None:
-    """Major and minor number; None if there are none."""
+    """Return the major and minor numbers of a version, or None if it has none."""
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     return None if numbers is None else tuple(map(int, numbers.groups()))
 
 
 def lacks(package: str, name: str) -> RuntimeError:
-    """The error where `package` has not got `name`, and nothing can be compiled without it."""
+    """Return the error for a `package` that lacks `name`, without which nothing can be compiled."""
     tested = " to ".join(sorted({*TESTED[package]}))
     return RuntimeError(
         f"moe_kernels cannot compile with {package} {installed(package)}, which has no {name}: it was tested with "
@@ -90,7 +90,7 @@ def lacks(package: str, name: str) -> RuntimeError:
 
 
 def require() -> None:
-    """Raise ImportError with the fixing command unless the kernels can run; warn of versions that were not tested."""
+    """Raise ImportError with the pip command to run if the kernels cannot run; warn about untested versions."""
     if found := problems():
         raise ImportError(f"moe_kernels cannot run its kernels: {'; '.join(found)}. To fix it: {fix()}")
     for package, bounds in TESTED.items():
@@ -98,14 +98,14 @@ def require() -> None:
 
 
 def is_tested(version: str, oldest: str, newest: str) -> bool:
-    """Whether the version is between these two minor ones."""
+    """Whether the minor version is between `oldest` and `newest`, both included."""
     low, high, this = minor(oldest), minor(newest), minor(version)
     return low is not None and high is not None and this is not None and low <= this <= high
 
 
 @functools.cache
 def warn_if_untested(package: str, version: str, oldest: str, newest: str) -> None:
-    """Warn, once, unless the version is between these two minor ones."""
+    """Warn once if the minor version is not between `oldest` and `newest`."""
     if not is_tested(version, oldest, newest):
         tested = oldest if oldest == newest else f"{oldest} to {newest}"
         major, last = newest.split(".")

@@ -23,11 +23,11 @@ def route(
 
     Args:
         topk_ids: `[T, top_k]` int32 or int64, any strides. An id outside `0..num_experts - 1` drops its slot.
-        topk_weights: `[T, top_k]` router weights, bfloat16, float16 or float32, on a CPU also float64; returned as
-            they are.
+        topk_weights: `[T, top_k]` router weights, bfloat16, float16 or float32, on a CPU also float64; returned
+            unchanged.
         num_experts: E.
-        validate: True makes an id that would drop a slot a ValueError, and waits for the device; None does so if the
-            environment variable MOE_KERNELS_VALIDATE was 1 at import.
+        validate: True raises ValueError for an id that would drop its slot, and waits for the device; None does so if
+            the environment variable MOE_KERNELS_VALIDATE was 1 at import.
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
@@ -61,7 +61,7 @@ def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tenso
     `weighted=False` all weights are 1, which makes this the adjoint of `permute`.
 
     Returns:
-        `[T, H]` of the dtype of `rows`.
+        `[T, H]` in the dtype of `rows`.
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
@@ -84,16 +84,16 @@ def topk_softmax(
     Args:
         logits: `[T, E]`.
         top_k: experts per token, at most E.
-        renormalize: divide a token's topk_weights by their sum; the same as a softmax over the chosen logits alone.
-            Models differ: Mixtral does, OLMoE does not. It is `norm_topk_prob` in configurations of transformers and
+        renormalize: divide a token's topk_weights by their sum, which equals a softmax over only the chosen logits.
+            Mixtral does this, OLMoE does not. The option is `norm_topk_prob` in configurations of transformers and
             `route_norm` in those of torchtitan.
 
     Returns:
-        `topk_ids [T, top_k]` int64, the most probable first, and `topk_weights [T, top_k]`
-        float32, or float64 for float64.
+        `topk_ids [T, top_k]` int64, the most probable first, and `topk_weights [T, top_k]` float32, or float64 for
+        float64 logits.
 
     Raises:
-        TypeError, ValueError: logits have a wrong dtype or rank; there are fewer than top_k experts.
+        TypeError, ValueError: logits have a wrong dtype or rank; top_k is below 1 or above the number of experts.
     """
     checks.check_gating(logits, top_k, renormalize)
     topk_weights, topk_ids = torch.topk(logits.softmax(-1, dtype=_gate_dtype(logits)), top_k, dim=-1)
@@ -124,13 +124,14 @@ def topk_sigmoid(
         renormalize: divide a token's topk_weights by their sum, as DeepSeek-V3 does; see `topk_softmax`.
         bias: `[E]`, or None for zeros.
         num_groups, top_groups: as above; with one group every expert can be chosen.
-        scale: the topk_weights are multiplied by it in the end.
+        scale: a factor that multiplies the topk_weights at the end.
 
     Returns:
-        `topk_ids [T, top_k]` int64, the best first, and `topk_weights [T, top_k]` float32, or float64 for float64.
+        `topk_ids [T, top_k]` int64, the best first, and `topk_weights [T, top_k]` float32, or float64 for float64
+        logits.
 
     Raises:
-        TypeError: logits have a wrong dtype.
+        TypeError: logits or bias have a wrong dtype.
         ValueError: logits or bias have a wrong shape, `num_groups` does not divide E, or the chosen groups hold fewer
             than top_k experts.
     """
@@ -147,7 +148,7 @@ def topk_sigmoid(
     topk_ids = choice.topk(top_k, dim=-1).indices
     topk_weights = scores.gather(1, topk_ids)
     if renormalize:
-        # A sigmoid may underflow to zero in all chosen experts.
+        # The sigmoids of all chosen experts may underflow to zero.
         topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
     return topk_ids, topk_weights * scale
 

@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """The order of the rows of T tokens with top_k experts each: R = T * top_k rows, sorted by expert.
+    """The order of the R = T * top_k rows of T tokens with top_k experts each, sorted by expert.
 
     Slot `s = t * top_k + k` is token t's k-th choice. Rows are sorted by (expert, slot). Expert e owns the rows
-    `group_offsets[e]:group_offsets[e + 1]`; two equal neighbours are an expert without a row. A slot whose id names no
-    expert is dropped: its row comes at or past `group_offsets[-1]`, after the rows of all experts. So both maps are
-    permutations of R, and each other's inverse. The first three fields are int32.
+    `group_offsets[e]:group_offsets[e + 1]`; two equal neighbouring offsets mean an expert without rows. A slot with an
+    id outside `0..E - 1` is dropped: its row is at or past `group_offsets[-1]`, after the rows of all experts. So both
+    maps are permutations of `0..R - 1`, inverse to each other. The first three fields are int32.
 
     Examples:
-        Three tokens choose two of four experts each; id 4 names none.
+        Three tokens choose two of four experts each; there is no expert 4.
 
         >>> import torch
         >>> from moe_kernels import route

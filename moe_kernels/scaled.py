@@ -11,7 +11,7 @@ from torch import Tensor
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 128
 FORMATS = ("rowwise", "1x128", "128x128")
-# The weights' formats, by the names of layers' options.
+# Name in `MoE.quantize` and in `compute` -> format of the weights.
 FP8_COMPUTE = {"fp8_block": "128x128", "fp8_rowwise": "rowwise"}
 
 
@@ -20,38 +20,38 @@ class ScaledTensor(NamedTuple):
 
     For data `[..., R, K]`, which is contracted along K:
 
-    | format | a scale for | scales | of |
+    | format | one scale per | shape of the scales | used for |
     |---|---|---|---|
-    | "rowwise" | a row | `[..., R, 1]` | activations and weights |
+    | "rowwise" | row | `[..., R, 1]` | activations and weights |
     | "1x128" | 128 elements of a row | `[..., R, ceil(K / 128)]` | activations |
-    | "128x128" | a square block | `[..., ceil(R / 128), ceil(K / 128)]` | weights |
+    | "128x128" | square block | `[..., ceil(R / 128), ceil(K / 128)]` | weights |
 
     The last block of a row or column may be smaller. "rowwise" weights `[G, N, K]` have a scale per output column;
-    "1x128" and "128x128" are the formats of DeepSeek-V3. Weights go to a product as `[G, K, N]`, as the view `mT`.
+    "1x128" and "128x128" are the formats of DeepSeek-V3. Products take weights as `[G, K, N]`, which is the view `mT`.
     """
 
-    data: Tensor  # [..., R, K], or [..., K, R] of `mT`; float8_e4m3fn or float8_e5m2
-    scales: Tensor  # float32, of as many dimensions, in the same order
+    data: Tensor  # [..., R, K], or [..., K, R] for `mT`; float8_e4m3fn or float8_e5m2
+    scales: Tensor  # float32, with the dimensions of data in the same order
     format: str
 
     @property
     def mT(self) -> ScaledTensor:
-        """The last two dimensions of data and scales swapped, without a copy."""
+        """A view with the last two dimensions of data and scales swapped, without a copy."""
         return ScaledTensor(self.data.mT, self.scales.mT, self.format)
 
     @property
     def shape(self) -> torch.Size:
-        """That of the data."""
+        """The shape of the data."""
         return self.data.shape
 
     @property
     def device(self) -> torch.device:
-        """That of the data."""
+        """The device of the data."""
         return self.data.device
 
 
 def scales_shape(shape: Sequence[Any], format: str) -> tuple[Any, ...]:
-    """The shape of the scales for data of `shape`, whose extents may be symbols."""
+    """Return the shape of the scales for data of `shape`, whose extents may be symbolic."""
     *groups, R, K = shape
     if format == "rowwise":
         return (*groups, R, 1)

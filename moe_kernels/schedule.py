@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Rows `row * block_m` on and columns `column * block_n` on of one problem's output."""
+    """The tile of one problem's output that starts at row `row * block_m` and column `column * block_n`."""
 
     problem: int
     row: int
@@ -15,7 +15,7 @@ class Tile(NamedTuple):
 
 
 def tile_counts(shapes: Sequence[tuple[int, int, int]], block_m: int, block_n: int) -> list[tuple[int, int]]:
-    """Return the numbers of rows and columns of tiles of each problem `(M, N, K)`."""
+    """Return the numbers of tiles along M and along N for each problem `(M, N, K)`."""
     return [(-(-M // block_m), -(-N // block_n)) for M, N, _ in shapes]
 
 
@@ -24,8 +24,8 @@ def varied_schedule(
 ) -> list[list[Tile]]:
     """Return the tiles of each worker of `varied_grouped_gemm`, in order.
 
-    The tiles of all problems `(M, N, K)` are numbered one problem after another, each from left to right and then down;
-    worker w of W takes tiles w, w + W, w + 2 W, ...
+    The tiles of all problems `(M, N, K)` are numbered one problem after another, each in row-major order; worker w of W
+    takes tiles w, w + W, w + 2 W, ...
 
     Examples:
         Two problems, [192, 128] x [128, 320] and [256, 192] x [192, 448], have 3 x 5 and 4 x 7 tiles of 64 x 64.

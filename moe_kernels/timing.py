@@ -22,10 +22,10 @@ _FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 def interleaved(
     calls: Mapping[_Key, Call], rounds: int, device: torch.device, *, cold: bool = True
 ) -> dict[_Key, float]:
-    """Median microseconds of each call over `rounds` rounds, in which all calls take turns in rotating order.
+    """Return median microseconds of each call over `rounds` rounds, in which all calls take turns in rotating order.
 
-    On a GPU, the time between two events around the call; if `cold`, the L2 cache is overwritten before it. Compile
-    beforehand. On a CPU, the host's time.
+    On a GPU, this is the time between two events around the call; if `cold`, the L2 cache is overwritten before it.
+    On a CPU, it is the host's time. Kernels must be compiled beforehand.
     """
     keys = list(calls)
     if not keys:
@@ -40,7 +40,7 @@ def interleaved(
 
 
 def host_microseconds(calls: Iterable[Call], device: torch.device) -> float:
-    """Median microseconds until a call returns, without waiting for the device.
+    """Return median microseconds until a call returns, without waiting for the device.
 
     Takes five calls at a time from the iterator `calls`. The device is synchronized before these five, so that none
     waits for space in the launch queue.
@@ -58,13 +58,13 @@ def host_microseconds(calls: Iterable[Call], device: torch.device) -> float:
 
 
 def captured(call: Call, times: int = 1) -> Call:
-    """The replay of a CUDA graph with this many calls of `call`. Call it once before capturing."""
+    """Return the replay of a CUDA graph with `times` calls of `call`, which must have run once before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(times):
             call()
 
-    def replay(kept: Call = call) -> None:  # with the memory that the graph reads
+    def replay(kept: Call = call) -> None:  # `kept` keeps alive the memory that the graph reads
         graph.replay()
 
     return replay

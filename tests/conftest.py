@@ -1,4 +1,4 @@
-"""What takes minutes begins first, on different workers of `--dist worksteal`, so that none has it all at the end."""
+"""Start the longest tests first, on different workers of `--dist worksteal`, so that no worker runs them all last."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import os
 import pytest
 from processes import WORKERS
 
-# Threads of PyTorch that wait for cores which other workers use take 30 times as long as one thread.
+# PyTorch threads that wait for cores in use by other workers take 30 times as long as a single thread.
 if WORKERS > 1:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // WORKERS))
-# Compilers make many objects that live on. Looking for cycles among these takes a tenth of the tests' time.
+# Compiled objects stay alive, and searching them for reference cycles takes a tenth of the tests' time.
 gc.set_threshold(100_000, 50, 100)
 
 LONGEST = ("test_interpreter.py", "test_lowering.py", "test_ahead.py")
 TOGETHER = "test_ahead.py"  # its tests share a fixture that takes minutes
 
 
-@pytest.hookimpl(trylast=True)  # without what `-m` and `-k` have left out
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k` have deselected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     units: dict[str, list[pytest.Item]] = {}
     others: list[pytest.Item] = []
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     shares: list[list[pytest.Item]] = [[] for _ in range(WORKERS)]
     for i, unit in enumerate(units.values()):
         shares[i % WORKERS] += unit
-    length = -(-len(items) // WORKERS)  # each worker begins with a run of so many
+    length = -(-len(items) // WORKERS)  # number of consecutive tests that each worker starts with
     items.clear()
     for share in shares:
         missing = max(0, length - len(share))
@@ -40,6 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """pytest then looks for cycles five times, which takes seconds where compilers have made many objects."""
+    """Exempt objects from pytest's five final collections, which take seconds with many compiled objects."""
     gc.freeze()
     atexit.register(gc.unfreeze)

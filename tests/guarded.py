@@ -1,12 +1,12 @@
-"""A pytest plugin: on the GPU each tensor has memory of its own, and what lies around it is not mapped.
+"""A pytest plugin that gives each GPU tensor memory of its own, between unmapped addresses instead of other tensors.
 
-So a kernel that reads or writes out of bounds ends its process, which pytest-xdist reports with the name of the test,
-where PyTorch's own allocator has other tensors. `MOE_KERNELS_GUARD` says which end of a tensor is exact, to 256 bytes:
+A kernel that reads or writes out of bounds then ends its process, which pytest-xdist reports with the test's name. The
+bound is exact, to 256 bytes, at the start or at the end of a tensor, as `MOE_KERNELS_GUARD` says:
 
     MOE_KERNELS_GUARD=start python -m pytest -p tests.guarded -m gpu -n 8
     MOE_KERNELS_GUARD=end python -m pytest -p tests.guarded -m gpu -n 8
 
-CUDA graphs are not captured with such an allocator, nor is memory counted. Tests of these fail, and no process ends.
+With this allocator CUDA graphs cannot be captured, nor memory counted: such tests fail, but end no process.
 """
 
 from __future__ import annotations

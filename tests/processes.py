@@ -1,4 +1,4 @@
-"""For tests that start processes of their own."""
+"""Helpers for tests that start processes of their own."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # of this run of pytest
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # workers of this pytest run
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def python_path(*first: Path) -> str:
-    """PYTHONPATH with these folders and the checkout before what it has, by which Helion may be found."""
+    """Return PYTHONPATH with `first` and the checkout before its present entries, which may include Helion."""
     return os.pathsep.join(filter(None, (*map(str, first), str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def run_tests(files: list[Path], environment: dict[str, str]) -> None:
-    """Run these files of tests by a pytest of their own, and assert that they pass.
+    """Run these test files in a separate pytest process and assert that they pass.
 
-    The process ends without freeing what compilers have made, which takes 20 s.
+    The process exits without freeing compiled objects, which would take 20 s.
     """
     program = "import os, sys, pytest; code = pytest.main(); sys.stdout.flush(); sys.stderr.flush(); os._exit(code)"
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]

@@ -1,6 +1,6 @@
-"""Plans and binaries made ahead, and the commands for it, on a machine without a GPU.
+"""Plans and binaries compiled ahead of time, and the commands for it, on a machine without a GPU.
 
-What runs under other conditions than pytest's own process, without Helion or with Triton's interpreter, is a script.
+Code that must run without Helion or with Triton's interpreter is a script for a separate process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRAINED = range(9, 13)
 H200 = targets.KNOWN["h200"]
 SHAPE = ahead.LayerShape(*SIZES, torch.float16)
 
-# What both scripts below begin with: calls on the CPU that are for the kernels, and ask `find` for their results.
+# Start of both scripts below: calls on CPU tensors that take the kernel path and get their results from `find`.
 REAL_CALLS = """
 import json, os, sys
 os.environ["TRITON_INTERPRET"] = "1"
@@ -62,8 +62,8 @@ def call_products(module, T):
         grouped_gemm(w_down.new_zeros(T * top_k, I), w_down.mT, offsets)
 """
 
-# Prints which modules of compilers were imported, the numbers of plans, of those that another GPU has, of binaries, of
-# launchers that they need, and of missing ones.
+# Prints the compiler modules that were imported, then the numbers of plans, of plans stored for another GPU, of
+# binaries, of launchers that these need, and of missing launchers.
 FIND = (
     REAL_CALLS
     + """
@@ -115,8 +115,8 @@ print(json.dumps([imported, *map(len, (plans, others, binaries, wanted, missing)
 """
 )
 
-# Prints by name: signatures of real calls that are not made ahead, those made ahead that these calls do not have, and
-# how many they have.
+# Prints for each name the signatures of real calls that were not collected ahead, those collected ahead that no real
+# call has, and the number of signatures of real calls.
 SIGNATURES = (
     REAL_CALLS
     + """
@@ -176,7 +176,7 @@ print(json.dumps(found))
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own that sees no GPU."""
+    """Run Python in a separate process that sees no GPU."""
     dropped = ("TRITON_INTERPRET", "MOE_KERNELS_CACHE_DIR", "MOE_KERNELS_CACHE_READONLY", "MOE_KERNELS_CONFIG_DIR")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()} | environment
@@ -186,18 +186,18 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Sizes and times of the files in a folder."""
+    """Return the size and modification time of each file in a folder."""
     found = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): (status.st_size, status.st_mtime_ns) for path, status in found}
 
 
 class Made(NamedTuple):
-    """What `compile` has made in three runs: for inference, the same again, and some training, by two processes."""
+    """Results of three runs of `compile`: inference, the same again, and training for fewer tokens with two jobs."""
 
     folder: Path
     runs: list[subprocess.CompletedProcess[str]]
     listings: list[dict[str, tuple[int, int]]]
-    compiled: int  # kernels that Triton has compiled, by its own cache
+    compiled: int  # kernels compiled by Triton, counted in its own cache
 
 
 @pytest.fixture(scope="module")
@@ -218,12 +218,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def counts(run: subprocess.CompletedProcess[str]) -> list[int]:
-    """The plans, binaries and libraries that `compile` says it has made."""
+    """Return the numbers of plans, binaries and libraries that `compile` reports."""
     return [int(word) for word in run.stdout.splitlines()[1].split() if word.isdigit()][:3]
 
 
 def warnings_in(stderr: str) -> list[str]:
-    """Ours, beside the one that tuned entries were measured with another Triton."""
+    """Return our warnings, except those about tuned entries measured with another Triton."""
     return [line for line in stderr.splitlines() if "Warning: moe_kernels" in line and "is here: skipped" not in line]
 
 
@@ -234,14 +234,14 @@ def test_compile_says_what_it_does(made: Made) -> None:
     plans, binaries, libraries = counts(first)
     assert f"{plans} of {plans} plans\n" in first.stderr
     assert counts(again) == [plans, binaries, libraries]
-    assert "plans" not in again.stderr  # nothing had to be made
+    assert "plans" not in again.stderr  # nothing was left to make
     assert min(counts(training)) > 0
     for each in made.runs:
         assert not warnings_in(each.stderr)
 
 
 def test_nothing_is_made_twice(made: Made) -> None:
-    """Neither in one run nor in the next one, which leaves all files as they are."""
+    """Nothing is made twice within a run or by a later run, and a repeated run leaves all files unchanged."""
     first, again, training = made.listings
     assert again == first
     assert {name: training[name] for name in first} == first
@@ -255,7 +255,7 @@ def test_nothing_is_made_twice(made: Made) -> None:
 
 
 def described(x: Any) -> Any:
-    """What of an argument a specialization depends on at most."""
+    """Return everything about an argument that a specialization may depend on."""
     shape = getattr(x, "shape", None)
     if shape is None:
         return x if isinstance(x, (bool, int, float, str, torch.dtype, type(None))) else "a number"
@@ -263,7 +263,7 @@ def described(x: Any) -> Any:
 
 
 def specializations(tokens: Sequence[int]) -> set[Any]:
-    """Kernels with configs and kinds of arguments, of all plans for inference with the layer."""
+    """Return each kernel with its config and kinds of arguments, over all inference plans of the layer."""
     found = set()
     for one in ahead.collect(ahead._calls(SHAPE, tokens, False)):
         builder, _ = cache.sketch(ahead._OPERATORS[one.operator], one.inputs, one.options, H200)
@@ -275,7 +275,7 @@ def specializations(tokens: Sequence[int]) -> set[Any]:
 
 
 def test_a_binary_for_each_specialization(made: Made) -> None:
-    """However many plans launch it."""
+    """All plans that launch a specialization share its binary."""
     _, binaries, _ = counts(made.runs[0])
     distinct = specializations(TOKENS)
     assert 0 < binaries <= len(distinct)
@@ -283,7 +283,7 @@ def test_a_binary_for_each_specialization(made: Made) -> None:
 
 
 def test_a_process_that_finds_its_plans_imports_no_compiler(made: Made, tmp_path: Path) -> None:
-    """For every number of tokens, from the folder as an image has it: read only. Launchers are there, too."""
+    """A read-only folder, as in a container image, serves every number of tokens, launchers included."""
     empty = tmp_path / "empty"
     environment = {"MOE_KERNELS_CACHE_DIR": str(empty), "MOE_KERNELS_CACHE_READONLY": str(made.folder)}
     done = python("-c", FIND, *map(json.dumps, (SIZES, [*TOKENS], [*TRAINED])), **environment)
@@ -295,7 +295,7 @@ def test_a_process_that_finds_its_plans_imports_no_compiler(made: Made, tmp_path
     kinds = Counter(Path(name).parent.name for name in made.listings[-1] if name.endswith(".json"))
     assert plans == kinds["plans"]
     assert binaries == kinds["binaries"]
-    assert wanted >= 1  # with Triton 3.6 one for each signature, later its driver's alone
+    assert wanted >= 1  # Triton 3.6 has one per signature, later versions only that of the driver
     assert missing == 0
     assert listing(made.folder) == made.listings[-1]
     assert not empty.exists()
@@ -303,7 +303,7 @@ def test_a_process_that_finds_its_plans_imports_no_compiler(made: Made, tmp_path
 
 @pytest.fixture
 def folder(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder that `compile` has filled, in this process; nothing more may be made."""
+    """Use the folder filled by `compile` as the cache of this process, and fail if anything more is made."""
     for name in ("MOE_KERNELS_CACHE_READONLY", "MOE_KERNELS_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(made.folder.parent))
@@ -328,13 +328,13 @@ def bare(*sizes: int, **options: Any) -> MoE:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_module_on_the_cpu(folder: Path, made: Made, training: bool) -> None:
-    """Needs no more than its shape, and stays what it was."""
+    """Only the module's shape is used, and the module stays unchanged."""
     module = bare()
     module.router.requires_grad_(False)
     before = {name: (p.data_ptr(), p.requires_grad, p.device, p.clone()) for name, p in module.named_parameters()}
     found = ahead.compile_ahead(module, tokens=TRAINED if training else TOKENS, training=training, gpu="h200")
     plans, _, _ = counts(made.runs[2 if training else 0])
-    assert 0 < found.plans < plans  # a shape has calls of the products by themselves, too
+    assert 0 < found.plans < plans  # a LayerShape includes separate calls of the products, too
     assert found.binaries > 0
     assert found.libraries > 0
     for name, parameter in module.named_parameters():
@@ -345,7 +345,7 @@ def test_a_module_on_the_cpu(folder: Path, made: Made, training: bool) -> None:
 
 
 def test_a_module_that_contains_layers(folder: Path) -> None:
-    """The same layer several times is made once."""
+    """Identical layers are compiled once."""
     alone = ahead.compile_ahead(bare(), tokens=TOKENS, gpu="h200")
     stack = nn.Sequential(nn.Linear(64, 64), bare(), nn.ModuleDict({"inner": bare()}))
     assert ahead.compile_ahead(stack, tokens=TOKENS, gpu="h200") == alone
@@ -354,7 +354,7 @@ def test_a_module_that_contains_layers(folder: Path) -> None:
 
 
 def test_layers_of_a_module() -> None:
-    """One of each kind: kinds differ in sizes, dtype, top_k and what an expert computes."""
+    """One layer of each kind is found: kinds differ in sizes, dtype, top_k and what an expert computes."""
     kinds = [
         bare(),
         bare(64, 32, 4, 1),
@@ -381,7 +381,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is an error: keeping it is all that was asked."""
+    """An OSError is raised, because storing the plans is the only purpose of the call."""
     pytest.importorskip("helion")
     asked: list[str] = []
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "kept"))
@@ -394,7 +394,7 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("sizes", [SIZES, (64, 32, 5, 3)])
 def test_a_class_of_token_counts_shares_its_plans(sizes: tuple[int, int, int, int], training: bool) -> None:
-    """What is collected for one of each class is what each number of tokens needs."""
+    """The plans collected for one token count of each class are those needed by every token count."""
     pytest.importorskip("helion")
     shape, tokens = ahead.LayerShape(*sizes), range(1, 200)
     every = {one.signature for one in ahead.collect(ahead._call_of_shape(shape, T, training) for T in tokens)}
@@ -405,7 +405,7 @@ def test_a_class_of_token_counts_shares_its_plans(sizes: tuple[int, int, int, in
 
 
 def test_signatures_are_those_of_real_calls() -> None:
-    """On CPU tensors, forward and backward, for modules, a shape, and models of transformers."""
+    """Signatures agree for CPU tensors, forward and backward, of modules, a shape, and models of transformers."""
     pytest.importorskip("helion")
     done = python("-c", SIGNATURES)
     assert done.returncode == 0, done.stderr
@@ -414,12 +414,12 @@ def test_signatures_are_those_of_real_calls() -> None:
     for name, (only_real, only_ahead, number) in found.items():
         assert number >= (9 if name.endswith("training: True") else 1), name
         assert only_real == [], name
-        # Models of transformers differ in the dtype of what the router gives: both are made.
+        # Models of transformers differ in the dtype of the router's output: both are collected.
         assert only_ahead == [] or name.startswith("transformers"), name
 
 
 def test_output_is_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others have is made for it all the same; afterwards everything is as it was."""
+    """Plans in other cache folders are ignored, and the environment is restored afterwards."""
     for before in ({}, {"MOE_KERNELS_CACHE_DIR": "/mine", "MOE_KERNELS_CACHE_READONLY": "/yours"}):
         for name in ("MOE_KERNELS_CACHE_DIR", "MOE_KERNELS_CACHE_READONLY"):
             monkeypatch.delenv(name, raising=False)
@@ -498,7 +498,7 @@ REFUSED = [
 def test_compile_refuses(
     arguments: list[str], problem: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, before anything is made."""
+    """The exit code is 2, and nothing is compiled."""
     asked: list[Any] = []
 
     def compile_ahead(what: Any, **options: Any) -> ahead.Made:
@@ -605,7 +605,7 @@ def test_cache_show_and_clear(
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"])
 def test_info_lists_what_a_layer_launches(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """For all numbers of tokens, nothing of which is compiled: far fewer kernels and configs than launches."""
+    """All numbers of tokens are listed without compiling: there are far fewer kernels and configs than launches."""
     pytest.importorskip("helion")
     commands.print_layer(parse(commands.add_info_arguments, "--model", model, "--gpu", "h200"))
     first, *lines = capsys.readouterr().out.splitlines()
@@ -621,7 +621,7 @@ def test_info_lists_what_a_layer_launches(model: str, capsys: pytest.CaptureFixt
     assert covered == [*range(1, 8193)]
     requests = ahead.requests(range(1, 8193), ahead.LayerShape(*MODELS[model]), H200)
     distinct = {(one.kernel.name, repr(one.config)) for steps in requests.values() for one in steps}
-    # As many binaries, but that mixtral's rows are listed in tiles of two heights.
+    # One binary each, except that mixtral's rows are listed in tiles of two heights.
     two_heights = model == "mixtral-8x7b"
     binaries = len(distinct) + two_heights
     assert lines[at] == f"{len(distinct)} distinct kernels with configs, {binaries} with their constants:"

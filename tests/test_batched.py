@@ -166,7 +166,7 @@ def test_no_varied_products(function: Any) -> None:
 
 
 def test_autocast_refuses_to_plan_what_it_would_convert() -> None:
-    """A plan reads the tensors that it was given; the function multiplies converted ones."""
+    """A plan reads the tensors that it was given, whereas the function multiplies converted copies."""
     A, B = ([x.bfloat16() for x in tensors] for tensors in varied_inputs([(2, 3, 4), (1, 2, 2)]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for out, a, b in zip(plan_varied_grouped_gemm(A, B)(), A, B, strict=True):
@@ -193,7 +193,7 @@ def test_gradients_of_varied_products() -> None:
 @pytest.mark.parametrize("of", ["group_A", "group_B", "out"])
 @varied_functions
 def test_varied_products_have_no_gradients_with_out(function: Any, of: str) -> None:
-    """As torch.mm(out=) has none."""
+    """torch.mm(out=) has none either."""
     A, B = varied_inputs([(2, 3, 4), (1, 2, 2)])
     out = [torch.full((2, 3), float("nan"), dtype=torch.float64), torch.full((1, 2), float("nan"), dtype=torch.float64)]
     {"group_A": A, "group_B": B, "out": out}[of][1].requires_grad_()
@@ -214,7 +214,7 @@ def test_the_schedules_example() -> None:
 
 
 def test_the_worked_example() -> None:
-    """15 and 28 tiles, 6 workers: tile t is worker t % 6's, across both problems."""
+    """15 and 28 tiles, 6 workers: worker t % 6 computes tile t, counted across both problems."""
     shapes = [(192, 320, 128), (256, 448, 192)]
     assert tile_counts(shapes, 64, 64) == [(3, 5), (4, 7)]
     workers = varied_schedule(shapes, 64, 64, num_workers=6)
@@ -222,7 +222,7 @@ def test_the_worked_example() -> None:
     in_order = [Tile(0, m, n) for m in range(3) for n in range(5)] + [Tile(1, m, n) for m in range(4) for n in range(7)]
     for w, tiles in enumerate(workers):
         assert tiles == in_order[w::6]
-    # Worker 3 goes from problem 0 to problem 1 between its third tile, 15, and the second, 9.
+    # Worker 3 moves from problem 0 to problem 1 between its second tile, 9, and its third, 15.
     assert workers[3][:3] == [Tile(0, 0, 3), Tile(0, 1, 4), Tile(1, 0, 0)]
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks` on a CPU, where `grouped_gemm` is its reference."""
+"""`python -m benchmarks` on a CPU, where `grouped_gemm` runs its reference."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def record(case: str, provider: str, us: float | None, timing: str = "graph", **
     return {**values, **more}
 
 
-# What is measured
+# Cases and operators
 
 
 def test_the_table_is_that_of_the_targets() -> None:
@@ -138,10 +138,10 @@ FORMS = {
 @pytest.mark.parametrize("layout", ["gkn", "gnk"])
 @pytest.mark.parametrize("name", FORMS)
 def test_the_other_forms(name: str, layout: str) -> None:
-    """Every provider passes the check, which knows a swapped or missing group, and the work is that of all groups."""
+    """Every provider passes the check, which detects swapped and missing groups, and the work is that of all groups."""
     operator = OPERATORS[name]
     inputs = inputs_of(replace(FORMS[name], layout=layout), name)
-    for key in operator.providers.keys() - {"bmm-fp32"}:  # which PyTorch has no CPU kernel for
+    for key in operator.providers.keys() - {"bmm-fp32"}:  # PyTorch has no CPU kernel for it
         provider = operator.providers[key]
         for x in (operator.longer(inputs, 3), inputs):
             made = provider.result(x, provider.make(x)())
@@ -186,7 +186,7 @@ def test_the_layers_are_those_of_the_targets() -> None:
 @pytest.mark.parametrize("layout", ["gkn", "gnk"])
 @pytest.mark.parametrize("name", ["ffn", "ffn-train"])
 def test_layers(name: str, layout: str) -> None:
-    """Providers agree with float64, and what a layer may do wrong does not pass."""
+    """Providers agree with float64, and typical faults of a layer fail the check."""
     pytest.importorskip("transformers")
     operator, trains = OPERATORS[name], name == "ffn-train"
     inputs = inputs_of(replace(LAYER, layout=layout), name)
@@ -242,7 +242,7 @@ def test_a_whole_graph_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_layers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suite of one small layer; a provider that forgets a gradient has no time, and memory is noted."""
+    """A suite of one small layer: a provider that returns a zero gradient has no time, and peak memory is recorded."""
     pytest.importorskip("transformers")
     operator = OPERATORS["ffn-train"]
 
@@ -327,7 +327,7 @@ def test_under_load_dense_products_take_turns(monkeypatch: pytest.MonkeyPatch) -
     assert "replays, under load, with" in tables.markdown(run.Results(META | {"load": True}, records))
 
 
-# Results are checked
+# Checks of results
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -431,7 +431,7 @@ def test_a_record() -> None:
 
 
 def test_new_rows_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also to cases that have the same weights, and with others of each magnitude called before."""
+    """No earlier case has used the row counts timed as new, but this case has used each of their bit lengths."""
     called: list[int] = []
 
     def make(inputs: Inputs) -> Call:
@@ -478,7 +478,7 @@ def test_records_of_two_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(r["timing"], r["host_us"] is None) for r in records] == [("eager", False)] * 2 + [("graph", True)] * 2
 
 
-# The run
+# Runs
 
 
 def fitting_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
@@ -517,7 +517,7 @@ def test_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiling_beforehand_calls_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, in place of several; a failure leaves the rest to do."""
+    """The pool runs in this process; after a failure the remaining cases are still compiled."""
     called = []
 
     def make(key: str) -> Callable[[Inputs], Call]:
@@ -651,7 +651,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_neither_package_imports_the_benchmarks() -> None:
-    """They are not in the wheel."""
+    """The benchmarks are not in the wheel."""
     sources = [*Path(moe_kernels.__path__[0]).rglob("*.py"), *Path(tritonbench_ops.__path__[0]).rglob("*.py")]
     pattern = re.compile(r"^\s*(import|from) benchmarks\b", re.MULTILINE)
     assert len(sources) > 40 and not [file for file in sources if pattern.search(file.read_text())]
@@ -694,7 +694,7 @@ def test_a_file_has_to_be_named_without_a_gpu(capsys: pytest.CaptureFixture[str]
     assert run.folder(run.meta(CPU, "command")) is None
 
 
-# Peers, by stand-ins for their packages
+# Peers, with stand-ins for their packages
 
 
 def test_rows_are_padded_for_deepgemm() -> None:
@@ -704,7 +704,7 @@ def test_rows_are_padded_for_deepgemm() -> None:
 
 
 class Peer:
-    """What the packages of all peers offer, in plain PyTorch."""
+    """Stand-in for the packages of all peers, in plain PyTorch."""
 
     def gemm(self, A: Any, B: Any, *, cu_seqlens_m: Any, tuned: bool) -> Any:
         assert cu_seqlens_m.dtype == torch.int32
@@ -779,7 +779,7 @@ def test_peers_get_what_they_take(layout: str, absent: tuple[str, ...], monkeypa
         assert found["error"] is None and found["us"] > 0, found
 
 
-# In groups of more and of fewer rows than DeepGEMM's blocks, and for both versions of triton_kernels.
+# Groups with more and with fewer rows than DeepGEMM's blocks, and both versions of triton_kernels.
 @pytest.mark.parametrize(("M", "absent"), [(40, ()), (20, ("triton_kernels.matmul",))])
 def test_peers_get_what_they_take_in_fp8(M: int, absent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def import_module(name: str) -> Any:

@@ -28,7 +28,7 @@ needs_transformers = pytest.mark.skipif(
 
 @pytest.fixture
 def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """benchmarks/transformers_stack.py with one thread: more cost such small models time."""
+    """Return benchmarks/transformers_stack.py, with one thread, because more slow down such small models."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     threads = torch.get_num_threads()
@@ -38,7 +38,7 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def table_of(file: Path, folder: Path) -> str:
-    """What the report puts into a README that names the file; it holds the README to it from then on."""
+    """Return the README that the report writes for `file`, after testing that `--check` detects changes in it."""
     readme = folder / "README.md"
     readme.write_text(f"<!-- table: {file.name} -->\n<!-- end of table -->\n")
     assert report.main([str(readme), "--check"]) == 1
@@ -127,7 +127,7 @@ def test_a_gpu_is_asked_for(stack: Any, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 def test_expert_parallel(tmp_path: Path) -> None:
-    """Two ranks, whose records are added to those of one."""
+    """The records of two ranks are added to the existing ones of one rank."""
     file = tmp_path / "expert_parallel.json"
     layer = {"suite": "expert_parallel", "H": 64, "I": 32, "E": 16, "top_k": 8, "dtype": "float32", "first_s": 0.1}
     one = layer | {"ranks": 1, "ms": 5.0, "comm": 0.01, "error_share": 0.2}
@@ -160,7 +160,7 @@ def test_expert_parallel(tmp_path: Path) -> None:
 
 
 def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A peer that cannot be prepared is no error of the run; kernels by themselves are the reference here."""
+    """A peer that cannot be prepared does not fail the run; the reference replaces kernels that are launched alone."""
 
     def broken(inputs: Any) -> Any:
         raise RuntimeError("no compiler")
@@ -204,7 +204,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "| tiny, T = 64 (4, 128, 48, 64) |" in text and "under load" in text
     assert all(line.count(" | ") < tables.SHORT for line in text.splitlines())
     assert not plots.pictures(results, tmp_path)
-    # One part again, beside the others of before.
+    # Repeating one part keeps the records of the others.
     assert fp8.main(["--tiny", "--rounds", "1", "--load", "--json", str(file), "--part", "layer"]) == 0
     assert sorted(r["part"] for r in run.Results.read(file).records) == ["layer", "product", "training"]
 
@@ -217,7 +217,7 @@ def test_wrong_results_are_not_timed() -> None:
 
 
 def test_convergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each way to compute gets the same weights and batches, and runs that are there are not repeated."""
+    """Each way to compute gets the same weights and batches, and existing runs are not repeated."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked, moe_mlp = [], convergence.moe_mlp
@@ -247,7 +247,7 @@ def test_convergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     finals = [f"{runs[case]['final']:.4f}" for case in ("0:bfloat16", "1:bfloat16")]
     assert f"| `bfloat16` | {finals[0]} | {finals[1]} |" in text and "| `fp8_block` | - |" in text
     assert "![convergence](convergence.png)" in text
-    assert convergence.main([*arguments[:2], "4", *arguments[3:], "0:bfloat16"]) == 0  # of other sizes: nothing is kept
+    assert convergence.main([*arguments[:2], "4", *arguments[3:], "0:bfloat16"]) == 0  # other steps: nothing kept
     assert len(run.Results.read(file).records) == 1
 
 

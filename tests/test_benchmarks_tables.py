@@ -1,4 +1,4 @@
-"""Tables, plots and pages of what `benchmarks` and TritonBench have measured."""
+"""Tables, plots and pages of the measurements of `benchmarks` and TritonBench."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_markdown_of_cases() -> None:
 
 
 def test_a_short_table() -> None:
-    """At most eight columns: no second function of ours, nothing that computes something else, no host times."""
+    """At most eight columns: no second function of ours, no provider that computes something else, no host times."""
     base, ours = tables.roles("table")
     times = {
         base: 120.0,
@@ -77,7 +77,7 @@ def test_a_short_table() -> None:
 
 
 def test_the_seconds_of_start_up(tmp_path: Path) -> None:
-    """A number for each part and state, and the report puts the table into a page."""
+    """The table has a number for each part and state, and the report writes it into a page."""
     parts = {
         "layer": ("first grouped_gemm", "25 calls", "worst of them"),
         "training": ("first step", "first step of another T"),
@@ -133,7 +133,7 @@ def test_records_of_older_files() -> None:
 
 
 def wide_results() -> run.Results:
-    """Of 12 cases, ours is 1.25 times as fast as the best other, but for one of 0.5 and for one without a time."""
+    """Return 12 cases: ours has a speedup of 1.25 over the best other, except one of 0.5 and one without a time."""
     base, ours = tables.roles("wide")
     records: list[run.Record] = [
         {"suite": "wide", "case": name, "G": 8, "M": M, "N": 32, "K": 16, "sizes": sizes, "rounds": 5, "errors": {}}
@@ -165,7 +165,7 @@ def test_markdown_of_the_wide_set() -> None:
 
 
 def test_markdown_of_fp8() -> None:
-    """Decoding is no part of the mean; a layer has a baseline of its own; targets are in brackets."""
+    """The mean leaves out decoding, a layer has a baseline of its own, and targets are in brackets."""
     names = ("torch._grouped_mm, bfloat16", "grouped_gemm, rowwise", "DeepGEMM", "quantize, rowwise")
     sizes = {"G": 8, "M": 64, "N": 32, "K": 16, "sizes": "softmax", "suite": "fp8", "errors": {}}
     products = [
@@ -214,7 +214,7 @@ def test_markdown_of_fp8() -> None:
 
 
 def convergence_results() -> run.Results:
-    """Of three ways to compute; one has no run of the second seed."""
+    """Return results of three ways to compute, one of which has no run with the second seed."""
     finals = {"bfloat16": (1.5, 1.53), "fp8_block": (1.52, 1.54), "fp8_rowwise": (1.6,)}
     records = [
         {"suite": "convergence", "case": f"{seed}:{compute}", "seed": seed, "compute": compute, "final": final}
@@ -247,7 +247,7 @@ def test_a_provider_without_a_time_is_not_compared() -> None:
 
 
 def test_plots(tmp_path: Path) -> None:
-    """Of the wide set, of cases one of which has no time; and they say which results they show."""
+    """Plots of the wide set, of cases with a missing time, and of convergence identify the results that they show."""
     base, ours = tables.roles("table")
     cases = results_of(*(record(c, p, us) for c in "ab" for p, us in ((base, 10.0), (ours, 8.0), ("basic", None))))
     for found, number in ((wide_results(), 1), (cases, 2), (convergence_results(), 1)):
@@ -269,7 +269,7 @@ def test_a_plot_over_n(tmp_path: Path) -> None:
 
 
 def test_the_readme_is_written_and_checked(tmp_path: Path) -> None:
-    """Two tables, of two suites, and what is around them stays."""
+    """The tables of two suites are written, and the text around them stays."""
     base, ours = tables.roles("table")
     results_of(record("a", base, 10.0), record("a", ours, 8.0)).write(tmp_path / "results/table.json")
     wide_results().write(tmp_path / "results/wide.json")
@@ -317,7 +317,7 @@ average;0.1;20.3;0.093;35.0;0.83;
 
 
 def test_a_csv_of_tritonbench(tmp_path: Path) -> None:
-    """A provider that failed on an input counts for nothing there, and one without any number is left out."""
+    """A failed input is left out of a provider's mean, and a provider without any number is left out of the table."""
     found = tritonbench.read(TRITONBENCH)
     assert found.names == ["8, zipf", "4, one", "2, one"] and tritonbench.plotted(found) == ["tflops", "speedup"]
     assert found.providers["fast (packed)"]["speedup"] == [2.0, None, 0.5]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.wide` on a CPU: its cases, what is timed, and how a run is taken up again."""
+"""`python -m benchmarks.wide` on a CPU: its cases, its timings, and how it resumes a run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_models_of_one_shape_are_one_case(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_estimate_counts_what_is_read() -> None:
-    """Of one group with all rows a weight is read, of many groups all of theirs."""
+    """If one group has all rows, one weight is read; with many groups, all weights are."""
     base = Case("a", 256, 4096, 4096, 7168, "one", "gnk")
     one, all_ = (wide.gpu_seconds([replace(base, sizes=sizes)], 3) for sizes in ("one", "uniform"))
     assert one == pytest.approx(24 * (2 * 4096 * 4096 * 7168 / 650e12 + 60e-6))
@@ -130,7 +130,7 @@ def test_tuned_entries_are_set_aside() -> None:
     assert entries.digest(gpu) == tuned
 
 
-# Runs that are taken up again
+# Resumed runs
 
 
 def command(folder: Path, *more: str) -> list[str]:
@@ -209,11 +209,11 @@ def test_a_failure_of_ours_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.
 
 class Sent(NamedTuple):
     cases: list[Case]
-    running: int  # with this one
+    running: int  # including this one
 
 
 def test_compiling_keeps_to_the_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One routing of each number of rows; the largest weights first; a failure leaves the rest to do."""
+    """One routing of each number of rows, largest weights first; after a failure the rest is still compiled."""
     sent: list[Sent] = []
     open_: list[Future[None]] = []
 

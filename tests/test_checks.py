@@ -53,7 +53,7 @@ M, G, K, N = 5, 2, 3, 4
 
 
 def arguments(device: str = "meta", **changes: Any) -> list[Any]:
-    """Arguments of check_grouped_gemm that are fine, but for the changes."""
+    """Return valid arguments of check_grouped_gemm, with `changes` applied."""
     values: dict[str, Any] = {
         "A_packed": torch.empty(M, K, device=device),
         "B": torch.empty(G, K, N, device=device),
@@ -364,7 +364,7 @@ def test_grouped_gemm_wgrad_refusals(changes: dict[str, Any], error: type[Except
 
 
 def _products(offsets: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Every public function that takes offsets, on 5 rows and 3 groups."""
+    """Return a call of every public function that takes offsets, with 5 rows and 3 groups."""
     rows, B = torch.ones(5, 4), torch.ones(3, 4, 6)
     offs = offsets[1:]
     return {
@@ -559,14 +559,14 @@ def test_a_routing_with_other_offsets(offsets: Tensor) -> None:
     ],
 )
 def test_options_that_are_no_bools(call: Callable[..., Any], names: list[str], value: Any) -> None:
-    """They would count as True or False, and be what nobody has asked for."""
+    """Such values would silently count as True or False."""
     for name in names:
         with pytest.raises(TypeError, match=f"^{name}: expected True or False, got "):
             call(**{name: value})
 
 
 class Wrapped(Tensor):
-    """A tensor that has its values in others, as those of torchao and torch.distributed have."""
+    """A tensor subclass that holds its values in inner tensors, like those of torchao and torch.distributed."""
 
     inside: tuple[Tensor, ...]
 
@@ -600,16 +600,16 @@ def test_a_quantized_tensor() -> None:
 
 
 class Float8Tensor(Wrapped):
-    """As torchao's: data in fp8, and scales."""
+    """Stand-in for torchao's class: data in fp8, and scales."""
 
     __module__ = "torchao.quantization.quantize_.workflows.float8.float8_tensor"
 
     def detach(self) -> Float8Tensor:
-        return self  # a Parameter is of the class that this returns
+        return self  # nn.Parameter takes the class of this result
 
 
 class Float8TrainingTensor(Wrapped):
-    """As torchao's, which has no `dequantize`."""
+    """Stand-in for torchao's class, which has no `dequantize`."""
 
     __module__ = "torchao.float8.float8_training_tensor"
 
@@ -618,13 +618,13 @@ class Float8TrainingTensor(Wrapped):
 
 
 class Float8TrainingWeightWrapperTensor(Wrapped):
-    """As torchao's: the weight itself, for which PyTorch's products are others."""
+    """Stand-in for torchao's class: it holds the unquantised weight and changes PyTorch's products."""
 
     __module__ = "torchao.prototype.moe_training.tensor"
 
 
 def test_tensors_of_torchao() -> None:
-    """Wherever a tensor is looked at, beside a ScaledTensor, and as a parameter of an expert."""
+    """They are refused as operands, beside a ScaledTensor, and as a parameter of an expert."""
     data, scales = torch.zeros(G, K, N).to(torch.float8_e4m3fn), torch.ones(G, 1, N)
     quantized = Float8Tensor(data.shape, data, scales)
     how = r"expected a torch\.Tensor, got torchao's Float8Tensor: pass {0}\.dequantize\(\), .*quantize\({0}\.dequantize"

@@ -46,7 +46,7 @@ def test_grouped_gemm_example() -> None:
 
 
 def test_readme_loop_gives_the_same_as_the_layer() -> None:
-    """Both sides of the diff, run as they stand."""
+    """Both sides of the diff run unchanged and give the same result."""
     block = readme_block("loop").splitlines()
     assert len(block) <= 10
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def test_moe_layer_example() -> None:
 
 
 def test_moe_layer_example_compares_with_something_else() -> None:
-    """A fault in what the layer runs without a GPU shows."""
+    """The example detects a fault in the code that the layer runs without a GPU."""
     faulty = f"""
 import runpy
 from moe_kernels import reference
@@ -104,7 +104,7 @@ def test_readme_quickstart() -> None:
 
 
 def test_ci_runs_the_readme_command() -> None:
-    """The shell that .ci/run takes the command out of the README with finds the same as the pattern here."""
+    """The shell command with which .ci/run reads the README finds the same as this file's pattern."""
     extraction = re.search(r"^command=\$\((awk .*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert extraction
     found = subprocess.run(["bash", "-c", extraction[1]], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""`MoE.from_experts`: a loop over the modules that it was made from, in float64, and what it refuses."""
+"""`MoE.from_experts`: results against a loop over the original modules in float64, and refused modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ E, H, I, T, TOP_K = 4, 6, 5, 9, 2  # noqa: E741
 
 
 class FFN(nn.Module):
-    """`down(f(gate(x)) * up(x))`, or without a gate `down(f(up(x)))`, with the names given."""
+    """Expert `down(f(gate(x)) * up(x))`, or without a gate `down(f(up(x)))`, with the given names of its layers."""
 
     def __init__(self, names: str, f: Callable[[Tensor], Tensor], *, hidden: int = H, bias: bool = False, **kind: Any):
         super().__init__()
@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def loop(experts: list[nn.Module], router: Tensor, hidden: Tensor) -> Tensor:
-    """Every expert by itself."""
+    """Compute the layer one expert at a time."""
     topk_weights, ids = (hidden @ router.T).softmax(-1).topk(TOP_K)
     topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
     out = torch.zeros_like(hidden)
@@ -117,7 +117,7 @@ def test_a_router_of_its_own() -> None:
 
 
 def test_an_activation_that_is_named_is_not_looked_for() -> None:
-    """Which is how weights without values, or a module that is called otherwise, are taken."""
+    """Naming the activation permits weights without values, and modules that are called differently."""
     experts = [FFN("w1 w3 w2", torch.tanh, device="meta") for _ in range(E)]
     layer = MoE.from_experts(experts, top_k=TOP_K, renormalize=True, activation="gelu")
     assert layer.activation == "gelu" and layer.w_gate_up.is_meta
@@ -128,7 +128,7 @@ def test_an_activation_that_is_named_is_not_looked_for() -> None:
 
 
 class Dropping(FFN):
-    """With dropout of its own between the products, by a function."""
+    """Expert with functional dropout between its products."""
 
     def __init__(self, p: float):
         super().__init__("w1 w3 w2", lambda x: F.dropout(F.silu(x), p, self.training))

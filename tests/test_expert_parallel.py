@@ -1,6 +1,6 @@
-"""Two gloo ranks in float64: outputs and every gradient are those of one process with all experts.
+"""Two gloo ranks in float64: outputs and all gradients equal those of one process with all experts.
 
-The same ranks also run MoE under FSDP2, because starting them takes longer than all else.
+The same ranks also run MoE under FSDP2, because starting them takes longer than everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_kernels import MoE, grouped_gemm, moe_mlp, swiglu_ffn
 from moe_kernels.expert_parallel import combine, dispatch
 
 P, E, TOP_K, H, I = 2, 6, 2, 5, 4  # noqa: E741
-CASES = {  # tokens of both ranks, and the ids that they draw from
+CASES = {  # tokens of each rank, and the ids to draw from
     "uneven": ((7, 4), range(E)),
     "nothing for rank 0": ((5, 6), range(3, 6)),
     "one expert for all": ((5, 6), range(1)),
@@ -31,11 +31,11 @@ CASES = {  # tokens of both ranks, and the ids that they draw from
     "dropped slots": ((6, 7), range(-1, E + 2)),
     "all dropped": ((3, 3), range(E, E + 2)),
 }
-RESIDUALS = [((5, H), None), ((2, 3, H), None), ((5, H), "fp8_block")]  # the hidden states' shapes, and compute
+RESIDUALS = [((5, H), None), ((2, 3, H), None), ((5, H), "fp8_block")]  # shape of the hidden states, and compute
 
 
 def make(case: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Both weights, whole, and each rank's tokens, ids, topk_weights and upstream gradients."""
+    """Return both full weights, and each rank's tokens, ids, topk_weights and upstream gradients."""
     tokens, ids = CASES[case]
     generator = torch.Generator().manual_seed(len(case))
 
@@ -61,7 +61,7 @@ def layer(compute: str | None) -> nn.Sequential:
 
 
 def gradients_of_residual(model: nn.Sequential, shape: tuple[int, ...], rank: int) -> list[Any]:
-    """Of what a rank's hidden states become with the layer's result, to which they are added in place."""
+    """Return the parameters' gradients of the layer's result plus hidden states, which are added in place."""
     generator, dtype = torch.Generator().manual_seed(rank), next(model.parameters()).dtype
     x, upstream = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
     model.zero_grad()
@@ -77,10 +77,10 @@ def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
     mesh, found = init_device_mesh("cpu", (P,)), []
     for shape, compute in RESIDUALS:
         model = layer(compute)
-        fully_shard(model[0], mesh=mesh)  # and not the root alone, whose weights stay until the backward
+        fully_shard(model[0], mesh=mesh)  # not the root alone, whose weights stay gathered until the backward
         fully_shard(model, mesh=mesh)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # such as of a module whose result is a view
+            warnings.simplefilter("error")  # for example, that the result of a module is a view
             found.append([d.full_tensor() for d in gradients_of_residual(model, shape, rank)])
     return found
 
@@ -105,8 +105,8 @@ def run_rank(rank: int, folder: str) -> None:
     results["residuals"] = residuals_under_fsdp2(rank)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
-    # DTensor's caches keep the group of FSDP2, and so gloo's threads. One that frees a tensor while the interpreter
-    # shuts down aborts the process (pytorch issue 190489): end the process without that.
+    # DTensor's caches keep FSDP2's process group and gloo's threads alive. A thread that frees a tensor while the
+    # interpreter shuts down aborts the process (pytorch issue 190489), so exit without a shutdown.
     os._exit(0)
 
 

@@ -18,7 +18,7 @@ from moe_kernels.integrations import torchtitan as integration
 
 NAME = "moe_kernels.integrations.torchtitan.grouped_experts"
 SIZES = [5, 0, 16, 3]
-E, D, H, R = len(SIZES), 32, 48, sum(SIZES) + 6  # the last six rows are no expert's
+E, D, H, R = len(SIZES), 32, 48, sum(SIZES) + 6  # the last six rows belong to no expert
 installed = importlib.util.find_spec("torchtitan") is not None
 needs_torchtitan = pytest.mark.skipif(not installed, reason="needs torchtitan: pip install 'torchtitan>=0.3'")
 
@@ -30,7 +30,7 @@ def test_says_what_is_missing() -> None:
 
 
 def step(experts: torch.nn.Module, x: Tensor, upstream: Tensor, device: str) -> list[Tensor]:
-    """The output and all gradients, on the rows that experts own."""
+    """Return the output and all gradients, those of tokens only for rows that belong to experts."""
     experts.zero_grad()
     x = x.clone().requires_grad_()
     out = experts(x, torch.tensor(SIZES, device=device))
@@ -94,7 +94,7 @@ def test_the_same_as_its_own_experts_on_the_gpu() -> None:
 
 
 class Float8TrainingWeightWrapperTensor(Tensor):
-    """As torchao's: the weight itself, for which PyTorch's products run in fp8. A cast is one, too."""
+    """Stand-in for torchao's class: the weight itself, whose products PyTorch runs in fp8. A cast of it is one, too."""
 
     __module__ = "torchao.prototype.moe_training.tensor"
 
@@ -134,7 +134,7 @@ def test_weights_that_torchao_has_wrapped_are_refused(dtype: torch.dtype) -> Non
 
 @needs_torchtitan
 def test_experts_that_a_converter_has_made_keep_their_forward() -> None:
-    """A converter, such as to fp8, derives a class, and runs before overrides."""
+    """A converter, for example to fp8, derives a class and runs before overrides."""
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers with our experts, against their own in float64 with twice float32's error."""
+"""Tiny random models of transformers with our experts, against theirs in float64; budget: twice float32's error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def registered() -> Iterator[None]:
 
 
 def step(model: Any, implementation: str, dtype: torch.dtype, backend: str | None = None) -> dict[str, Tensor]:
-    """The logits, and every parameter's gradient for random upstream gradients."""
+    """Return the logits, and all parameters' gradients for random upstream gradients."""
     model = model.to(dtype)
     model.set_experts_implementation(implementation)
     model.zero_grad()
@@ -53,7 +53,7 @@ def step(model: Any, implementation: str, dtype: torch.dtype, backend: str | Non
 
 
 def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], slack: float) -> None:
-    """Each tensor may be twice as far from float64's as plain's, plus so much of its largest element."""
+    """Allow each tensor twice plain's distance from float64, plus `slack` times its largest element."""
     assert ours.keys() == exact.keys()
     for name, want in exact.items():
         largest = float(want.abs().max())
@@ -103,7 +103,7 @@ def test_wrong_experts_are_noticed() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generate(name: str) -> None:
-    """The same tokens as eager's, and every step asks for our function."""
+    """Generation gives the tokens of eager, and every step calls our function."""
     calls = []
 
     def counted(experts: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def make_experts(flags: dict[str, bool], act: str) -> Any:
 def experts_step(
     experts: Any, implementation: str, dtype: torch.dtype, device: str = "cpu", ids: Tensor = IDS, forward: Any = None
 ) -> dict[str, Tensor]:
-    """The output and every gradient; the router's weights are zeros where the id is a sentinel, as in the library."""
+    """Return the output and all gradients; topk_weights are 0 where the id is a sentinel, as in the library."""
     experts.to(device, dtype).zero_grad()
     experts.config._experts_implementation = implementation
     generator = torch.Generator().manual_seed(1)
@@ -232,7 +232,7 @@ def test_fused_where_the_library_would_do_the_same(case: str, monkeypatch: pytes
 
 
 FAMILIES = {  # class, activation, alpha, limit
-    # With a gate or an activation function of their own.
+    # Families with a gate or an activation function of their own.
     "lfm2_moe": ("Lfm2MoeExperts", "silu", None, None),
     "gpt_oss": ("GptOssExperts", "clamped_swiglu", 1.3, 1.0),
     "minimax_m3_vl": ("MiniMaxM3VLExperts", "clamped_swiglu", 1.3, 1.0),
@@ -240,7 +240,7 @@ FAMILIES = {  # class, activation, alpha, limit
     "deepseek_v4": ("DeepseekV4Experts", "clamped_silu", None, 1.0),
     "glm5_next": ("Glm5NextTextExperts", "clamped_silu", None, 1.0),
     "hy_v4": ("HYV4Experts", "clamped_silu", None, 1.0),
-    # Their models read an image's sizes on the host, which is a graph break with any experts: their experts have none.
+    # Models of these families read an image's sizes on the host, a graph break with any experts. The experts have none.
     "ernie4_5_vl_moe": ("Ernie4_5_VLMoeMoeExperts", "silu", None, None),
     "glm4v_moe": ("Glm4vMoeTextExperts", "silu", None, None),
     "qwen3_omni_moe": ("Qwen3OmniMoeThinkerTextExperts", "silu", None, None),
@@ -249,7 +249,7 @@ FAMILIES = {  # class, activation, alpha, limit
 
 
 def make_family(family: str, hidden_act: str = "silu") -> Any:
-    """The library's experts, with weights that take gate and up past their limit on both sides."""
+    """Return the library's experts, with weights that take gate and up past their limit on both sides."""
     name = FAMILIES[family][0]
     try:
         experts_class = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
@@ -272,7 +272,7 @@ def make_family(family: str, hidden_act: str = "silu") -> Any:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_fused(family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and every gradient, against the family's own loop over experts."""
+    """Forward and all gradients agree with the family's own loop over experts."""
     asked_for = []
 
     def noted(*arguments: Any, **options: Any) -> Tensor:
@@ -281,7 +281,7 @@ def test_families_are_fused(family: str, compiled: bool, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(integration, "moe_mlp", noted)
     experts = make_family(family)
-    exact = experts_step(experts, "batched_mm", torch.float64, ids=IDS % E)  # the loop of one family is float32
+    exact = experts_step(experts, "batched_mm", torch.float64, ids=IDS % E)  # one family's loop computes in float32
     plain = experts_step(experts, "eager", torch.float32, ids=IDS % E)
     assert asked_for == []
     forward = torch.compile(experts, fullgraph=True, backend="aot_eager") if compiled else None
@@ -317,7 +317,7 @@ def test_families_are_made_ahead(family: str) -> None:
 
 
 def test_a_model_is_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that has been filled for the shape of its layers has all plans of a model."""
+    """A cache filled for the shape of a model's layers has all plans of the model."""
     asked: list[int] = []
 
     def fill(wanted: Sequence[ahead.Wanted], gpu: Gpu, *_: Any) -> None:
@@ -339,11 +339,11 @@ def test_a_model_is_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     of_model = ahead.compile_ahead(model, tokens=range(1, 9), gpu="h200")
     assert asked == [of_shape.plans, 0] and 0 < of_model.plans == of_model.binaries < of_shape.plans
     ahead.compile_ahead(model, tokens=[20], gpu="h200")
-    assert asked[2:] == [2]  # with weights of the router in bfloat16 and in float32
+    assert asked[2:] == [2]  # for topk_weights in bfloat16 and in float32
 
 
 def test_gates_that_differ_from_those_of_the_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another activation function, no limit, and a class of one's own: by the class's own gate."""
+    """Another activation function, no limit, and a derived class use the class's own gate."""
     monkeypatch.setattr(integration, "moe_mlp", None)
     limitless = make_family("deepseek_v4")
     del limitless.limit

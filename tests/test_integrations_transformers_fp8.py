@@ -1,6 +1,4 @@
-"""Tiny random models of transformers, saved and loaded with experts in its fine-grained fp8, against the model that it
-loads with dequantised weights, in float64.
-"""
+"""Tiny random models of transformers with experts in its fine-grained fp8, against dequantised ones in float64."""
 
 from __future__ import annotations
 
@@ -46,9 +44,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def save(name: str, folder: Path, scale_fmt: str, hidden_size: int = 256) -> Any:
-    """A checkpoint with the names of published ones: each expert's weights in fp8, and their scales. And its model.
+    """Save a checkpoint with published names, each expert's weights in fp8 with their scales, and return its model.
 
-    Experts alone: for every nn.Linear in fp8, transformers loads kernels through the package `kernels`, by a network.
+    Only experts are in fp8: for each nn.Linear in fp8, transformers downloads kernels with the package `kernels`.
     """
     plain = tiny_models.make(name, 0.07, hidden_size=hidden_size, moe_intermediate_size=256)
     plain.save_pretrained(folder)
@@ -78,7 +76,7 @@ def load(folder: Path, implementation: str = "moe_kernels", dtype: torch.dtype =
 
 
 def dequantized(folder: Path) -> Any:
-    """The model in plain PyTorch, with the values of the weights as transformers reads them."""
+    """Load the model in plain PyTorch, with the weights as transformers dequantises them."""
     given = json.loads((folder / "config.json").read_text())["quantization_config"]
     del given["quant_method"]
     config = transformers.FineGrainedFP8Config(**given, dequantize=True)
@@ -87,7 +85,7 @@ def dequantized(folder: Path) -> Any:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Loads a model with dequantised weights, and one with its experts in fp8."""
+    """Return a function that loads a model with dequantised weights, and one with its experts in fp8."""
 
     def made(name: str, scale_fmt: str = "float", dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         folder = tmp_path / f"{name}-{scale_fmt}"
@@ -104,7 +102,7 @@ def logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:
 
 
 def relative_errors(out: Tensor, right: Tensor) -> list[float]:
-    """Of the tokens' logits, in order."""
+    """Return the sorted relative errors of the tokens' logits."""
     errors: list[float] = ((out - right).norm(dim=-1) / right.norm(dim=-1)).flatten().sort().values.tolist()
     return errors
 
@@ -112,16 +110,16 @@ def relative_errors(out: Tensor, right: Tensor) -> list[float]:
 def check(plain: Any, fp8: Any, backend: str | None = None) -> None:
     forward = fp8 if backend is None else torch.compile(fp8, fullgraph=True, backend=backend)
     errors = relative_errors(logits(forward), logits(plain.double()))
-    # Of activations 3 bits are kept, twice in each layer. A token near a tie may go to another expert in the second.
+    # Activations keep 3 bits, twice in each layer. A token near a tie may choose another expert in the second layer.
     assert errors[0] > 1e-4
     assert errors[7] < 0.07
     assert errors[-3] < 0.12
 
 
 def check_generated(plain: Any, fp8: Any, **options: Any) -> None:
-    """New tokens are those that the dequantised model would choose, unless others are about as good there.
+    """Check that new tokens are those that the dequantised model would choose, or about as good.
 
-    All but two: as in `check`, a token near a tie may go to another expert.
+    Two may differ: as in `check`, a token near a tie may go to another expert.
     """
     tokens = TOKENS.to(fp8.device)
     options |= {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -150,7 +148,7 @@ def test_logits(name: str, scale_fmt: str, make: Make) -> None:
 
 
 def check_sizes_that_no_block_divides(folder: Path, device: str) -> None:
-    """Of hidden states, 2 blocks and a half: transformers itself cannot dequantise these weights."""
+    """A hidden state has 2.5 blocks: transformers itself cannot dequantise such weights."""
     plain = save("Qwen3Moe", folder, "float", hidden_size=320)
     plain.set_experts_implementation("eager")
     for name, weight in plain.named_parameters():
@@ -179,7 +177,7 @@ def test_generate_and_compiled(name: str, make: Make) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_by_transformers(name: str, make: Make, tmp_path: Path) -> None:
-    """What it has loaded, it saves by the names and with the bits that it was loaded with."""
+    """A loaded model is saved with the names and the bits that it was loaded with."""
     fp8 = make(name)[1]
     fp8.save_pretrained(tmp_path / "again")
     before, after = load_file(tmp_path / f"{name}-float" / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
@@ -225,7 +223,7 @@ def test_on_the_gpu(name: str, scale_fmt: str, dtype: torch.dtype, make: Make) -
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_generate_with_a_compiled_forward_on_the_gpu(name: str, make: Make) -> None:
-    """As serving calls it: in bfloat16, with a static cache, for which transformers compiles the forward."""
+    """Generation as in serving: bfloat16 and a static cache, for which transformers compiles the forward."""
     plain, fp8 = (model.to("cuda") for model in make(name, dtype=torch.bfloat16))
     check_generated(plain, fp8, cache_implementation="static")
     assert hasattr(fp8, "_compiled_call")
@@ -244,7 +242,7 @@ def experts_of(model: Any) -> Any:
 
 @torch.no_grad()
 def test_a_layer_and_its_gates(make: Make) -> None:
-    """Those that moe_mlp has, the library's own beside two products, and another rank's experts."""
+    """Gates of moe_mlp, the library's own gate between two products, and another rank's experts."""
     experts = experts_of(make("Qwen3Moe")[1])
     hidden = torch.randn(6, 256)
     ids, weights = torch.randint(0, 9, (6, 3)), torch.rand(6, 3)
@@ -274,7 +272,7 @@ def test_a_layer_and_its_gates(make: Make) -> None:
             setattr(experts, name, value)
         out, right = experts(hidden, ids, weights), expected()
         assert right.any()
-        # A few elements are rounded to the other of two numbers in fp8.
+        # A few elements are rounded to the other of two adjacent fp8 numbers.
         assert float((out - right).norm() / right.norm()) < 5e-3, attributes
 
 

@@ -1,6 +1,6 @@
-"""Runs tests/kernels in Triton's interpreter, in processes of their own: Triton reads TRITON_INTERPRET at its import.
+"""Runs tests/kernels in Triton's interpreter, in separate processes: Triton reads TRITON_INTERPRET when imported.
 
-They are as few as keep all workers busy: each imports Helion.
+There are only as many processes as keep all workers busy, because each imports Helion.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PARTS = min(WORKERS, len(FILES))
 
 
 def why_not() -> str:
-    """What keeps Triton's interpreter from running here; empty if nothing does."""
+    """Return the problems that prevent Triton's interpreter from running here, or an empty string."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         return "; ".join(requirements.problems())
 
 
-# No other test is skipped for this: numpy 2.4 breaks the interpreter of Triton 3.6.
+# Only these tests are skipped for this reason: numpy 2.4 breaks the interpreter of Triton 3.6.
 @pytest.mark.skipif("numpy" in why_not(), reason=why_not())
 @pytest.mark.parametrize("part", range(PARTS))
 def test_kernels_in_the_interpreter(part: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs tests/lowering in processes of their own, in which torch believes that there is an H200."""
+"""Runs tests/lowering in separate processes, in which torch is made to report an H200."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_demo_checks_every_kernel_in_the_interpreter(monkeypatch: pytest.MonkeyP
 
 
 def test_demo_fails_if_a_result_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With zeros for the persistent kernel, and plain PyTorch for the others."""
+    """The persistent kernel returns zeros, and plain PyTorch replaces the other kernels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for name in KERNELS:
         monkeypatch.setattr(moe_kernels, name, moe_kernels.reference.grouped_gemm)
@@ -107,7 +107,7 @@ def test_info_lists_versions_and_configs(capsys: pytest.CaptureFixture[str]) -> 
 def test_info_names_the_entry_and_its_distance(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """As on a GPU with one tuned entry, near the second of the typical shapes."""
+    """The GPU has one tuned entry, near the second of the typical shapes."""
     gpu = targets.Gpu("NVIDIA Test 9000", "cuda", 90, 132, 232448)
     by_tma = dict.fromkeys(("tma_A", "tma_B", "tma_out"), True)
     problem = rules.Problem(512, 65536, 1536, 1792, 128, torch.bfloat16, tf32=False, has_bias=False, **by_tma)
@@ -153,7 +153,7 @@ def test_tune_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tune_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(requirements, "problems", list)  # of the interpreter
+    monkeypatch.setattr(requirements, "problems", list)  # none of the interpreter
     assert cli.main(["tune", "--shapes", "8,64,64,64"]) == 2
     assert "TRITON_INTERPRET" in capsys.readouterr().err
 
@@ -205,6 +205,6 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
 
 
 def test_importing_the_package_leaves_triton_alone() -> None:
-    """Triton reads TRITON_INTERPRET when it is imported, so the demo has to come before."""
+    """Triton reads TRITON_INTERPRET when imported, so the demo has to set it before."""
     code = "import sys, moe_kernels; sys.exit('triton' in sys.modules or 'helion' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0

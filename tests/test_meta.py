@@ -1,4 +1,4 @@
-"""Meta tensors in eager mode: every public function gives what it gives on a CPU, but for the values."""
+"""Meta tensors in eager mode: every public function returns what it returns on a CPU, except for the values."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def flat(values: Any) -> list[Tensor]:
 
 
 def moved(values: Any, device: str, grad: bool) -> Any:
-    """Tensors laid out alike on the device."""
+    """Return tensors with the same strides on the device."""
     if isinstance(values, Tensor):
         copy = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
         if device == "cpu":

@@ -1,4 +1,4 @@
-"""Experts and their layer on CPU tensors, through the reference: against formulas written out, and every gradient."""
+"""Experts and their layer on CPU tensors, through the reference: explicit formulas, and all gradients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def make(layer: dict[str, Any], dtype: torch.dtype = torch.float64, tokens: int = T) -> dict[str, Any]:
-    """The differentiable arguments of a layer, and its options."""
+    """Return the differentiable arguments of a layer, and its options."""
     options = dict(layer)
     two, bias = options.pop("two", False), options.pop("bias", False)
     transposed = options.get("transposed", False)
@@ -78,7 +78,7 @@ def make(layer: dict[str, Any], dtype: torch.dtype = torch.float64, tokens: int 
 
 
 def one_expert(x: Tensor, e: int, arguments: dict[str, Any]) -> Tensor:
-    """An expert of one token, written out."""
+    """Compute one expert for one token by its formula."""
     tensors, options = arguments["tensors"], arguments["options"]
     transposed = options.get("transposed", False)
 
@@ -310,7 +310,7 @@ def test_compiled_without_graph_breaks() -> None:
             torch.autograd.grad(out, tensors, upstream), torch.autograd.grad(expected, tensors, upstream)
         )
         compiled_first = compiled_first or counter.frame_count
-    assert counter.frame_count <= compiled_first + 2  # one token and none are cases of their own
+    assert counter.frame_count <= compiled_first + 2  # one token and no tokens are compiled separately
 
 
 def test_autocast_and_inference_mode() -> None:
@@ -463,7 +463,7 @@ EXPERTS = [torch.nn.Sequential(torch.nn.Linear(3, 2, False), torch.nn.ReLU(), to
     ],
 )
 def test_renormalize_has_no_default(call: Any) -> None:
-    """Models differ in it, and a wrong guess would change the results without a word."""
+    """Models differ in it, and a wrong default would silently change the results."""
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'renormalize'"):
         call()
     for renormalize in (False, True):

@@ -29,7 +29,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def make(format: str, dtype: torch.dtype = torch.bfloat16, bias: bool = False, gated: bool = True) -> dict[str, Any]:
-    """Arguments of `moe_mlp`; some ids are dropped, and no token picks the last expert."""
+    """Return arguments of `moe_mlp`; some ids are dropped, and no token picks the last expert."""
     W = 2 * I if gated else I
     ids = torch.randint(0, E - 1, (T, TOP_K))
     ids[2, 1], ids[5, 0] = -1, E
@@ -46,7 +46,7 @@ def make(format: str, dtype: torch.dtype = torch.bfloat16, bias: bool = False, g
 
 
 def float64_of(arguments: dict[str, Any], format: str, spec: GLUSpec) -> Tensor:
-    """The layer of the dequantised operands, slot by slot in float64; what is quantised between them is, here, too."""
+    """Compute the layer slot by slot in float64 from dequantised operands, quantising intermediates as it does."""
     parts = "rowwise" if format == "rowwise" else "1x128"
     hidden = dequantize(quantize(arguments["hidden"], parts), torch.float64)
     w_in, w_out = (dequantize(arguments[name], torch.float64) for name in ("w_gate_up", "w_down"))
@@ -78,7 +78,7 @@ def test_the_formula(format: str, name: str, bias: bool) -> None:
     )
     exact = float64_of(arguments, format, spec)
     out = moe_mlp(**arguments, **options)
-    # An element that is rounded to the other of two numbers in fp8 is an eighth of itself away.
+    # An element that is rounded to the other of two adjacent fp8 numbers differs by up to an eighth of itself.
     assert float((out - exact).norm() / exact.norm()) < 3e-3
     in_bfloat16 = make_bfloat16(arguments)
     again = moe_mlp(**in_bfloat16, **options)
@@ -134,7 +134,7 @@ def test_traced_and_without_memory(format: str) -> None:
             "test_autograd_registration",
             "test_faketensor",
             "test_aot_dispatch_dynamic",
-        ),  # others multiply fp8
+        ),  # the other tests multiply fp8
     )
 
 
@@ -245,7 +245,7 @@ def test_quantize_a_layer(format: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_rowwise"])
 def test_fast_accumulation_of_a_layer(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for only where it means something."""
+    """It is passed on only where it has an effect."""
     asked: list[bool] = []
 
     def noted(*arguments: Any, fast_accumulation: bool, **options: Any) -> Tensor:
@@ -272,7 +272,7 @@ def test_quantize_refuses() -> None:
         layer().quantize("fp8")
     made = layer().quantize("fp8_block")
     with pytest.raises(RuntimeError, match="has no gradients"):
-        made(torch.ones(1, H, dtype=torch.bfloat16))  # the router's would be asked for
+        made(torch.ones(1, H, dtype=torch.bfloat16))  # the router's gradient would be requested
     made.requires_grad_(False)
     assert made(torch.ones(1, H, dtype=torch.bfloat16)).any()
 

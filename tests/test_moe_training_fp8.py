@@ -28,7 +28,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def make(dtype: torch.dtype, *, bias: bool = False, gated: bool = True, top_k: int = TOP_K) -> dict[str, Any]:
-    """Arguments of `moe_mlp`; some ids are dropped, and no token picks the last expert."""
+    """Return arguments of `moe_mlp`; some ids are dropped, and no token picks the last expert."""
     W = 2 * I if gated else I
     ids = torch.randint(0, E - 1, (T, top_k))
     ids[2, -1], ids[5, 0] = -1, E
@@ -67,7 +67,7 @@ def test_the_formula(compute: str, name: str, bias: bool, fp8_wgrad: bool, top_k
     exact = exactly(arguments, d_out, compute, fp8_wgrad, **options)
     made = run(arguments, d_out, compute=compute, fp8_wgrad=fp8_wgrad, **options)
     for part, right in exact.items():
-        # An element that is rounded to the other of two numbers in fp8 is an eighth of itself away.
+        # An element that is rounded to the other of two adjacent fp8 numbers differs by up to an eighth of itself.
         assert difference(made[part], right) < 3e-3, part
         assert made[part].dtype == torch.float32
         assert made[part].stride() == (right if part == "out" else arguments[part]).stride(), part
@@ -79,7 +79,7 @@ def test_the_formula(compute: str, name: str, bias: bool, fp8_wgrad: bool, top_k
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_close_to_the_layer_in_its_dtype(compute: str, dtype: torch.dtype) -> None:
-    """And of the dtypes of the arguments, also with weights in float32 beside hidden states in bfloat16."""
+    """Gradients have the dtypes of the arguments, also with float32 weights beside bfloat16 hidden states."""
     arguments, d_out = make(dtype, bias=True), torch.randn(T, H)
     arguments["hidden"] = arguments["hidden"].bfloat16()
     right = run(arguments, d_out)
@@ -98,7 +98,7 @@ def test_close_to_the_layer_in_its_dtype(compute: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("where", ["hidden", "d_out"])
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_nan_of_a_token_stays_there(compute: str, where: str) -> None:
-    """In the result, and the gradients of tokens; in parameters' gradients with its experts."""
+    """It stays in the token's result and gradients, and in the parameters' gradients of its experts."""
     arguments, d_out = make(torch.bfloat16, bias=True), torch.randn(T, H)
     arguments["topk_ids"][3] = 1
     right = run(arguments, d_out, compute=compute)
@@ -112,13 +112,13 @@ def test_nan_of_a_token_stays_there(compute: str, where: str) -> None:
         assert made[name][3].isnan().all(), name
     for name in DIFFERENTIABLE[2:]:
         assert torch.equal(made[name][experts], right[name][experts]), name
-        # A bias of the second half gets what is next to the NaN alone, and nothing of hidden states.
+        # The gradient of down_bias has only the NaN of d_out, and does not depend on hidden states.
         spoilt = made[name][1].isnan()
         assert spoilt.sum() == (where == "d_out") if name == "down_bias" else spoilt.any(), name
 
 
 def by_columns(x: Tensor) -> Tensor:
-    """With the last two dimensions in the other memory order."""
+    """Return `x` with its last two dimensions in the other memory order."""
     return x.mT.contiguous().mT
 
 
@@ -147,9 +147,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_strides(compute: str, layout: str) -> None:
-    """They change no bit, and weights' gradients lie in memory as the weights do.
+    """Strides change no bit, except those of weights, which the weights' gradients have, too.
 
-    By that order one operand of such a gradient, or the other, has its scales for squares.
+    The memory order of a weight decides which operand of its gradient has one scale per square.
     """
     arguments, d_out = make(torch.bfloat16, bias=True), torch.randn(T, H, dtype=torch.bfloat16)
     changed, d_out = LAYOUTS[layout](arguments, d_out)
@@ -172,7 +172,7 @@ def test_strides(compute: str, layout: str) -> None:
     ids=", ".join,
 )
 def test_frozen_halves(trained: tuple[str, ...], fp8_wgrad: bool) -> None:
-    """The same bits, and no product for a gradient that nobody needs."""
+    """The gradients have the same bits, and no product is computed for a gradient that is not needed."""
     arguments, d_out = make(torch.bfloat16, bias=True), torch.randn(T, H, dtype=torch.bfloat16)
     options: dict[str, Any] = {"compute": "fp8_block", "fp8_wgrad": fp8_wgrad}
     right = run(arguments, d_out, **options)
@@ -225,7 +225,7 @@ def test_operator_of_the_layer(compute: str) -> None:
 
 
 def test_operators_of_the_gradient() -> None:
-    """Their fakes, and how they are registered."""
+    """Their fake implementations and their registration are checked."""
     x, y = torch.randn(T, H), torch.randn(T, I)
     offsets, rows = torch.tensor([0, 7, 7, T], dtype=torch.int32), torch.arange(T, dtype=torch.int32)
     w = torch.randn(3, H, I)
@@ -239,7 +239,7 @@ def test_operators_of_the_gradient() -> None:
 
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_transforms(compute: str) -> None:
-    """Gradients by torch.func, of samples too."""
+    """torch.func gives the same gradients, also per sample."""
     arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H)
     ids = arguments.pop("topk_ids")
 
@@ -262,7 +262,7 @@ REFUSED = "neither gradients of gradients nor forward-mode derivatives; pass com
 @pytest.mark.parametrize("fp8_wgrad", [True, False])
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_gradients_of_gradients(compute: str, fp8_wgrad: bool) -> None:
-    """Of every gradient, also where some of the arguments are frozen."""
+    """They are refused for every gradient, also with some of the arguments frozen."""
     arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H, requires_grad=True)
     options: dict[str, Any] = {"compute": compute, "fp8_wgrad": fp8_wgrad}
     for trained in (DIFFERENTIABLE, *([name] for name in DIFFERENTIABLE), ("hidden", "gate_up_bias")):
@@ -343,7 +343,7 @@ def test_no_tokens_and_no_slots(compute: str) -> None:
 
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_autocast_and_without_gradients(compute: str) -> None:
-    """Under autocast hidden states are cast, and nothing else."""
+    """Autocast casts hidden states and nothing else."""
     arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H)
     right = run(arguments | {"hidden": arguments["hidden"].bfloat16()}, d_out, compute=compute)
     with torch.autocast("cpu", dtype=torch.bfloat16):

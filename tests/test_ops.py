@@ -45,7 +45,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True) -
 
 
 class Calls(TorchDispatchMode):
-    """The names of our operators that are called."""
+    """Records the names of our operators that are dispatched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ def test_inference_mode() -> None:
 
 
 class Operators(TorchFunctionMode):
-    """The names of this package's operators that are called as such."""
+    """Records the names of this package's operators that are called through torch.library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,14 +366,14 @@ def test_only_calls_that_nobody_but_autograd_notices_go_past_the_operators() -> 
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) for x in (A, B, OFFSETS)]
         assert grouped_gemm(*fake).shape == (7, 2)
-    assert grouped_gemm(*fake).shape == (7, 2)  # fakes outside of their mode
+    assert grouped_gemm(*fake).shape == (7, 2)  # fake tensors outside of their mode
     with Operators() as operators:
         assert grouped_gemm(A, B, OFFSETS).shape == (7, 2)
         out = grouped_gemm(A.requires_grad_(), B, OFFSETS)
         with torch.no_grad():
             assert grouped_gemm(A, B, OFFSETS).shape == (7, 2)
         assert operators.names == []
-        (gradient,) = torch.autograd.grad(out.square().sum(), A, create_graph=True)  # no mode sees what is called here
+        (gradient,) = torch.autograd.grad(out.square().sum(), A, create_graph=True)  # hidden from the mode
         assert out.grad_fn.name() == gradient.grad_fn.name() == "grouped_gemmBackward"
         with profile(activities=[ProfilerActivity.CPU]):
             grouped_gemm(A, B, OFFSETS)
@@ -438,12 +438,12 @@ def test_transforms_of_torch_func(name: str, capfd: pytest.CaptureFixture[str]) 
     upstream = torch.randn_like(out)
     values = [x.clone().requires_grad_() for x in inputs]
     expected = torch.autograd.grad(function(*values), values, upstream, allow_unused=True, materialize_grads=True)
-    close(pullback(upstream), expected)  # outside of the transform
+    close(pullback(upstream), expected)  # called outside of the transform
 
     several = [torch.stack([x, x.cos(), x + 1], dim=-1) for x in inputs]
     samples = [[x[..., i] for x in several] for i in range(3)]
     close(torch.func.vmap(function, -1)(*several), torch.stack([function(*one) for one in samples]))
-    for shared in (None, *every[1:][-1:]):  # per-sample gradients, also with a value that the samples share
+    for shared in (None, *every[1:][-1:]):  # per-sample gradients, also with an argument shared by the samples
         dims = tuple(None if i == shared else -1 for i in every)
         given = [x[..., 0] if i == shared else x for i, x in enumerate(several)]
         ones = [plain(*(one[i] if i != shared else samples[0][i] for i in every)) for one in samples]
@@ -526,7 +526,7 @@ def test_per_sample_gradients_of_a_module() -> None:
 
 @pytest.mark.parametrize("name", ["per group", "varied", "route"])
 def test_vmap_of_operators(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Not by this package's functions, as torch.compile calls them."""
+    """The operators are called directly, as torch.compile calls them."""
     A, B = random(2, 7, 3, grad=False), random(3, 3, 2, grad=False)
     ids = torch.tensor([[[0, 2], [4, 1]], [[2, 2], [0, 0]]])
     function, several = {

@@ -21,7 +21,7 @@ INDEX_DTYPES = [torch.int32, torch.int64]
 
 
 def numbered_groups(sizes: list[int], K: int) -> list[Tensor]:
-    """Groups whose elements all differ, so that a misplaced row cannot pass."""
+    """Return groups whose elements are all distinct, so that a misplaced row is detected."""
     rows = torch.arange(sum(sizes) * K, dtype=torch.float32).view(sum(sizes), K)
     return list(rows.split(sizes)) if sizes else []
 

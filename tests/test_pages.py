@@ -1,4 +1,4 @@
-"""README and docs: code and commands run, links lead somewhere, and tables and plots show what the results hold."""
+"""README and docs: code and commands run, links are valid, and tables and plots agree with the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_tables_and_plots_match_the_results(page: Path) -> None:
 
 
 def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
-    """And nothing is written by a check."""
+    """A check writes nothing."""
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     copy = tmp_path / "README.md"
     text = README.read_text()
@@ -47,11 +47,11 @@ def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "benchmarks" / "results").rglob("*.png")), ids=lambda p: p.name)
 def test_plots_are_small(picture: Path) -> None:
-    assert picture.stat().st_size < 250_000  # most of it the names of dozens of inputs, where there are as many
+    assert picture.stat().st_size < 250_000  # mostly labels, where there are dozens of inputs
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The blocks in a language that are not marked as fragments."""
+    """Return the blocks in a language that are not marked as fragments."""
     found = [(mark, code) for mark, name, code in FENCE.findall(page.read_text()) if name == language]
     return [code for mark, code in found if not mark.startswith("<!-- fragment")]
 
@@ -70,7 +70,7 @@ PRINTED = {
 def test_python_blocks_run(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Each by itself, as if pasted into a file; in this process, unless it changes the environment."""
+    """Each runs separately, as if pasted into a file; in this process, unless it changes the environment."""
     if page.stem == "transformers":
         pytest.importorskip("transformers")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -90,7 +90,7 @@ def test_python_blocks_run(
 
 @pytest.mark.parametrize("page", PAGES, ids=of_page)
 def test_fragments_are_python(page: Path) -> None:
-    """And a fragment says why it is one."""
+    """Each fragment states why it is one."""
     for mark, language, code in FENCE.findall(page.read_text()):
         if language == "python" and mark.startswith("<!-- fragment"):
             assert mark.startswith("<!-- fragment: ")
@@ -98,7 +98,7 @@ def test_fragments_are_python(page: Path) -> None:
 
 
 def test_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every `python -m moe_kernels` and `python -m benchmarks` on the pages has arguments that these know."""
+    """Every `python -m moe_kernels` and `python -m benchmarks` on the pages has valid arguments."""
     ran = []
     monkeypatch.setattr(requirements, "problems", list)
     for module, name in (

@@ -1,4 +1,4 @@
-"""Quantising to fp8 and back, on CPU tensors through the reference: the definition by hand, shapes, strides, errors."""
+"""Quantising to fp8 and back, on CPU tensors through the reference: explicit definition, shapes, strides, errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def blocks_of(shape: tuple[int, int], format: str) -> list[tuple[slice, slice]]:
 
 
 def nearest_fp8(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """By looking through all numbers there are; of two as near, the one of even bits."""
+    """Return the nearest fp8 numbers, found by comparing with all of them; ties go to even bits."""
     bits = torch.arange(256).to(torch.uint8)
     numbers = bits.view(dtype).double()
     kept = numbers.isfinite() & ~((numbers == 0) & (bits > 127))
@@ -49,7 +49,7 @@ def test_the_definition(format: str, dtype: torch.dtype, power_of_two: bool) -> 
         assert scale == expected
         assert torch.equal(data[rows, columns].double().abs(), nearest_fp8(block * (1 / scale), dtype).abs())
         assert torch.equal(data[rows, columns].float().signbit(), block.signbit())
-        # Of e4m3 3 bits are kept, of e5m2 2.
+        # e4m3 keeps 3 bits of the mantissa, e5m2 2.
         error = (dequantize(ScaledTensor(data, scales, format))[rows, columns] - block).abs()
         assert (error <= block.abs() * (2**-4 if dtype == E4M3 else 2**-3) + scale * 2**-9).all()
 

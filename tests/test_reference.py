@@ -34,7 +34,7 @@ class _RecordMatmuls(TorchDispatchMode):
 
 
 def row_by_row(A: Tensor, B: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-    """The specification, a row at a time: spans are (start, end) per group."""
+    """Compute the specification row by row; `spans` has (start, end) of each group."""
     out = torch.zeros(A.shape[0], B.shape[-1], dtype=torch.float64)
     for g, (start, end) in enumerate(spans):
         for row in range(start, end):
@@ -91,7 +91,7 @@ def test_one_dtype_is_multiplied_in_that_dtype(dtype: torch.dtype) -> None:
     A, B, group_offsets = inputs([3, 2], dtype)
     with _RecordMatmuls() as record:
         out = grouped_gemm(A, B, group_offsets)
-    # The values alone would not show it: a product in float32 usually rounds to the same.
+    # Values alone would not show the dtype, because a product in float32 usually rounds to the same.
     assert record.dtypes == [dtype, dtype]
     assert torch.equal(out, torch.cat([torch.mm(A[:3], B[0]), torch.mm(A[3:], B[1])]))
 

@@ -1,4 +1,4 @@
-"""Versions that cannot work are refused at the first kernel use, with the command that mends it; others warn."""
+"""Versions that cannot work are refused at the first kernel use, with the command that fixes it; others warn."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_package_asks_pip_for_what_is_checked() -> None:
 
 
 def test_an_extra_names_no_package_but_this_one_and_known_ones() -> None:
-    """Of this name under its own extras: a namesake of the import name, on PyPI, is somebody else's."""
+    """Extras refer to each other by the project's name: the PyPI package with the import name is somebody else's."""
     extras = PROJECT["optional-dependencies"]
     for requirement in map(Requirement, (one for names in extras.values() for one in names)):
         assert requirement.name != "moe-kernels"
@@ -129,7 +129,7 @@ def test_an_extra_names_no_package_but_this_one_and_known_ones() -> None:
 
 
 def test_instructions_install_from_the_checkout() -> None:
-    """Until something is published, and never the stranger's package that has the import name."""
+    """Nothing is published yet, and the PyPI package with the import name is somebody else's."""
     for part in ("moe_kernels", "tritonbench_ops", "benchmarks", "examples"):
         for path in (ROOT / part).rglob("*.py"):
             assert not re.findall(r"pip install .*moe-kernels.*", path.read_text()), path

@@ -1,4 +1,4 @@
-"""What a problem is computed by: the rule, or a tuned entry; which files are read, and how they are written."""
+"""The choice of kernel and config, by the rule or a tuned entry; which files are read, and how they are written."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DECODE = replace(PROBLEM, rows=4, M=512)
 
 @pytest.fixture(autouse=True)
 def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Folders of its own for each test."""
+    """Give each test folders of its own."""
     monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path / "named"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr(entries, "BUNDLED", tmp_path / "bundled")
@@ -61,7 +61,7 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def entry(problem: rules.Problem = PROBLEM, variant: str = "auto", **changed: Any) -> entries.Entry:
-    """An entry for `problem` with a config that the rule does not give: 7 stages, and tiles of one height."""
+    """Return an entry for `problem` with a config unlike the rule's: 7 stages, and tiles of one height."""
     by_rule = rules.rule(problem, variant, 128 if variant == "auto" and problem.rows >= 128 else None)
     made = entries.Entry(
         kernel=by_rule.variant,
@@ -123,7 +123,7 @@ def test_entries_of_uniform_products(tmp_path: Path) -> None:
     assert choice.config.config["num_stages"] == 6 and choice.config.config["host_tensor_descriptors"]
     assert uniform.choose(uniform_problem(M=768)).source == str(file)
     for other in (
-        {"M": 520},  # no multiple of 128
+        {"M": 520},  # not a multiple of 128
         {"flat": False},
         {"tma_out": False},
         {"N": 192},
@@ -136,7 +136,7 @@ def test_entries_of_uniform_products(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="uniform, bfloat16, 512 rows"):
         assert rules.discard(choice, "does not fit")
     assert uniform.choose(uniform_problem()) == uniform.rule(uniform_problem())
-    assert choose_quietly(DECODE).source == "rule"  # entries of one operator are no other's
+    assert choose_quietly(DECODE).source == "rule"  # an entry serves one operator only
 
 
 def test_an_entry_for_torch_bmm(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_the_rule_for_varied_products(shapes: list[tuple[int, int, int]], expect
 
 
 def test_the_steps_of_the_busiest_sm() -> None:
-    """Counted tile by tile."""
+    """The result equals a count tile by tile."""
     shapes = ((100, 70, 64), (300, 200, 8), (0, 5, 7), (64, 64, 900), (33, 640, 128))
     for num_sms in (1, 3, 7, 132):
         loads, t = [0] * num_sms, 0
@@ -262,7 +262,7 @@ def test_an_entry_survives_the_file(tmp_path: Path) -> None:
     file = put(named(tmp_path), entry(), entry(DECODE))
     assert set(map(repr, entries.read(file, GPU.name))) == {repr(entry()), repr(entry(DECODE))}
     lines = file.read_text().splitlines()
-    assert any('"block_sizes": [256, 64],' in line for line in lines)  # for people: a list to a line
+    assert any('"block_sizes": [256, 64],' in line for line in lines)  # each list on one line, for readability
     assert list(json.loads(file.read_text())) == ["schema", "gpu", "entries"]
 
 
@@ -396,7 +396,7 @@ def test_a_file_that_cannot_be_used_is_skipped_with_one_warning(tmp_path: Path, 
     with pytest.warns(RuntimeWarning) as caught:
         for _ in range(3):
             choice = rules.choose(PROBLEM)
-            entries._loaded.clear()  # as for another GPU of the same model
+            entries._loaded.clear()  # as if another GPU of the same model read them
     assert choice.source == (str(good) if others else "rule")
     [warning] = caught
     assert str(bad) in str(warning.message) and "python -m moe_kernels tune" in str(warning.message)
@@ -541,7 +541,7 @@ def test_with_fallback_tries_again_without_what_failed(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="shared memory") as caught:
         assert rules.with_fallback(attempt) == "rule"
     assert len(caught) == 1 and tried == [str(file), "rule"]
-    assert choose_quietly(DECODE).entry is not None  # the others stay
+    assert choose_quietly(DECODE).entry is not None  # other entries stay
 
 
 def test_with_fallback_raises_what_the_rule_cannot_help(tmp_path: Path) -> None:
@@ -559,7 +559,7 @@ def test_with_fallback_raises_what_the_rule_cannot_help(tmp_path: Path) -> None:
 
 
 def test_a_forced_choice_is_every_problems(tmp_path: Path) -> None:
-    """Of each operator that has choices; also where there is an entry, and as `record` hears."""
+    """It applies to each operator that has choices, even if there is an entry, and `record` notes it."""
     product, other = uniform_problem(), varied_problem((64, 64, 64))
     put(named(tmp_path), entry(), entry_of("bmm", uniform.bucket_of(product), []))
     assert choose_quietly().entry is not None and uniform.choose(product).entry is not None
@@ -608,7 +608,7 @@ def test_two_writers_lose_nothing_and_readers_see_whole_files(tmp_path: Path) ->
         writer.start()
     seen = [0]
     while any(writer.is_alive() for writer in writers):
-        found = len(entries.read(file, GPU.name))  # raises if it is half a file
+        found = len(entries.read(file, GPU.name))  # raises on a partial file
         assert found >= seen[-1]
         seen.append(found)
     for writer in writers:
@@ -646,7 +646,7 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 64, "M": 512, "G": 8, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 16, "M": 128, "G": 8, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 8, "M": 64, "G": 8, "gpu": GPU}, ("basic", 16, [16, 128, 16, 128], 4, 4)),
-        ({"rows": 16, "M": 32, "G": 2, "gpu": GPU}, ("basic", 32, [32, 128, 4, 128], 4, 3)),  # of rows that are there
+        ({"rows": 16, "M": 32, "G": 2, "gpu": GPU}, ("basic", 32, [32, 128, 4, 128], 4, 3)),  # at most M rows high
         ({"rows": 128, "M": 1024, "G": 8, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
         ({"rows": 64, "M": 512, "G": 8, "K": 7168, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
@@ -696,7 +696,7 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     values = choice.config.config
     got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
     assert got == expected
-    if choice.variant != "tails":  # which has an argument for it
+    if choice.variant != "tails":  # it takes the number as an argument
         grouped = choice.variant == "basic" or rules.row_group(problem) == 4
         assert values["l2_groupings"] == [4 if grouped else 16]
     few_tiles = problem.G == 8 and problem.gpu is GPU and problem.K == 7168 and problem.rows >= 128
@@ -708,7 +708,7 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     ("clock", "width", "slow"), [(2_619_000, 5120, True), (3_201_000, 6144, False), (0, 6144, False)]
 )
 def test_slow_memory(clock: int, width: int, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of an H100, that of an H200, and one that is not told."""
+    """The memory of an H100, that of an H200, and one with an unknown clock."""
     properties = SimpleNamespace(
         name="NVIDIA Test 9000",
         major=9,
@@ -773,7 +773,7 @@ OPERATOR = Operator("drawn", "no planner", ("x",), (), lambda *_: Counts(0))
 
 
 class Machine:
-    """Stand-ins for a planner, the compiler and a GPU, which has no room for the 7 stages of `entry`."""
+    """Stand-ins for a planner, the compiler and a GPU, on which the 7 stages of `entry` do not fit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path):
         monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(folder))
@@ -792,7 +792,7 @@ class Machine:
         self.begin_a_process()
 
     def begin_a_process(self) -> None:
-        """Which has nothing but the store, and the files of entries."""
+        """Clear the memory, as in a new process, which has only the store and the files of entries."""
         rules.reload()
         store.forget()
         self.monkeypatch.setattr(cache, "plans", cache.PlanCache())
@@ -818,13 +818,13 @@ class Machine:
 
     @property
     def kept(self) -> set[str]:
-        """What the plans of the store launch."""
+        """Return the kernels that the stored plans launch."""
         files = list(store.folder().glob("*/plans/*.json"))
         assert len(files) <= 1
         return {step["launch"] for file in files for step in json.loads(file.read_text())["payload"]["plan"]["steps"]}
 
     def run(self) -> str:
-        """The kernel that a call runs."""
+        """Return the kernel that a call runs."""
         self.ran.clear()
         x = torch.zeros(1)
         assert cache.call(OPERATOR, (x,), None) is x
@@ -856,7 +856,7 @@ def test_an_entry_that_cannot_be_loaded_gives_way_to_the_rule(machine: Machine, 
 
 
 def test_a_plan_of_the_store_that_cannot_be_loaded_is_drawn_again(machine: Machine, tmp_path: Path) -> None:
-    """As one is that was made ahead, on another machine."""
+    """This happens to a plan compiled ahead on another machine."""
     put(named(tmp_path), entry())
     text = cache.portable(cache.signature(OPERATOR, (torch.zeros(1),), None))
     cache.plan_of(OPERATOR, (None,), None, text, GPU)
@@ -873,7 +873,7 @@ def test_a_plan_of_the_store_that_cannot_be_loaded_is_drawn_again(machine: Machi
 @pytest.mark.parametrize("error", [AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError])
 @pytest.mark.filterwarnings("ignore:moe_kernels. no config has been tuned")
 def test_without_tritons_class_of_compiled_kernels(machine: Machine, error: type[Exception]) -> None:
-    """Triton compiles what it launches then, in processes that find a plan, too."""
+    """Triton then compiles each launched kernel, even in processes that find a plan."""
     from moe_kernels.runtime import compile as compiler
 
     def compiled_kernel(binary: Any) -> None:
@@ -889,7 +889,7 @@ def test_without_tritons_class_of_compiled_kernels(machine: Machine, error: type
         compiled.clear()
 
 
-PRIVATE: dict[str, Callable[[pytest.MonkeyPatch, Any, Any], Any]] = {  # taken away, and what cannot do without it
+PRIVATE: dict[str, Callable[[pytest.MonkeyPatch, Any, Any], Any]] = {  # removes it, returns what needs it
     "helion CompileEnvironment._to_fake_tensor": lambda patch, compiler, declare: (
         patch.delattr(compiler.helion_environment.CompileEnvironment, "_to_fake_tensor"),
         lambda: compiler._example_tensors(GPU).__enter__(),
@@ -933,7 +933,7 @@ def test_where_nothing_can_be_compiled_without_a_private_name(name: str, monkeyp
 
 @pytest.mark.parametrize("types", [SimpleNamespace(), SimpleNamespace(TypePropagation=SimpleNamespace())])
 def test_without_helions_search_for_types_nothing_is_replaced(types: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code takes longer to generate then; see tests/lowering for the code."""
+    """Generating code takes longer then; tests/lowering checks the code."""
     pytest.importorskip("helion")
     from moe_kernels.runtime import compile as compiler
 
@@ -953,7 +953,7 @@ def test_what_no_other_config_can_help_is_raised(machine: Machine, tmp_path: Pat
         assert machine.drawn == drawn and machine.kept == kept
         cache.plan_of(OPERATOR, (None,), None, text, GPU)
         machine.begin_a_process()
-    assert choose_quietly().entry is not None  # nothing is discarded
+    assert choose_quietly().entry is not None  # no entry is discarded
     machine.begin_a_process()
     machine.monkeypatch.setattr(launch, "launcher", lambda key: 1 // 0)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError"), pytest.raises(ZeroDivisionError):
@@ -971,7 +971,7 @@ def corrupt(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def put_foreign(path: Path, patch: pytest.MonkeyPatch) -> None:
-    """Another user's, who can write to it."""
+    """Let other users write to it."""
     path.chmod(0o666)
 
 
@@ -989,7 +989,7 @@ def make_unreadable(path: Path, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("spoil", [truncate, corrupt, put_foreign, make_unreadable])
 @pytest.mark.filterwarnings("ignore:moe_kernels. no config has been tuned")
 def test_a_call_goes_on_whatever_is_in_the_store(machine: Machine, spoil: Callable[..., None], file: str) -> None:
-    """By the right kernel, with one warning, and the next process finds what this one made."""
+    """The right kernel runs, with one warning, and the next process finds what this one has stored."""
     assert machine.run() == BY_RULE
     (path,) = store.folder().glob(f"*/{file}")
     with machine.monkeypatch.context() as patch:
@@ -1029,7 +1029,7 @@ def test_plans_under_a_forced_choice_are_not_of_the_store(machine: Machine) -> N
     assert machine.run_quietly() == BY_RULE and machine.drawn == [BY_RULE, "stages2"]
     machine.begin_a_process()
     with cache.set_aside(), rules.force(forced):
-        assert machine.run_quietly() == "stages2"  # nor is it that of the store
+        assert machine.run_quietly() == "stages2"  # not the plan of the store either
     assert machine.run_quietly() == BY_RULE and machine.drawn == ["stages2"]
 
 
@@ -1059,7 +1059,7 @@ def test_plans_are_of_the_sources_by_which_configs_are_chosen(
 def test_a_varied_entry_that_does_not_work_gives_way_to_the_rule(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its choice is made before there is a plan, because the table on the device depends on it."""
+    """The choice precedes the plan, because the table on the device depends on it."""
     tuned = varied.make(2, 32, 16, 64, 4, 5, 2)
     problem = varied_problem(*[(64, 64, 64)] * 2)
     put(named(tmp_path), entry_of("varied", varied.bucket_of(problem), [], **varied.stored(tuned)))
@@ -1080,5 +1080,5 @@ def test_a_varied_entry_that_does_not_work_gives_way_to_the_rule(
 
 
 def test_gpus_with_little_shared_memory_do_without_tma() -> None:
-    """The stages of what is read by TMA do not fit there."""
+    """The stages of operands read by TMA do not fit there."""
     assert [name for name, gpu in targets.KNOWN.items() if gpu.has_tma] == ["h100", "h200", "b200"]

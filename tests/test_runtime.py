@@ -1,4 +1,4 @@
-"""Plans as data: symbolic integers, signatures, JSON, the function of a plan, the plan cache and its replays."""
+"""Plans as data: symbolic integers, signatures, JSON, the generated function, the plan cache and its replays."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from moe_kernels.runtime.symbolic import SymbolicInt, int_from_json, int_to_json
 from moe_kernels.runtime.torch_internals import autocast, can_bypass_dispatcher, eager
 
 CPU = torch.device("cpu")
-Number = tuple[Any, int]  # an int or a SymbolicInt, and what it is in a call
+Number = tuple[Any, int]  # an int or a SymbolicInt, and its value in a call
 
 # Symbolic integers
 
@@ -138,12 +138,12 @@ sizes = st.integers(0, 300) | st.integers(900, 1200) | st.integers(0, MAX_ROWS)
 
 @st.composite
 def counts_of_calls(draw: st.DrawFn) -> tuple[Callable[[int], Counts], int, int]:
-    """Counts by the number of rows, such a number, and what all of them are multiples of."""
+    """Draw a function from rows to Counts, a number of rows, and a number of which all row counts are multiples."""
     k, groups, n = draw(st.integers(1, 16)), draw(st.integers(0, 300)), draw(sizes)
     kind = draw(st.sampled_from(["rows", "tokens", "slots"]))
-    if kind == "tokens":  # and their slots
+    if kind == "tokens":  # rows are tokens, with their slots
         return (lambda n: Counts(n, (n * k,), groups)), n // k, 1
-    if kind == "slots":  # and their tokens
+    if kind == "slots":  # rows are slots, with their tokens
         return (lambda n: Counts(n, (n // k,), groups)), n // k * k, k
     return (lambda n: Counts(n, groups=groups)), n, 1
 
@@ -186,7 +186,7 @@ Given = tuple[Tensor, Tensor, Tensor, "torch.dtype | None", str]
 
 
 def call(**changed: Any) -> Given:
-    """The arguments of a `grouped_gemm`."""
+    """Return the arguments of a `grouped_gemm`, with some changed."""
     A = torch.zeros(M, K, dtype=torch.bfloat16)
     B = torch.nn.Parameter(torch.zeros(G, K, N, dtype=torch.bfloat16))
     values = {"A": A, "B": B, "offsets": torch.zeros(G + 1, dtype=torch.int32), "out_dtype": None, "variant": "auto"}
@@ -301,7 +301,7 @@ def test_a_plan_survives_json() -> None:
 
 
 def changed(path: str, value: Any) -> Any:
-    """The JSON of PLAN with something else at a path such as "steps.0.alloc"."""
+    """Return the JSON of PLAN with `value` at a path such as "steps.0.alloc"."""
     plan: Any = json.loads(json.dumps(PLAN.to_json()))
     *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
     inner = plan
@@ -321,7 +321,7 @@ MALFORMED: list[tuple[str, Any]] = [
     ("steps.2.arguments", [1, 9]),
     ("steps.2.arguments", [1, "0"]),
     ("steps.2.arguments", None),
-    ("steps.1.variable", 9),  # to be filled, and not there
+    ("steps.1.variable", 9),  # to be filled, but not allocated
     ("steps.3.dtype", "object"),
     ("steps.3.groups", "2"),
     ("steps.0.alloc", -1),
@@ -329,7 +329,7 @@ MALFORMED: list[tuple[str, Any]] = [
     ("steps.0.alloc", 3.0),
     ("steps.0.shape", "33"),
     ("steps.0.shape", [["__import__('os')", 0, 0]]),
-    ("steps.0.shape", [["extent", 3, 0]]),  # of what is no input
+    ("steps.0.shape", [["extent", 3, 0]]),  # not an input
     ("steps.0.shape", [["extent", -1, 0]]),
     ("steps.0.shape", [["extent", "0", 0]]),
     ("steps.0.shape", [["extent", 0, "0"]]),
@@ -388,7 +388,7 @@ def test_what_is_no_plan_is_refused(value: Any) -> None:
 
 
 class Noting:
-    """A launcher that notes the grid and the arguments of each launch."""
+    """A launcher that records the grid and the arguments of each launch."""
 
     def __init__(self, seen: list[Any]):
         self.note = lambda *launch: seen.append(launch)
@@ -422,7 +422,7 @@ def test_a_plan_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     noting = Noting(seen)
     launchers = {"first": noting, "second": noting}
     for plan in (PLAN, plan_from_json(PLAN.to_json())):
-        steps = [step for step in plan.steps if step != PLAN.steps[3]]  # of which a CPU knows nothing
+        steps = [step for step in plan.steps if step != PLAN.steps[3]]  # a CPU cannot run it
         run = emit(Plan(plan.inputs, tuple(steps), plan.results), launchers, CPU)
         for rows in (40, 34, 2):
             A, out = torch.ones(rows, 4, dtype=torch.bfloat16), torch.ones(8, 3, dtype=torch.bfloat16)
@@ -434,7 +434,7 @@ def test_a_plan_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
             assert allocated == [((max_tiles, 3), (3, 1), torch.int32, CPU)]
             (first, at_offsets, at_table, tiles, odd), second = seen
             assert (first, at_table, tiles, odd) == ((7,), table.data_ptr() - 8, max_tiles, 2 * rows + 1)
-            assert at_offsets != offsets.data_ptr()  # but where the clamped ones are
+            assert at_offsets != offsets.data_ptr()  # the address of the clamped copy
             assert second == ((rows, 2), A.data_ptr() + 16, None, 1)
             seen.clear(), allocated.clear()
 
@@ -450,7 +450,7 @@ def test_functions_of_pytorch_in_a_plan() -> None:
         Alloc(7, (3, 2), torch.int64),
         Call("zero", 7, ()),
     )
-    # The groups of A lie one below the other.
+    # A is packed: its groups follow each other along the rows.
     product, products, flat, longer, zeros = emit(Plan(("A", "B", "offsets"), steps, (3, 4, 5, 6, 7)), {}, CPU)(
         A, B.transpose(1, 2).contiguous().transpose(1, 2), offsets
     )
@@ -513,7 +513,7 @@ def test_plans_are_set_aside_and_come_back() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The numbers of rows that kernels have been launched for, on CPU tensors taken for those of the current GPU."""
+    """Yield the row counts of the launches so far; CPU tensors count as tensors of the current GPU."""
     seen: list[int] = []
     noting = Noting([])
     noting.note = lambda grid: seen.append(*grid)
@@ -536,7 +536,7 @@ def run(*given: Any) -> Tensor:
 
 
 def again(*given: Any) -> Tensor | None:
-    """The result of a call if it is a replay."""
+    """Return the result of a call if it is a replay, else None."""
     *tensors, out_dtype, variant = given
     out: Tensor | None = cache.replay(GROUPED_GEMM, (*tensors, None), (out_dtype, variant))
     return out
@@ -646,7 +646,7 @@ def test_inference_mode_is_a_kind_of_its_own(calls: list[int]) -> None:
 
 
 def test_a_few_kinds_are_looked_at_first(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those beyond the few are not made again: that takes much longer than a call."""
+    """Replays beyond these few are not generated again, which would take much longer than a call."""
     made: list[Any] = []
 
     def record(*args: Any) -> Any:
@@ -683,7 +683,7 @@ FLOAT32: dict[str, Callable[[], Given]] = {
 
 @pytest.mark.parametrize("name", FLOAT32)
 def test_products_of_float32_are_not_replayed(name: str, calls: list[int]) -> None:
-    """A setting of PyTorch decides what they may use."""
+    """A setting of PyTorch decides whether they may use tf32."""
     for _ in range(2):
         run(*FLOAT32[name]())
     assert calls == [M, M] and not replays()
@@ -691,7 +691,7 @@ def test_products_of_float32_are_not_replayed(name: str, calls: list[int]) -> No
 
 @pytest.mark.parametrize(("name", "multiplied"), [("scales_A", False), ("topk_weights", False), ("bias", True)])
 def test_float32_that_is_not_multiplied_is_replayed(name: str, multiplied: bool) -> None:
-    """And its signature is the same under every setting."""
+    """Its signature is the same under every setting, too."""
     operator = Operator("op", "", ("A", name), ("A",), lambda *_: Counts(4))
     tensors = torch.zeros(4, 8, dtype=torch.float16), torch.zeros(4, 1)
     plan = Plan(operator.inputs, (Launch("kernel", (ROWS,), ()),), (0,))
@@ -708,7 +708,7 @@ def test_tensors_that_are_not_aligned_are_not_replayed(name: str, calls: list[in
 
 
 def test_a_call_from_another_device_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is one with tensors of another device: these are guarded."""
+    """The same holds for a call with tensors of another device, which guards reject."""
     seen: list[Any] = []
     current = [1]
     monkeypatch.setattr(torch_internals, "current_device", lambda: current[0])
@@ -821,7 +821,7 @@ def test_the_collector_is_paused_until_the_last_thread_is_done() -> None:
 
 
 class Direct(DirectWay):
-    """A direct launch that does `launch`, of a kernel that Triton launches otherwise."""
+    """A direct launch that calls `launch`, for a kernel that Triton would launch with `by_triton`."""
 
     def __init__(self, launch: Callable[[], None], by_triton: Callable[..., None], text: str | None = None):
         self.launch, self.text = launch, text
@@ -838,7 +838,7 @@ class Direct(DirectWay):
 
 @pytest.fixture
 def launched(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None], Any], list[str]]:
-    """Makes plans launch a kernel by a `Direct`: what it has done, in order."""
+    """Return a function that makes plans launch through a `Direct` and returns the launches in order."""
     done: list[str] = []
     load = cache._load
 
@@ -860,7 +860,7 @@ def launched(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> Callable[[Cal
 
 
 def raises(*errors: Exception | None) -> Callable[[], None]:
-    """What raises these, one after another, and then nothing more."""
+    """Return a function whose successive calls raise these errors, and nothing after that."""
     rest = list(errors)
 
     def fail() -> None:
@@ -882,7 +882,7 @@ def test_kernels_are_launched_directly(launched: Any) -> None:
 def test_a_direct_launch_that_fails_at_first_goes_by_triton_from_then_on(
     error: type[Exception], text: bool, launched: Any
 ) -> None:
-    """Also in replays, in calls without one, and in other plans that launch the same kernel."""
+    """This includes replays, calls without one, and other plans that launch the same kernel."""
     done = launched(raises(*[error("another launcher")] * 9), text="no such thing" if text else None)
     for _ in range(2):
         assert run(*call()).shape == (M, N)
@@ -924,7 +924,7 @@ def test_a_failure_that_has_nothing_to_do_with_the_launcher_changes_no_way(
     assert done == [*tried, "direct", "direct"] and not cache.plans.launchers
 
 
-# What observes a call
+# Observers of a call
 
 
 def transformed(transform: Callable[..., Any]) -> Callable[[Tensor], bool]:
@@ -1029,7 +1029,7 @@ def test_operands_as_autocast_would_have_them() -> None:
 
 
 def internals_without(*missing: str, patch: pytest.MonkeyPatch) -> Any:
-    """Another `torch_internals`, as with a PyTorch whose torch._C has not got these names."""
+    """Return a copy of `torch_internals` for a PyTorch whose torch._C lacks these names."""
     bare: Any = SimpleNamespace(**vars(torch._C))
     for name in missing:
         inner = bare
@@ -1052,8 +1052,8 @@ def test_without_the_private_names_of_pytorch(monkeypatch: pytest.MonkeyPatch) -
     x = torch.ones(2, requires_grad=True)
     assert bare.tensor_guards is None and bare.empty_strided_cuda is None
     assert bare.current_device is torch.cuda.current_device and not bare.profiled()
-    assert bare.transformed()  # and through an autograd.Function that transforms take
-    # Where nothing tells whether a call is observed, it goes through torch.library.
+    assert bare.transformed()  # so calls go through an autograd.Function that transforms support
+    # If it is unknown whether a call is observed, it goes through torch.library.
     assert not bare.eager(x.detach()) and not bare.can_bypass_dispatcher(x.detach()) and bare.autocast_enabled()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert bare.autocast(x)[0].dtype == torch.bfloat16
@@ -1071,7 +1071,7 @@ def test_without_the_private_names_of_forward_mode(monkeypatch: pytest.MonkeyPat
         bare.enable_forward_mode(True)
 
 
-INSTEAD: dict[str, Callable[[Any], bool]] = {  # of a name of torch._C: what is there if it is missing
+INSTEAD: dict[str, Callable[[Any], bool]] = {  # by name in torch._C: whether its replacement is in use
     "_dynamo.guards._empty_strided_cuda": lambda x: x.empty_strided_cuda is None,
     "_dynamo.guards.TensorGuards": lambda x: x.tensor_guards is None,
     "_cuda_getDevice": lambda x: x.current_device is torch.cuda.current_device,
@@ -1091,7 +1091,7 @@ INSTEAD: dict[str, Callable[[Any], bool]] = {  # of a name of torch._C: what is 
 
 @pytest.mark.parametrize("name", INSTEAD)
 def test_without_one_private_name_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products, gradients and transforms are right."""
+    """Products, gradients and transforms are correct without it."""
     without = internals_without(name, patch=monkeypatch)
     assert INSTEAD[name](without)
     if hasattr(torch._C, "_cuda_getDevice") or "cuda" not in name:  # a CPU build has none
@@ -1125,7 +1125,7 @@ def test_mocks_are_for_tests() -> None:
 
 
 def private_names(file: Path) -> set[str]:
-    """Those of PyTorch that a file imports or uses."""
+    """Return the private names of PyTorch that a file imports or uses."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -1138,7 +1138,7 @@ def private_names(file: Path) -> set[str]:
 
 
 def test_private_names_of_pytorch_stand_in_one_file() -> None:
-    """Apart from those of what benchmarks compare with."""
+    """Benchmarks may also use those that they compare with."""
     found = {name: private_names(file) for name, file in SOURCES.items()}
     internal = found.pop("moe_kernels/runtime/torch_internals.py")
     assert "torch._C" in internal

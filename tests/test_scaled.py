@@ -1,4 +1,4 @@
-"""Products of fp8 operands with scales in plain PyTorch: what is refused, and results against float64."""
+"""Products of fp8 operands with scales in plain PyTorch: refused arguments, and results against float64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def operands(format: str, dtype: torch.dtype = E4M3) -> tuple[ScaledTensor, Scal
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_rows_whose_number_depends_on_values() -> None:
-    """Compiled and exported, with scales that lie in memory column by column."""
+    """The product compiles and exports, with scales stored column by column."""
     _, B, _ = operands("block")
     x, mask, group_offsets = torch.randn(M, K), torch.arange(M) % 3 > 0, torch.tensor([0, 3, 3, 8])
 
@@ -64,12 +64,12 @@ def test_scales_that_are_no_plain_tensors() -> None:
 
 @formats
 def test_values(format: str) -> None:
-    """Quantised data times their scales are what was quantised, but for the rounding."""
+    """Quantised data times their scales equal the original values, up to rounding."""
     x = torch.randn(300, 200)
     for kind in FORMATS[format]:
         values = reference.dequantize(quantize(x, kind))
         assert ((values - x).abs() <= x.abs() / 16 + x.abs().amax() / 2**15).all()
-        if kind != "1x128":  # of activations alone
+        if kind != "1x128":  # for activations only
             assert torch.equal(reference.dequantize(quantize(x, kind).mT), values.mT)
 
 
@@ -96,7 +96,7 @@ def test_a_shared_weight(format: str) -> None:
 
 @formats
 def test_nothing_outside_of_groups(format: str) -> None:
-    """Not even NaN."""
+    """Not even NaN scales have an effect there."""
     A, B, group_offsets = operands(format)
     scales = A.scales.clone()
     scales[10:] = torch.nan
@@ -128,7 +128,7 @@ def test_compiled(format: str) -> None:
 def test_operator() -> None:
     A, B, group_offsets = operands("block")
     arguments = (A.data, A.scales, B.data, B.scales, group_offsets, None, torch.bfloat16, "auto", False)
-    # PyTorch's check of schemas multiplies the arguments, which it cannot in fp8.
+    # PyTorch's schema check multiplies the arguments, which is not possible in fp8.
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.moe_kernels.scaled_grouped_gemm.default, arguments, test_utils=utils)
 
@@ -192,7 +192,7 @@ def test_offsets_are_validated() -> None:
 
 @pytest.mark.parametrize("name", ["a100", "l40s"])
 def test_gpus_without_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each says what to do before anything is compiled; GPUs that have e4m3 come that far, as e5m2 does everywhere."""
+    """Without e4m3 the error comes before compiling and gives advice; calls with e4m3, or e5m2 anywhere, compile."""
     from moe_kernels.runtime import compile as compiler
 
     class Compiled(Exception):
@@ -308,7 +308,7 @@ def test_grouped_columns(function: Any) -> None:
 
 @functions
 def test_grouped_contraction(function: Any) -> None:
-    """With an empty group, which is zero even where its scales are NaN."""
+    """The result of an empty group is zero even where its scales are NaN."""
     sizes = [64, 0, 130]
     generator = torch.Generator().manual_seed(0)
     lefts = [quantize(torch.randn(M, k, generator=generator), "rowwise") for k in (64, 1, 130)]

@@ -1,6 +1,6 @@
-"""Plans and binaries on disk: what is kept is found again, and whatever else lies there is neither used nor harmful.
+"""Plans and binaries on disk: stored files are found again, and any other files are neither used nor harmful.
 
-Failures are injected at os.open, os.write and so on, where mode bits would not stop root.
+Failures are injected at os.open, os.write and so on, because mode bits would not stop root.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def a_binary(key: str = KEYS[0], code: bytes = b"\x7fELF" + bytes(range(256))) -
 
 
 def a_plan(*keys: str) -> Plan:
-    """With each kind of step and argument."""
+    """Return a plan with each kind of step and argument."""
     rows = SymbolicInt.extent(0, 0, 1, 64)
     like = Descriptor(1, 64, (rows + 1, 16), (16, 1), (64, 16), torch.bfloat16)
     constants = [Constant(value) for value in (0.5, True, None, "text")]
@@ -75,7 +75,7 @@ def write_all() -> None:
 
 
 def read_all() -> dict[str, bool]:
-    """What is found, and is as it was written: nothing else may be."""
+    """Return which files are found, after asserting that they are as written."""
     found = store.read_plan(PLAN_KEY, {})
     if found is not None:
         assert found[0].to_json() == PLAN.to_json()
@@ -111,7 +111,7 @@ KINDS = ("plan", "record", "code", "library record", "library")
 
 
 def left_without(kind: str) -> dict[str, bool]:
-    """What is found when a file of this kind is not."""
+    """Return what `read_all` finds if the file of this kind cannot be used."""
     if kind.startswith("library"):
         return ALL | {"library": False}
     return ALL | {"plan": False} | ({} if kind == "plan" else {"binaries": False})
@@ -134,7 +134,7 @@ def no_warning() -> Iterator[None]:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """The process that does `work`, for `os.waitpid`."""
+    """Run `work` in a child process and return its id, for `os.waitpid`."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -147,7 +147,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, function: str, number: int, when: Callable[..., bool] | None = None) -> None:
-    """Let a function of `os` fail."""
+    """Make a function of `os` fail, for arguments that `when` selects."""
     real = getattr(os, function)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, function: str, number: int, when: Call
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The writable folder, which is not there yet. Whoever unpickles fails."""
+    """Return the writable folder, which does not exist yet. Unpickling fails."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("something is unpickled")
@@ -201,7 +201,7 @@ def test_known_binaries_are_not_read_again(root: Path) -> None:
 
 
 def test_a_plan_has_the_binaries_that_it_was_made_with() -> None:
-    """Another one by the same key, in memory or on disk, is none."""
+    """A different binary with the same key, in memory or on disk, is not used."""
     write_all()
     other = replace(BINARIES[KEYS[0]], code=b"other")
     with no_warning():
@@ -218,7 +218,7 @@ def test_a_plan_has_the_binaries_that_it_was_made_with() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit(root: Path, kind: str) -> None:
-    """In any byte of a file."""
+    """A flipped bit in any byte of a file is detected."""
     write_all()
     path = file_of(root, kind)
     good = path.read_bytes()
@@ -284,7 +284,7 @@ def test_one_warning_for_all_that_is_damaged(root: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["plan", "record", "library record"])
 def test_a_file_of_another_key(root: Path, kind: str) -> None:
-    """Sound as it is, it does not pass for one of this key."""
+    """An undamaged file is not used under another key."""
     write_all()
     path = file_of(root, kind)
     other = path.with_name("c" * 64 + ".json")
@@ -324,7 +324,7 @@ def test_another_schema(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_key_of_a_plan() -> None:
-    """Has the signature, the GPU model and the tuned entries in it."""
+    """The key depends on the signature, the GPU model and the tuned entries."""
     gpu = targets.KNOWN["h200"]
     keys = [
         store.plan_key("signature", gpu, "tuned"),
@@ -374,10 +374,10 @@ FAILURES = [
 
 @pytest.mark.parametrize(("function", "number"), FAILURES)
 def test_writing_fails(root: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int) -> None:
-    """A full disk, a read-only folder: nothing is kept, nothing is left behind, and nothing is raised."""
+    """With a full disk or a read-only folder, nothing is stored, left behind or raised."""
     with one_warning(f"cannot be written to ({os.strerror(number)})"), monkeypatch.context() as patch:
         real = os.close
-        if function == "close":  # which closes all the same
+        if function == "close":  # it closes even if it fails
             patch.setattr(os, "close", real)
         fail(patch, function, number, (lambda descriptor: real(descriptor) is None) if function == "close" else None)
         write_all()
@@ -415,7 +415,7 @@ def test_short_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_system_without_links(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two writers replace each other's binaries there: a plan has its own one, or none."""
+    """Two writers then replace each other's binaries: a plan finds its own binary, or is not found."""
     fail(monkeypatch, "link", errno.EPERM)
     with no_warning():
         write_all()
@@ -428,7 +428,7 @@ def test_a_file_system_without_links(root: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_file_in_place_of_a_folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing else is removed, such as a file by the name of what was not made."""
+    """No other file is removed, such as one named `None`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "None").write_text("mine")
     root.write_text("mine")
@@ -442,7 +442,7 @@ def test_a_file_in_place_of_a_folder(root: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_a_leftover_by_the_same_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a temporary file: it is not written into, and nothing raises."""
+    """A temporary file with the same name is not written to, and nothing is raised."""
     monkeypatch.setattr(os, "urandom", bytes)
     with no_warning():
         write_all()
@@ -475,7 +475,7 @@ def unsafe_leaves(which: str) -> dict[str, bool]:
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
 @pytest.mark.parametrize("which", UNSAFE)
 def test_folders_that_others_may_write_to(root: Path, which: str, mode: int) -> None:
-    """Neither read nor written, with one warning for both."""
+    """They are neither read nor written, with one warning for both."""
     write_all()
     store.forget()
     before = files(root)
@@ -494,7 +494,7 @@ def test_folders_that_others_may_write_to(root: Path, which: str, mode: int) -> 
 
 
 def test_a_new_folder_where_others_may_write(root: Path) -> None:
-    """They could put another one in its place."""
+    """Others could replace the new folder."""
     root.parent.chmod(0o777)
     with one_warning(f"{root.parent} can be written to by others"):
         write_all()
@@ -504,12 +504,12 @@ def test_a_new_folder_where_others_may_write(root: Path) -> None:
 
 
 def test_a_sticky_folder_above(root: Path) -> None:
-    """As /tmp: others cannot rename in it what is not theirs."""
+    """In a folder such as /tmp, others cannot rename files that they do not own."""
     root.parent.chmod(0o1777)
     with no_warning():
         write_all()
         assert read_all() == ALL
-    root.chmod(0o1777)  # but may make files in it
+    root.chmod(0o1777)  # but others may create files in it
     store.forget()
     with one_warning("can be written to by others"):
         assert read_all() == NOTHING
@@ -524,7 +524,7 @@ def test_files_that_others_may_write_to(root: Path, kind: str, mode: int) -> Non
     path.chmod(mode)
     with one_warning(f"{path} can be written to by others (chmod go-w)"):
         assert read_all() == left_without(kind)
-        write_all()  # in its place
+        write_all()  # replaces it
     with no_warning():
         assert read_all() == ALL
 
@@ -538,7 +538,7 @@ def test_links_instead_of_files(root: Path, tmp_path: Path, kind: str) -> None:
     content = outside.read_bytes()
     with one_warning(f"{path} is a symbolic link"):
         assert read_all() == left_without(kind)
-        write_all()  # in place of the link
+        write_all()  # replaces the link
     with no_warning():
         assert read_all() == ALL
     assert not path.is_symlink()
@@ -547,7 +547,7 @@ def test_links_instead_of_files(root: Path, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("which", [which for which in UNSAFE if which not in ("the folder", "one above it")])
 def test_links_instead_of_folders(root: Path, tmp_path: Path, which: str) -> None:
-    """What they lead to is neither read nor written, nor cleared."""
+    """Their targets are neither read nor written, nor cleared."""
     write_all()
     linked, outside = UNSAFE[which](root), tmp_path / "outside"
     os.rename(linked, outside)
@@ -573,7 +573,7 @@ def test_links_to_nothing(root: Path, tmp_path: Path) -> None:
 
 
 def test_the_folder_itself_may_be_a_link(root: Path, tmp_path: Path) -> None:
-    """To one that only the user can write to."""
+    """Its target must be a folder that only the user can write to."""
     (tmp_path / "elsewhere").mkdir(0o755)
     root.symlink_to(tmp_path / "elsewhere")
     with no_warning():
@@ -587,7 +587,7 @@ def test_the_folder_itself_may_be_a_link(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_file(root: Path, kind: str) -> None:
-    """A folder, and a pipe, which would wait for a writer."""
+    """A pipe, which would block until there is a writer, and a folder are refused."""
     write_all()
     path = file_of(root, kind)
     path.unlink()
@@ -600,7 +600,7 @@ def test_what_is_no_file(root: Path, kind: str) -> None:
 
 
 def owned(monkeypatch: pytest.MonkeyPatch, path: Path, uid: int) -> None:
-    """Let a file or folder belong to another user."""
+    """Make a file or folder appear to belong to another user."""
 
     def of_other(status: os.stat_result) -> os.stat_result:
         return os.stat_result((*status[:4], uid, *status[5:10]))
@@ -631,7 +631,7 @@ def test_folders_of_other_users(root: Path, monkeypatch: pytest.MonkeyPatch, whi
 
 
 def test_a_sticky_folder_of_another_user(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who owns it can rename what is in it."""
+    """The owner can rename the files in it."""
     write_all()
     store.forget()
     root.parent.chmod(0o1777)
@@ -667,7 +667,7 @@ def test_what_root_has_made_is_for_everybody(root: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
 def test_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
-    """Others may never write to what is made; they may read it where the umask lets them, as in an image."""
+    """Others can never write to new files, but can read them where the umask permits, as in a container image."""
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "a" / "b" / "c"))
     before = os.umask(umask)
     try:
@@ -683,7 +683,7 @@ def test_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) 
 
 
 def test_two_writers_of_one_binary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of different bytes: who comes second takes the first one's."""
+    """If their bytes differ, the second writer uses the first one's binary."""
     mine, other = (replace(BINARIES[KEYS[0]], code=code) for code in (b"mine", b"other"))
     real = os.link
 
@@ -705,7 +705,7 @@ def test_two_writers_of_one_binary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_writers_of_one_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However they take turns, a record and a library belong together."""
+    """In whichever order they write, a record and a library belong together."""
     real = os.replace
     for turn in (1, 2):
         calls = 0
@@ -725,12 +725,12 @@ def test_two_writers_of_one_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_processes(root: Path) -> None:
-    """Each makes all binaries, with bytes of its own, and a plan of each."""
+    """Both write all binaries, with different bytes, and a plan for each."""
     begin_read, begin_write = os.pipe()
 
     def write(name: str) -> None:
         os.close(begin_write)
-        os.read(begin_read, 1)  # until both are there
+        os.read(begin_read, 1)  # until both have started
         warnings.simplefilter("error")
         for i, key in enumerate(KEYS * 8):
             used = store.write_binary(a_binary(f"{key[:-4]}{i:04x}", name.encode() * 1000))
@@ -750,7 +750,7 @@ def test_two_processes(root: Path) -> None:
 
 @pytest.mark.parametrize("function", ["write", "replace", "link"])
 def test_a_process_killed_while_writing(root: Path, function: str) -> None:
-    """What it leaves does no harm, is no file of the cache, and is cleared."""
+    """Its leftovers do no harm, do not count as files of the cache, and are cleared."""
 
     def write() -> None:
         setattr(os, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -786,7 +786,7 @@ def test_the_oldest_files_go_first(root: Path, monkeypatch: pytest.MonkeyPatch) 
         assert found == [False, False, True, True, True]
         assert sum(size for _, size in store.contents(root).values()) <= 1 << 20
         assert (root / "mine" / ("9" * 64 + ".json")).exists()
-        # What went is made again.
+        # An evicted plan can be written again.
         store.write_binary(binaries[KEYS[0]])
         store.write_plan(KEYS[0], a_plan(KEYS[0]), binaries)
         assert store.read_plan(KEYS[0], {}) is not None
@@ -818,7 +818,7 @@ def test_the_limit(monkeypatch: pytest.MonkeyPatch, text: str | None, expected: 
 
 
 def test_contents_and_clear(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only of what the store has made, in a folder that may have other files in it."""
+    """Only files of the store are counted and cleared, in a folder that may have others."""
     assert store.contents(root) == {}
     assert store.clear() == 0
     write_all()
@@ -842,7 +842,7 @@ def test_contents_and_clear(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_read_only_folders(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read after the writable one, and never written, evicted from or cleared."""
+    """They are read after the writable one, and are never written, evicted from or cleared."""
     write_all()
     second, third = tmp_path / "second", tmp_path / "third"
     os.rename(root, third)
@@ -854,7 +854,7 @@ def test_read_only_folders(root: Path, tmp_path: Path, monkeypatch: pytest.Monke
         assert not root.exists()
         store.write_binary(a_binary(KEYS[6], bytes(2 << 20)))
         store.write_plan("d" * 64, a_plan(KEYS[0]), BINARIES)
-        assert store.read_plan("d" * 64, {}) is not None  # with a binary of another folder
+        assert store.read_plan("d" * 64, {}) is not None  # its binary is in another folder
         store.clear()
         assert read_all() == ALL
     after = {path: (path.stat().st_mtime_ns, path.is_dir() or path.read_bytes()) for path in third.rglob("*")}
@@ -863,7 +863,7 @@ def test_read_only_folders(root: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_folders_stand_in_for_each_other(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the first one's file is damaged, or its binary is not the one that the second one's plan names."""
+    """The second is used if a file of the first is damaged, or has a binary other than the second's plan names."""
     write_all()
     second = tmp_path / "second"
     os.rename(root, second)
@@ -886,7 +886,7 @@ def test_folders_stand_in_for_each_other(root: Path, tmp_path: Path, monkeypatch
 
 
 def test_the_folder_of_an_installed_package(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel may carry one."""
+    """A wheel may contain it."""
     write_all()
     (tmp_path / "package").mkdir()
     os.rename(root, tmp_path / "package" / "compiled")
@@ -921,7 +921,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_an_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The public versions of Triton and Helion, and not that of PyTorch."""
+    """It depends on the public versions of Triton and Helion, but not on that of PyTorch."""
     installed = {"torch": "2.13.0", "triton": "3.6.0", "helion": "1.5.0"}
 
     def environment(**changed: str | None) -> str:
@@ -944,7 +944,7 @@ def test_what_an_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def imports_of(file: Path) -> set[Path]:
-    """The files of the package that a file imports anywhere, but for those of a docstring alone."""
+    """Return the files of the package that a file imports anywhere, except those with only a docstring."""
     found: set[Path] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -961,9 +961,7 @@ def imports_of(file: Path) -> set[Path]:
 
 
 def test_sources_are_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All that plans are made by: operators, kernels and their planners, and what these import but for the store. Not
-    how plans are run.
-    """
+    """It depends on operators, kernels, planners and their imports except the store, but not on how plans are run."""
     made_by = {*store._PACKAGE.glob("ops/*.py")}
     waiting = {*store._PACKAGE.glob("kernels/*.py"), *store._PACKAGE.glob("rules/*.py")}
     while waiting:
@@ -990,11 +988,11 @@ def test_sources_are_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert store.environment() == here
 
 
-# Strings that were read
+# Strings read from disk
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all that is no object and no list."""
+    """Yield the paths of all values that are neither objects nor lists."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from leaves(part, (*path, key))
@@ -1040,7 +1038,7 @@ NAMED = r"(call|dtype|kernel|constant|descriptor)_\d+"
 
 
 def source_of(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The text that is executed for a plan."""
+    """Return the source code that is executed for a plan."""
     made: list[str] = []
 
     def define(signature: str, statements: Any, names: Any) -> Any:
@@ -1053,7 +1051,7 @@ def source_of(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_no_string_that_was_read_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan with anything else anywhere is refused, or generates text of numbers and of our own names."""
+    """A plan with any value replaced is refused, or generates code of numbers and our own names only."""
     good = PLAN.to_json()
     allowed = re.compile(f"{NAMES}|{NAMED}")
     refused = 0
@@ -1089,7 +1087,7 @@ def test_plans_of_the_wrong_form() -> None:
 
 
 def test_hostile_files_that_check_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if their writer had known how: they are refused all the same."""
+    """Hostile files with a correct checksum are refused, too."""
     write_all()
     plan, record = file_of(root, "plan"), file_of(root, "record")
     good = json.loads(record.read_bytes())["payload"]
@@ -1140,11 +1138,11 @@ def test_hostile_files_that_check_out(root: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.filterwarnings("ignore:moe_kernels keeps")
 def test_an_expression_of_any_depth(root: Path) -> None:
-    """Read, or refused."""
+    """It is read or refused."""
     write_all()
     payload: dict[str, Any] = {"binaries": {}, "plan": {"inputs": ["A"], "results": []}}
     found = []
-    for depth in range(50, 1300, 50):  # json of Python 3.12.1 writes up to 1500
+    for depth in range(50, 1300, 50):  # Python 3.12.1's json writes up to 1500
         deep: Any = 1
         for _ in range(depth):
             deep = ["+", deep, 1]
@@ -1160,7 +1158,7 @@ def test_an_expression_of_any_depth(root: Path) -> None:
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
-    """In the files that turn what was read into a plan."""
+    """This holds for the files that turn stored data into a plan."""
     for name in ("store", "plan", "symbolic"):
         tree = ast.parse((store._PACKAGE / "runtime" / f"{name}.py").read_text(encoding="utf-8"))
         found = {
@@ -1183,7 +1181,7 @@ def test_nothing_unpickles_or_evaluates() -> None:
 
 
 class Compiler:
-    """In place of a C compiler."""
+    """Stand-in for a C compiler."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.built: list[str] = []
@@ -1205,7 +1203,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def build(folder: Path, text: str = "int launch;") -> bytes:
-    """As Triton builds a launcher that is not in its own cache."""
+    """Build a launcher as Triton does if its own cache does not have it."""
     from triton import knobs
 
     folder.mkdir()
@@ -1235,7 +1233,7 @@ def test_launchers_are_kept(root: Path, tmp_path: Path, compiler: Compiler, monk
 
 @pytest.mark.parametrize("missing", ["_build", "knobs.build", "knobs.cache"])
 def test_where_tritons_build_cannot_be_replaced(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton builds and keeps its launchers itself."""
+    """Triton then builds and stores its launchers itself."""
     triton = pytest.importorskip("triton")
     owner = triton.runtime.build if missing == "_build" else triton.knobs
     monkeypatch.delattr(owner, missing.rpartition(".")[2])
@@ -1245,7 +1243,7 @@ def test_where_tritons_build_cannot_be_replaced(missing: str, monkeypatch: pytes
 
 
 def test_a_cache_of_triton_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton loads what it finds there unchecked: another folder takes its place."""
+    """Triton loads files from there unchecked, so another folder replaces it."""
     triton = pytest.importorskip("triton")
     private, shared = tmp_path / "private", tmp_path / "shared"
     for path, mode in ((private, 0o755), (shared, 0o777)):
@@ -1295,7 +1293,7 @@ def test_launchers_without_a_folder(tmp_path: Path, compiler: Compiler, monkeypa
 
 
 def test_launchers_without_a_compiler(tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept is used; else the error says what to install, or to run."""
+    """Stored launchers are used; otherwise the error says what to install or run."""
     from triton import knobs
 
     first = build(tmp_path / "1")

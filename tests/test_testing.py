@@ -25,7 +25,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def problem(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Inputs]:
-    """A right result with its inputs."""
+    """Return a correct result with its inputs."""
     inputs = make_inputs(SIZES, 24, 64, dtype=dtype, device="cpu")
     return grouped_gemm(*inputs), inputs
 
@@ -231,7 +231,7 @@ def test_the_budget_is_twice_plain_pytorchs_error_plus_the_floor() -> None:
     for g, rows in ((1, slice(0, 1)), (2, slice(1, 41)), (4, slice(41, 48))):
         plain_error = (plain[rows] - ref[rows]).abs().max().item()
         budget = 2 * plain_error + 2 * 2**-23 * scale[rows].max().item()
-        # In float64, so that the error can be set exactly; the plain product of A and B stays one in float32.
+        # `out` is in float64, so that its error can be set exactly; the plain product of A and B stays in float32.
         out = ref.clone()
         out[rows.stop - 1, 3] += 0.999 * budget
         report = assert_grouped_gemm_close(out, A, B, group_offsets)
@@ -283,7 +283,7 @@ def test_nan_and_infinities_have_to_be_in_the_references_places(wrong: float | N
     _, (A, B, group_offsets) = problem(torch.float16)
     A[5, 0] = float("nan")
     A[43, 0] = float("-inf")
-    A[46] = 60000.0  # overflows float16, though not the reference before it is rounded
+    A[46] = 60000.0  # overflows float16; the reference only overflows when it is rounded
     B[4, :, 2] = 0.5
     out = grouped_gemm(A, B, group_offsets)
     assert out[46, 2].isposinf()

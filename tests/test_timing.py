@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Goes on only while someone waits, so that what else the machine does is not timed."""
+    """A clock that advances only in `sleep`, so that the machine's other work is not timed."""
 
     now = 0.0
 
@@ -37,7 +37,7 @@ def wait(seconds: float) -> Callable[[], None]:
 
 
 class Event:
-    """An event whose time is the host's."""
+    """An event that records the host's time."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -101,7 +101,7 @@ def test_the_queue_is_emptied_between_calls(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_calls_are_made_when_their_turn_comes() -> None:
-    """And what making them takes is not timed."""
+    """Creating them is not timed."""
     order: list[str] = []
 
     def calls() -> Iterator[Callable[[], None]]:

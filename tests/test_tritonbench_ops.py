@@ -1,4 +1,4 @@
-"""`tritonbench_ops` without TritonBench: the problems, the providers on small operators of both kinds, the messages."""
+"""`tritonbench_ops` without TritonBench: problems, providers on small operators of both kinds, and messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class ListOperator:
-    """As in 2025: a weight for each group in, a list out."""
+    """Stand-in for an operator of 2025: a weight for each group as input, a list as output."""
 
     def inputs(self, dtype: torch.dtype) -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(0)
@@ -37,7 +37,7 @@ class ListOperator:
 
 
 class PackedOperator(ListOperator):
-    """As in 2026: the same weight in each place and two arguments more, one matrix out."""
+    """Stand-in for an operator of 2026: the same weight for each group, two more arguments, one matrix as output."""
 
     def list_input_to_jagged(self) -> None: ...
 
@@ -115,7 +115,7 @@ def test_labels_and_names_suit_tritonbench() -> None:
     for provider in providers.PROVIDERS:
         assert inspect.isfunction(provider) and provider.__name__.endswith("_tritonbench")
         assert getattr(tritonbench_ops, provider.__name__) is provider
-    assert callable(tritonbench_ops.register)  # what --plugin looks up
+    assert callable(tritonbench_ops.register)  # looked up by --plugin
 
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
@@ -181,7 +181,7 @@ def test_extent() -> None:
 
 @pytest.fixture
 def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, on a machine without a GPU, where TritonBench is not to be found."""
+    """Return an empty folder, on a machine without a GPU and without TritonBench."""
     monkeypatch.setitem(sys.modules, "tritonbench", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)

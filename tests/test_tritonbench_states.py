@@ -1,6 +1,6 @@
-"""`tritonbench_ops` in real checkouts of TritonBench, which TRITONBENCH=path[:path] in the environment names.
+"""`tritonbench_ops` in real checkouts of TritonBench, listed in the environment as TRITONBENCH=path[:path].
 
-Two are worth having: one of August 2025, whose `grouped_gemm` takes and gives lists, and one of 2026.
+Use two: one of August 2025, whose `grouped_gemm` takes and returns lists, and one of 2026.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tritonbench_ops.registration import INSTALL
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKOUTS = [Path(path).resolve() for path in os.environ.get("TRITONBENCH", "").split(os.pathsep) if path]
-OURS = {  # operator: our providers in it, name: label
+OURS = {  # by operator: the labels of our providers, by name
     "moe_grouped_gemm": {
         "grouped_gemm": "grouped_gemm",
         "grouped_gemm_jagged": "grouped_gemm_jagged",
@@ -68,7 +68,7 @@ def python(
 def table(
     checkout: Path, cwd: Path, op: str, *arguments: str, before: str = "", device: str = "cpu", **env: str
 ) -> list[dict[str, str]]:
-    """The rows of the CSV file, without the one of averages."""
+    """Return the rows of the CSV file, without the row of averages."""
     options = ["--op", op, "--device", device, "--rep", "1", "--warmup", "1", "--csv", "--output-dir", "results"]
     if not (checkout / "tritonbench/utils/plugin_utils.py").exists():
         options[options.index("--rep")] = "--iter"
@@ -79,7 +79,7 @@ def table(
 
 
 def test_stock_operator_runs_our_providers_right(checkout: Path, tmp_path: Path) -> None:
-    """On the small inputs of a CPU."""
+    """The inputs are the small ones of a CPU."""
     rows = table(checkout, tmp_path, "grouped_gemm", "--metrics", MEASURED)
     assert [next(iter(row.values())) for row in rows] == ["32", "64"]
     for row in rows:
@@ -133,7 +133,7 @@ def test_a_provider_that_fails_shows_as_failed(fault: str, checkout: Path, tmp_p
 
 @pytest.mark.parametrize("mode", ("bwd", "fwd_bwd"))
 def test_layers_run_backward(mode: str, checkout: Path, tmp_path: Path) -> None:
-    """And a wrong gradient behind a right result shows as failed."""
+    """A wrong gradient behind a correct result is reported as a failure."""
     options = ("--mode", mode, "--num-inputs", "1", "--metrics", f"{MEASURED},gbps")
     (row,) = table(checkout, tmp_path, "moe_ffn", *options)
     labels = ["moe_mlp", "transformers"] if find_spec("transformers") else ["moe_mlp"]
@@ -208,7 +208,7 @@ def test_plugin_and_launch(checkout: Path, tmp_path: Path) -> None:
         pytest.skip("this state of TritonBench has no --plugin")
     options = ["--device", "cpu", "--num-inputs", "1", "--metrics", "accuracy"]
     only = ["--only", "grouped_gemm_tritonbench"]
-    # Without a GPU TritonBench cannot import its grouped_gemm, which it does before it loads the plugin.
+    # TritonBench imports its grouped_gemm before it loads the plugin, and this import fails without a GPU.
     code = f"""
 import runpy
 from tritonbench_ops import registration

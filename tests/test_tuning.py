@@ -33,7 +33,7 @@ def problem_of(rows: int, M: int, N: int, K: int, G: int, dtype: torch.dtype, **
 
 
 class Bench:
-    """Stand-ins for what needs a GPU, and a record of what they were asked."""
+    """Stand-ins for functions that need a GPU, and a record of their calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.searches: list[tuple[helion.Kernel[Any], Any, str]] = []
@@ -79,7 +79,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
     made = Bench(monkeypatch)
-    # A class keeps a function as a method, and `autotune_multi` has to get the kernel.
+    # The lambda, unlike a bound method, becomes a method of the kernel, and so passes it to `autotune_multi`.
     monkeypatch.setattr(helion.Kernel, "autotune_multi", lambda kernel, *a, **k: made.autotune_multi(kernel, *a, **k))
     return made
 
@@ -322,7 +322,7 @@ def test_alternatives_and_neighbours_are_legal_and_distinct(rows: int) -> None:
     problem = problem_of(rows, 64 * rows, 1536, 2048, 64, torch.bfloat16)
     start = search.alternatives(problem)
     assert rules.rule(problem) in start
-    for choice in [choice for choice in start if choice.variant != "tails"]:  # which has one config
+    for choice in [choice for choice in start if choice.variant != "tails"]:  # it has only one config
         near = search.neighbours(choice, problem)
         assert 5 <= len(near) <= 12
         assert all(rules.why_illegal(made, problem) is None and made.block_m == choice.block_m for made in near)
@@ -334,7 +334,7 @@ def test_check_close_sees_one_wrong_element_and_changes_nothing(dtype: torch.dty
     right = torch.randn(20, 30).to(dtype)
     before = right.clone()
     search.check_close(right * (1 + torch.finfo(dtype).eps), right)
-    search.check_close((right, 1), (right + 1, 1))  # the arguments, which are not compared
+    search.check_close((right, 1), (right + 1, 1))  # arguments, which are not compared
     for wrong in (0.5, float("nan")):
         other = right.clone()
         other[7, 9] += wrong
@@ -344,7 +344,7 @@ def test_check_close_sees_one_wrong_element_and_changes_nothing(dtype: torch.dty
 
 
 def workload(choices: Sequence[int], calls: Callable[[int], list[Callable[[], torch.Tensor]]]) -> search.Workload:
-    """One in which a choice is a number."""
+    """Return a workload whose choices are numbers."""
     return search.Workload(
         problem=None,
         rows=1,
@@ -356,7 +356,7 @@ def workload(choices: Sequence[int], calls: Callable[[int], list[Callable[[], to
 
 
 def test_what_a_config_leaves_out_shows() -> None:
-    """Memory that is used again has the right result in it; where calls are timed, nothing fills it."""
+    """Reused memory may hold the right result, so it is filled with NaN for the check, but not when calls are timed."""
     memory = torch.arange(4.0)
     filled = []
 
@@ -387,7 +387,7 @@ def test_a_choice_of_another_result_than_the_first_that_works_is_out(capsys: pyt
 
     turns = search.Turns(workload([], calls), CPU, math.inf)
     assert turns.add([7, 1, 2, 6, 1], at_least=1) == [1, 3]
-    assert turns.add([6, 11], at_least=1) == [4]  # what has been looked at is not looked at again
+    assert turns.add([6, 11], at_least=1) == [4]  # choices that were tried are not tried again
     assert capsys.readouterr().out.count("does not work") == 2
 
 
@@ -432,7 +432,7 @@ def test_a_config_that_works_is_kept_where_the_rules_does_not(monkeypatch: pytes
 def test_the_bucket_of_a_task_is_that_of_its_problem(
     monkeypatch: pytest.MonkeyPatch, G: int, M: int, transposed: bool
 ) -> None:
-    """Also of one group, which `grouped_gemm` gives to a dense product."""
+    """This includes one group, which `grouped_gemm` computes as a dense product."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=2**37))
     monkeypatch.setattr(targets, "of_tensor", lambda tensor: GPU)
     monkeypatch.setattr(entries, "near", lambda *_: [])

@@ -54,7 +54,7 @@ TOKENS = torch.arange(14).view(2, 7) * 5 % 61
 
 
 def make(name: str, std: float = 0.2, **sizes: int) -> Any:
-    """One of MODELS, perhaps of other sizes, with weights of this standard deviation."""
+    """Return one of MODELS, with `sizes` changed and weights of standard deviation `std`."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**_SIZES | MODELS[name] | sizes)
     model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="eager")

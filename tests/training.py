@@ -15,7 +15,7 @@ DIFFERENTIABLE = ("hidden", "topk_weights", "w_gate_up", "w_down", "gate_up_bias
 
 
 def run(arguments: dict[str, Any], d_out: Tensor, **options: Any) -> dict[str, Tensor]:
-    """The result, "out", and the gradients by name."""
+    """Return the result, "out", and the gradients, by name."""
     given = {name: x.detach().requires_grad_(name in DIFFERENTIABLE) for name, x in arguments.items()}
     out = moe_mlp(**given, **options)
     names = [name for name in DIFFERENTIABLE if name in given]
@@ -26,7 +26,7 @@ def run(arguments: dict[str, Any], d_out: Tensor, **options: Any) -> dict[str, T
 def exactly(
     arguments: dict[str, Any], d_out: Tensor, compute: str, fp8_wgrad: bool = True, **options: Any
 ) -> dict[str, Tensor]:
-    """As `run`, expert by expert in float64, with each operand quantised where the definition says so."""
+    """Compute the same as `run`, expert by expert in float64, with operands quantised where the definition says so."""
     spec = GLUSpec("silu", True, False, 1.702, 7.0)._replace(**options)
     weights, parts = ("rowwise", "rowwise") if compute == "fp8_rowwise" else ("128x128", "1x128")
 

@@ -1,4 +1,4 @@
-"""Our kernels in TritonBench: providers on its `grouped_gemm`, and operators of our own.
+"""The kernels in TritonBench: providers for its `grouped_gemm`, and additional operators.
 
     python -m tritonbench_ops --op grouped_gemm --metrics latency,tflops,speedup,accuracy
     python run.py --plugin tritonbench_ops.register --op grouped_gemm      in a TritonBench that has --plugin

@@ -1,7 +1,7 @@
 """`python -m tritonbench_ops --op NAME[,NAME...] [TritonBench's arguments]`: TritonBench with our operators.
 
-Several operators run one after another in this process, because TritonBench would start a process for each, which does
-not load this package. A provider that raises or has a wrong result is shown as failed, and the others continue.
+Several operators run one after another in this process, because TritonBench would start a process for each, without
+loading this package. A provider that raises or has a wrong result is shown as failed, and the others continue.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tritonbench_ops.registration import OPERATORS, register
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run the operators that `args` (by default the command line) asks for; the exit code.
+    """Run the operators named in `args` (default: the command line) and return the exit code.
 
-    0 if all operators ran, even where a provider failed; 1 if one could not; 2 if TritonBench or a GPU is missing.
+    0: all operators ran, even if a provider failed; 1: one could not run; 2: wrong arguments, no TritonBench or no GPU.
     """
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--op")
@@ -77,7 +77,7 @@ def run(args: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def failures_shown() -> Iterator[None]:
-    """In here, a provider with a wrong result shows this as its error, and no times."""
+    """Show a wrong result as its provider's error, without times, in this context."""
     base: Any = importlib.import_module("tritonbench.utils.triton_op").BenchmarkOperator
     theirs = base.run
 
@@ -97,7 +97,7 @@ def failures_shown() -> Iterator[None]:
 
 
 def _tritonbench_run() -> Callable[[list[str]], None]:
-    """What runs a command line: in the package since late 2025, before that in run.py beside it."""
+    """Return the function that runs a command line: in the package since late 2025, before that in run.py beside it."""
     found = importlib.import_module("tritonbench.utils.run_utils")
     if not hasattr(found, "tritonbench_run"):
         file = Path(str(importlib.import_module("tritonbench").__file__)).parents[1] / "run.py"

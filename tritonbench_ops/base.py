@@ -1,4 +1,4 @@
-"""The base of our operators. Importing this needs TritonBench."""
+"""The base class of our operators. Importing this module needs TritonBench."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def checked(provider: Callable[..., Callable[[], Any]]) -> Callable[..., Callable[[], Any]]:
-    """Mark a provider whose result is compared with float64 before it is timed; a wrong one raises AssertionError."""
+    """Compare a provider's result with float64 before it is timed; a wrong one raises AssertionError."""
 
     @functools.wraps(provider)
     def build(self: Operator, *inputs: Any) -> Callable[[], Any]:
@@ -36,23 +36,23 @@ def checked(provider: Callable[..., Callable[[], Any]]) -> Callable[..., Callabl
 
 
 class Operator(BenchmarkOperator):  # type: ignore[misc]
-    """Judged against float64; forward only, unless a subclass says otherwise and has `get_bwd_fn`.
+    """An operator checked against float64; forward only, unless a subclass has FWD_ONLY = False and `get_bwd_fn`.
 
-    A subclass has `cases`, `make` and `check`, the providers, and the metrics, which TritonBench files under the
-    name of the module that they are written in.
+    A subclass defines `cases`, `make`, `check`, the providers, and the metrics, which TritonBench registers under the
+    name of the module that defines them.
     """
 
     DEFAULT_PRECISION = "bf16"
     DEFAULT_METRICS = ["latency", "tflops", "speedup", "accuracy"]  # noqa: RUF012
     FWD_ONLY = True
-    not_ours: frozenset[str] = frozenset()  # providers of which `best_config` knows nothing
+    not_ours: frozenset[str] = frozenset()  # providers whose configs are not those of our rules
     ceilings = frozenset({plots.CEILING})  # providers that compute something else
 
     def __init__(self, tb_args: Any, extra_args: list[str] | None = None):
         super().__init__(tb_args, extra_args)
         if self.FWD_ONLY and self.mode not in (Mode.FWD, Mode.FWD_NO_GRAD):
             raise ValueError(f"--mode: {self.name} has fwd and fwd_no_grad, got {self.mode.value}")
-        self.chosen: dict[str, Any] = {}  # by provider what its first call chose, None if nothing
+        self.chosen: dict[str, Any] = {}  # by provider, the choice of its first call, or None
         if self.dtype is None:
             raise ValueError(f"--precision: expected bf16, fp16, fp32 or tf32, got {tb_args.precision}")
 
@@ -61,7 +61,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
         raise NotImplementedError
 
     def make(self, case: Any) -> tuple[Any, ...]:
-        """The inputs of the providers."""
+        """Return the inputs of the providers for `case`."""
         raise NotImplementedError
 
     def check(self, out: Any, *inputs: Any) -> None:
@@ -69,7 +69,7 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
         raise NotImplementedError
 
     def result(self, name: str, made: Any) -> Any:
-        """The result of provider `name` for `check`, from what is timed."""
+        """Return the result of provider `name` for `check`, from the result of its timed call."""
         return made
 
     def get_input_iter(self) -> Iterator[tuple[Any, ...]]:
@@ -77,14 +77,14 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
             self.case = case
             yield self.make(case)
 
-    # Under both of its names; TritonBench's own makes all inputs to count them.
+    # Defined under both of its names, because TritonBench's version creates all inputs to count them.
     def get_available_num_inputs(self) -> int:
         return len(self.cases)
 
     count_example_inputs = get_available_num_inputs
 
     def accuracy(self, fn: Any, baseline_fn: Any) -> bool | None:
-        """Whether a second call is right too, with NaN in what the first one returned; None for a ceiling."""
+        """Whether a second call is right after the first result was set to NaN; None for ceilings and fwd_no_grad."""
         if fn._name in self.ceilings or self.mode == Mode.FWD_NO_GRAD:
             return None
         tree_map_only(torch.Tensor, lambda out: out.detach().fill_(torch.nan), fn())
@@ -119,22 +119,22 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
 
 
 def gigabytes_per_second(moved: int, metrics: Any) -> float | None:
-    """Of so many bytes in the time that was measured; None where there is none."""
+    """Return GB/s for `moved` bytes in the measured time, or None without a time."""
     return float(moved / metrics.latency / 1e6) if metrics.latency else None
 
 
 def chosen_config(call: Callable[[], Any]) -> dict[str, Any] | str:
-    """The config that one of our functions uses in `call`; of several products, that of the last one."""
+    """Return the config that `call` uses, or "plain PyTorch"; of several products, that of the last one."""
     with contextlib.ExitStack() as stack:
         chosen = stack.enter_context(rules.record())
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # other threads would not be heard
-        stack.enter_context(set_aside())  # a kept plan does not choose again
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # other threads' choices are not recorded
+        stack.enter_context(set_aside())  # a cached plan makes no choice
         call()
     return described(chosen[-1][1]) if chosen else "plain PyTorch"
 
 
 def described(choice: Any) -> dict[str, Any]:
-    """The text of a choice, for `best_config`."""
+    """Return the fields and the config of a choice, for `best_config`."""
     said = {
         name: getattr(choice, name) for name in ("variant", "block_m", "block_n", "source") if hasattr(choice, name)
     }

@@ -22,12 +22,12 @@ class Provider:
     """One way to compute an operator."""
 
     label: str
-    make: Callable[[Any], Call]  # from an operator's inputs; what it does itself is not timed
-    package: str | None = None  # of another project; if it is missing, the provider is skipped
-    by_default: bool = True  # False: has to be named, because it is slow to prepare
+    make: Callable[[Any], Call]  # an operator's inputs -> the call to time; the preparation is not timed
+    package: str | None = None  # package of another project; if it is missing, the provider is skipped
+    by_default: bool = True  # False: runs only if named, because it is slow to prepare
     ours: bool = False
     same_result: bool = True  # False for a yardstick that computes something else
-    any_rows: bool = True  # False if it is prepared for one number of rows, at the cost of seconds or minutes
+    any_rows: bool = True  # False if prepared for one number of rows, which takes seconds or minutes
     graphs: bool = True  # False if a call cannot be captured into a CUDA graph
     result: Callable[[Any, Any], Any] = lambda inputs, made: made  # the operator's result, from what the call returns
 
@@ -38,7 +38,7 @@ class Provider:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of a grouped GEMM."""
+    """Inputs of a grouped GEMM."""
 
     A: Tensor  # [M, K]
     B: Tensor  # [G, K, N], or [K, N] for all groups
@@ -52,7 +52,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class ScaledInputs:
-    """The same in fp8: a scale for each block, or one for each operand."""
+    """Inputs of a grouped GEMM in fp8, with a scale for each block, or one for each operand."""
 
     A: Tensor  # [M, K]
     B: Tensor  # [G, K, N], the transpose of [G, N, K]
@@ -68,7 +68,7 @@ def grouped_mm(inputs: Inputs) -> Call:
 
 
 def loop(inputs: Inputs) -> Call:
-    """`torch.mm` for each group with rows, into one result."""
+    """Return a loop of `torch.mm` over the nonempty groups, into one result."""
     out = inputs.A.new_empty(len(inputs.A), inputs.B.size(2))
     sizes = [*inputs.sizes, len(inputs.A) - sum(inputs.sizes)]
     groups = zip(torch.split(inputs.A, sizes), inputs.B, torch.split(out, sizes), strict=False)
@@ -83,7 +83,7 @@ def loop(inputs: Inputs) -> Call:
 
 
 def loop_over_list(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> Call:
-    """`torch.mm` for each pair, into a list of results."""
+    """Return a loop of `torch.mm` over the pairs, into a list of results."""
     products = [(a, b, a.new_empty(len(a), b.size(1))) for a, b in zip(group_A, group_B, strict=True)]
 
     def loop_of_mm() -> list[Tensor]:
@@ -95,7 +95,7 @@ def loop_over_list(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> Call
 
 
 def dense(inputs: Inputs) -> Call:
-    """One `torch.mm` of all rows: of as many FLOPs, and if all groups share `B` the same product."""
+    """Return one `torch.mm` of all rows: as many FLOPs, and the same product if all groups share `B`."""
     B = inputs.B if inputs.B.dim() == 2 else inputs.B[0]
     return lambda: torch.mm(inputs.A, B)
 

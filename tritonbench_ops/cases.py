@@ -1,4 +1,4 @@
-"""The problems that our operators are timed on, also by `benchmarks`. Needs no TritonBench.
+"""The problems on which our operators are timed, also in `benchmarks`. Needs no TritonBench.
 
 Every list goes from the sizes of a serving step to those of a training step. A CPU gets small cases: they check that
 the providers work and agree, not how fast they are.
@@ -14,8 +14,8 @@ from moe_kernels.models import MODELS, gemms
 from moe_kernels.testing import SizeKind
 
 TOKENS = (16, 512, 8192)
-RANK = "deepseek-v3, 1 of 8 ranks"  # which has an eighth of the experts, and is sent an eighth of 8 ranks' rows
-LAYERS = {  # name in files of results: (H, I, G, rows per token)
+RANK = "deepseek-v3, 1 of 8 ranks"  # it has 1/8 of the experts, and gets 1/8 of the rows of 8 ranks
+LAYERS = {  # by name in result files: (H, I, G, rows per token)
     **{re.sub(r"-a\d+b$", "", name): sizes for name, sizes in MODELS.items()},
     RANK: (7168, 2048, 32, 8),
 }
@@ -34,7 +34,7 @@ _GEMMS = (
     RANK,
     "kimi-k2",
 )
-_CLOSER = ("mixtral-8x7b", "qwen3-30b", RANK)  # few wide experts, many narrow ones, and between
+_CLOSER = ("mixtral-8x7b", "qwen3-30b", RANK)  # few wide experts, many narrow ones, and a case between these
 
 
 class MoeCase(NamedTuple):
@@ -58,13 +58,13 @@ class UniformCase(NamedTuple):
 
 
 class VariedCase(NamedTuple):
-    """Products [M, K] x [K, N], each of its own (M, N, K)."""
+    """Products [M, K] x [K, N], each with its own (M, N, K)."""
 
     name: str
     problems: tuple[tuple[int, int, int], ...]
 
 
-UNEVEN = (UniformCase(8, 500, 72, 520), UniformCase(8, 333, 97, 259))  # divided by no tile
+UNEVEN = (UniformCase(8, 500, 72, 520), UniformCase(8, 333, 97, 259))  # not divisible by any tile
 CUBES = tuple(VariedCase(f"4 x {n}^3", ((n, n, n),) * 4) for n in (128, 256, 512, 1024))
 UNLIKE_CUBES = tuple((n, n, n) for n in (1024, 512, 256, 128))
 
@@ -81,14 +81,14 @@ class FfnCase(NamedTuple):
 
 
 def ffn_cases(device: str) -> list[FfnCase]:
-    """Four models' layers at each of TOKENS."""
+    """Return four models' layers for each of TOKENS."""
     if device == "cpu":
         return [FfnCase(40, 48, 32, 6, 2, "small"), FfnCase(1, 48, 32, 6, 2, "small")]
     return [FfnCase(T, *LAYERS[name], name) for T in TOKENS for name in _FFN]
 
 
 def moe_cases(device: str) -> list[MoeCase]:
-    """Gate and up projection of each model at each of TOKENS; then, of three, down and other ways to split the rows."""
+    """Return gate and up of each model for each of TOKENS; then, of three models, down and other splits of the rows."""
     if device == "cpu":
         kinds: tuple[SizeKind, ...] = ("uniform", "softmax", "zipf", "empty")
         return [MoeCase(8, 96, 64, 80, kind, "small") for kind in kinds]
@@ -104,7 +104,7 @@ def moe_cases(device: str) -> list[MoeCase]:
 
 
 def uniform_cases(device: str) -> list[UniformCase]:
-    """Two published sizes, thin outputs, sizes that no tile divides, and experts with equal capacity."""
+    """Return two published sizes, thin outputs, sizes that no tile divides, and experts with equal capacity."""
     if device == "cpu":
         return [UniformCase(4, 48, 16, 64), UniformCase(3, 33, 7, 50)]
     published = [UniformCase(8, 512, 64, 512), UniformCase(8, 2048, 64, 2048)]
@@ -120,7 +120,7 @@ def uniform_cases(device: str) -> list[UniformCase]:
 
 
 def varied_cases(device: str) -> list[VariedCase]:
-    """Four equal cubes of each size, four different ones, a small worked example, and experts of several widths."""
+    """Return four equal cubes of each size, four different ones, a worked example, and experts of several widths."""
     worked = VariedCase("two unlike", ((192, 320, 128), (256, 448, 192)))
     if device == "cpu":
         return [VariedCase("4 x 32^3", ((32, 32, 32),) * 4), worked, VariedCase("uneven", ((3, 7, 97), (1, 5, 16)))]
@@ -134,6 +134,6 @@ def varied_cases(device: str) -> list[VariedCase]:
 
 
 def extent(values: Sequence[int]) -> int | str:
-    """128 if all values are 128, otherwise '128..1024'."""
+    """Return the value if all are equal, otherwise the range, such as '128..1024'."""
     low, high = min(values), max(values)
     return low if low == high else f"{low}..{high}"

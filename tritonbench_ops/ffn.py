@@ -3,7 +3,7 @@
     out[t] = sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])
     expert[e](x) = (silu(gate) * up) @ w_down[e]^T          gate, up = halves of x @ w_gate_up[e]^T
 
-Sorting the ids is part of the call. In training the gradients of hidden states, topk_weights and both weights are, too.
+A call includes sorting the ids and, in training, the gradients of hidden states, topk_weights and both weights.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from moe_kernels.testing import assert_within_budget, flop_count
 from moe_kernels.timing import Call
 
-_CHECKED_TOKENS = 32  # besides one of each expert
+_CHECKED_TOKENS = 32  # in addition to one token of each expert
 _PER_TOKEN, _PER_EXPERT = ("hidden", "topk_weights"), ("w_gate_up", "w_down")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The inputs of a layer; in training, all but the ids require gradients."""
+    """The inputs of a layer, and the gradient of its output; in training, the `leaves` require gradients."""
 
     hidden: Tensor  # [T, H]
     topk_ids: Tensor  # [T, top_k] int64
@@ -64,7 +64,7 @@ def make_layer(
     trains: bool,
     transposed: bool = False,
 ) -> Layer:
-    """These tensors, which require gradients if `trains`, and a random gradient of the output."""
+    """Return a layer of these tensors and a random `d_out`; its `leaves` require gradients if `trains`."""
     generator = torch.Generator(hidden.device).manual_seed(2)
     d_out = torch.randn(hidden.shape, dtype=hidden.dtype, device=hidden.device, generator=generator)
     hidden, topk_weights, w_gate_up, w_down = (
@@ -74,15 +74,15 @@ def make_layer(
 
 
 def work(layer: Layer, forward: bool = True, backward: bool = False) -> tuple[int, int]:
-    """FLOPs of the products, and bytes: inputs read once, results written once, without ids and router weights.
+    """Return FLOPs of the products, and bytes: inputs read once, results written once, without ids and topk_weights.
 
-    Weights of experts without a row are not read; the gradients of the weights have those of all experts.
+    Weights of experts without rows are not counted; gradients of the weights are counted for all experts.
     """
     E, H = len(layer.w_down), layer.hidden.size(1)
     width = layer.w_down[0].numel() // H
     per_pass = 3 * flop_count(layer.sizes, width, H)
     filled = sum(size > 0 for size in layer.sizes)
-    rows = 1 + forward + 2 * backward  # hidden, out, d_out and its own gradient, each [T, H]
+    rows = 1 + forward + 2 * backward  # hidden, out, then d_out and d_hidden, each [T, H]
     elements = rows * layer.hidden.numel() + (filled + E * backward) * 3 * width * H
     return (forward + 2 * backward) * per_pass, elements * layer.hidden.dtype.itemsize
 
@@ -97,13 +97,13 @@ def ours(layer: Layer) -> Call:
 
 
 def transformers(layer: Layer) -> Call:
-    """transformers (https://github.com/huggingface/transformers): its experts on `torch._grouped_mm`."""
+    """Return the experts of transformers (https://github.com/huggingface/transformers), on `torch._grouped_mm`."""
     forward, experts = _transformers(layer)
     return lambda: forward(experts, *_arguments(layer))
 
 
 def compiled(layer: Layer) -> Call:
-    """The same under torch.compile, for these shapes alone."""
+    """Return the experts of transformers under torch.compile, for these shapes alone."""
     forward, experts = _transformers(layer)
     forward = torch.compile(forward, fullgraph=True, dynamic=False)
     return lambda: forward(experts, *_arguments(layer))
@@ -123,13 +123,13 @@ def _transformers(layer: Layer) -> tuple[Callable[..., Tensor], nn.Module]:
             self.gate_up_proj, self.down_proj = layer.w_gate_up, layer.w_down
             self.act_fn = nn.SiLU()
 
-    # It adds the flags that the forward of its own version asks for.
+    # The decorator adds the flags that the forward of the same version of transformers reads.
     decorate = moe.use_experts_implementation(is_transposed=layer.transposed)
     return moe.grouped_mm_experts_forward, decorate(Experts)(None)
 
 
 def training(make: Callable[[Layer], Call]) -> Callable[[Layer], Call]:
-    """A provider of the output and the four gradients, from one of the output alone."""
+    """Return a provider of the output and the four gradients, given one of the output alone."""
 
     def made(layer: Layer) -> Call:
         forward = make(layer)
@@ -145,7 +145,7 @@ def training(make: Callable[[Layer], Call]) -> Callable[[Layer], Call]:
 
 
 def gradients(layer: Layer, out: Tensor, retain_graph: bool = False) -> dict[str, Tensor]:
-    """Those of hidden states, topk_weights and weights, from the output."""
+    """Return the gradients of hidden states, topk_weights and both weights, from the output."""
     grads = torch.autograd.grad(out, list(layer.leaves.values()), layer.d_out, retain_graph=retain_graph)
     return dict(zip(layer.leaves, grads, strict=True))
 
@@ -154,16 +154,16 @@ def gradients(layer: Layer, out: Tensor, retain_graph: bool = False) -> dict[str
 
 
 def expert(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """One expert in plain PyTorch, [n, H] -> [n, H], from weights [2I, H] and [H, I]; each row times its gate [n]."""
+    """Compute one expert in plain PyTorch, [n, H] -> [n, H], from [2I, H] and [H, I]; row i times topk_weights[i]."""
     gate, up = (x @ w_gate_up.T).chunk(2, dim=1)
     return topk_weights[:, None] * ((F.silu(gate) * up) @ w_down.T)
 
 
 class Sample:
-    """Some tokens and experts, and what a layer has to give for them, in float64 and in the layer's own dtype.
+    """Sampled tokens and experts, with the expected results for them in float64 and in the layer's own dtype.
 
-    Their results are `out`, and in training the gradients `hidden` and `topk_weights`, of `tokens`, each `[S, ...]`;
-    and the gradients `w_gate_up` and `w_down` of `experts`, each `[len(experts), ...]`.
+    For `tokens`: `out`, and in training the gradients `hidden` and `topk_weights`, each `[S, ...]`. For `experts`, in
+    training only: the gradients `w_gate_up` and `w_down`, each `[len(experts), ...]`.
     """
 
     def __init__(self, layer: Layer):
@@ -178,7 +178,7 @@ class Sample:
         self.plain = self._results(layer, layer.hidden.dtype)
 
     def _results(self, layer: Layer, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The sum over the experts in their order, as in the models of transformers."""
+        """Return the results, summed over the experts in their order, as in the models of transformers."""
         ids = layer.topk_ids[self.tokens]
         out = layer.hidden.new_zeros(ids.size(0), layer.hidden.size(1), dtype=dtype)
         found = {"out": out}
@@ -201,12 +201,12 @@ class Sample:
         return found
 
     def of(self, name: str, whole: Tensor) -> Tensor:
-        """The same of a provider's result."""
+        """Return the sampled part of a provider's result `whole`."""
         return whole[torch.tensor(self.experts, device=whole.device) if name in _PER_EXPERT else self.tokens]
 
 
 def _one(layer: Layer, e: int, t: Tensor, k: Tensor, dtype: torch.dtype, of: Sequence[str]) -> tuple[Tensor, ...]:
-    """In `dtype` what expert `e` adds to the tokens `t`, of which it is the `k`-th, and the gradients of `of`."""
+    """Return, in `dtype`, expert `e`'s part of the output of tokens `t`, as their choice `k`, and gradients of `of`."""
     w_gate_up, w_down = layer.w_gate_up[e], layer.w_down[e]
     values = {
         "hidden": layer.hidden[t],
@@ -227,7 +227,7 @@ def _one(layer: Layer, e: int, t: Tensor, k: Tensor, dtype: torch.dtype, of: Seq
 
 
 def check(results: Mapping[str, Tensor], layer: Layer) -> float:
-    """Hold samples of `out`, and of gradients under the names of what they are of, against the error of plain PyTorch.
+    """Compare samples of `out`, and of gradients named after their inputs, with the error budget of plain PyTorch.
 
     Returns:
         The largest `||result - exact|| / ||exact||` of the results.
@@ -242,7 +242,7 @@ def check(results: Mapping[str, Tensor], layer: Layer) -> float:
         if whole.shape != shape:
             raise AssertionError(f"{title}: expected shape {list(shape)}, got {list(whole.shape)}")
         x, exact = sample.of(name, whole.detach()), sample.exact[name]
-        # In float32 the sums of absolute values count, some ten times as large as the results.
+        # The sums of absolute values, which bound rounding in float32, are some ten times as large as the results.
         assert_within_budget(x, sample.plain[name], exact, scale=16 * exact.abs().max().item(), name=title)
         worst = max(worst, ((x.double() - exact).norm() / exact.norm()).item())
     return worst

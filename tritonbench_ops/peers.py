@@ -1,4 +1,4 @@
-"""Other libraries' grouped GEMMs, as providers. None is a dependency; their preparation is not timed."""
+"""Providers of other libraries' grouped GEMMs. None is a dependency; their preparation is not timed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moe_kernels.timing import Call
 
 
 def quack(inputs: Any) -> Call:
-    """quack-kernels (https://github.com/Dao-AILab/quack), by its default config."""
+    """quack-kernels (https://github.com/Dao-AILab/quack), with its default config."""
     return _quack(inputs, tuned=False)
 
 
 def quack_tuned(inputs: Any) -> Call:
-    """The same, by the best of its configs, which its first call searches."""
+    """quack-kernels with the best of its configs, which its first call searches."""
     return _quack(inputs, tuned=True)
 
 
@@ -49,7 +49,7 @@ def deep_gemm(inputs: Any) -> Call:
 
 
 def deep_gemm_fp8(inputs: Any) -> Call:
-    """DeepGEMM with scales of 1x128 and 128x128, rows padded as above; its masked form for groups of few rows."""
+    """DeepGEMM with scales of 1x128 and 128x128, padded as in `deep_gemm`; its masked form for groups of few rows."""
     module = import_module("deep_gemm")
     G, block = len(inputs.sizes), _alignment(module)
     few_rows = len(inputs.A) < G * block
@@ -73,19 +73,19 @@ def deep_gemm_fp8(inputs: Any) -> Call:
 
 
 def without_padding(inputs: Any, out: Tensor) -> Tensor:
-    """The rows of the results above that are none of the padding."""
+    """Return the rows of DeepGEMM's result without the padding."""
     positions, _ = _padded(inputs.sizes, _alignment(import_module("deep_gemm")), of_one_size=out.dim() == 3)
     rows: Tensor = out.flatten(0, -2)[positions.to(out.device)]
     return rows
 
 
 def triton_kernels(inputs: Any) -> Call:
-    """triton_kernels (https://github.com/triton-lang/triton, python/triton_kernels): its lists of tiles beforehand."""
+    """triton_kernels (https://github.com/triton-lang/triton, python/triton_kernels): tiles listed beforehand."""
     return _triton_kernels(inputs, lambda module: {})
 
 
 def triton_kernels_fp8(inputs: Any) -> Call:
-    """The same with one scale for each operand."""
+    """triton_kernels with one scale for each operand."""
     scale = import_module("triton_kernels.numerics").InFlexData
 
     def options(module: Any) -> dict[str, Any]:
@@ -99,19 +99,19 @@ def _triton_kernels(inputs: Any, options: Callable[[Any], dict[str, Any]]) -> Ca
     tensor, sizes, G = import_module("triton_kernels.tensor"), inputs.group_offsets.diff(), len(inputs.sizes)
     if hasattr(tensor, "make_ragged_tensor_metadata"):
         metadata = tensor.make_ragged_tensor_metadata(sizes, len(inputs.A))
-    else:  # the one that vLLM has
+    else:  # the version in vLLM
         metadata = import_module("triton_kernels.routing").compute_expt_data(sizes, G, len(inputs.A))
     try:
         module = import_module("triton_kernels.matmul")
         multiply = partial(module.matmul, inputs.A, inputs.B, None, a_ragged_metadata=metadata)
-    except ModuleNotFoundError:  # up to the one that belongs to triton 3.6
+    except ModuleNotFoundError:  # versions up to that of triton 3.6
         module = import_module("triton_kernels.matmul_ogs")
         multiply = partial(module.matmul_ogs, inputs.A, inputs.B, None, module.RoutingData(None, sizes, G, 1, metadata))
     return partial(multiply, **options(module))
 
 
 def without_batch(inputs: Any, out: Tensor) -> Tensor:
-    """`triton_kernels`' result, which some versions give one more dimension."""
+    """Return the result of triton_kernels without the extra dimension of some versions."""
     return out.view(-1, out.size(-1))
 
 
@@ -122,14 +122,14 @@ def _alignment(module: Any) -> int:
 
 
 def _with_padding(x: Tensor, positions: Tensor, rows: int) -> Tensor:
-    """Zeros `[rows, ..]` with the first rows of `x` at `positions`."""
+    """Return zeros `[rows, ..]` with the first rows of `x` at `positions`."""
     padded = x.new_zeros(rows, x.size(1))
     padded[positions.to(x.device)] = x[: len(positions)]
     return padded
 
 
 def _padded(sizes: Sequence[int], block: int, of_one_size: bool = False) -> tuple[Tensor, Tensor]:
-    """Where each row goes [M], and each padded row's group [padded M] int32, -1 for padding."""
+    """Return each row's position [M], and each padded row's group [padded M] int32, -1 for padding."""
     lengths = [-(-size // block) * block for size in sizes]
     if of_one_size:
         lengths = [max(lengths)] * len(lengths)

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 CEILING = "dense_ceiling"  # a provider of this name computes something else
 _AXES = {"tflops": "TFLOP/s", "gbps": "GB/s", "speedup": "speedup over {}"}
 _MARKERS = "osD^vPX<>"
-_KEY = "Results"  # of the PNG text chunk that says which results a plot is of
+_KEY = "Results"  # the key of the PNG text chunk that identifies the plotted results
 
 
 @dataclass
 class Measured:
     """The measurements of each input; None where a provider failed or was left out."""
 
-    title: str  # what an input's name consists of
+    title: str  # the meaning of the parts of an input's name
     names: list[str]
-    baseline: str  # the provider that the others' "speedup" is compared with
+    baseline: str  # the provider that "speedup" refers to
     providers: dict[str, dict[str, list[float | None]]]  # by label and metric, a number for each input
 
 
 def read(text: str) -> Measured:
-    """Results from a CSV, without columns that have no number, and without averages, in which a failure counts as 0."""
+    """Read results from a CSV, without columns that have no number, and without averages, which count failures as 0."""
     [title, *columns], *rows = csv.reader(io.StringIO(text), delimiter=";")
     rows = [row for row in rows if row[0] != "average"]
     providers: dict[str, dict[str, list[float | None]]] = {}
@@ -55,17 +55,17 @@ def _number(cell: str) -> float | None:
 
 
 def _name(cell: str) -> str:
-    """ "8, 64, zipf" for "(8, 64, 'zipf')" """
+    """Return "8, 64, zipf" for "(8, 64, 'zipf')", other cells unchanged."""
     return ", ".join(map(str, ast.literal_eval(cell))) if cell.startswith("(") else cell
 
 
 def plotted(found: Measured) -> list[str]:
-    """The metrics that `draw` shows."""
+    """Return the metrics that `draw` shows."""
     return [name for name in _AXES if any(name in metrics for metrics in found.providers.values())]
 
 
 def draw(found: Measured, picture: Path) -> None:
-    """Write a PNG: a line for each input, in a panel for each metric, and on it a mark for each provider."""
+    """Write a PNG with a panel for each metric, in it a line for each input, and on it a mark for each provider."""
     from matplotlib.figure import Figure
 
     count, shown = len(found.names), plotted(found)
@@ -100,7 +100,7 @@ def draw(found: Measured, picture: Path) -> None:
 
 
 def missing() -> str | None:
-    """The reason why plots cannot be drawn here, or None."""
+    """Return the reason why plots cannot be drawn here, or None."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -109,13 +109,13 @@ def missing() -> str | None:
 
 
 def save(figure: Figure, picture: Path, results: object) -> None:
-    """Write a plot of `results` as a PNG, from which `is_of` can tell."""
+    """Write a plot of `results` as a PNG, with the fingerprint that `is_of` reads."""
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=90, bbox_inches="tight", metadata={_KEY: fingerprint(results)})
 
 
 def fingerprint(results: object) -> str:
-    """A hash of all that the plots show."""
+    """Return a hash of all fields of `results`."""
     content = json.dumps(vars(results), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 

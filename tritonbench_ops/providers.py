@@ -1,14 +1,14 @@
-"""Our kernels as TritonBench and Helion's benchmark runner call them: `(tb_op, *inputs) -> Callable`.
+"""The kernels as providers for TritonBench and Helion's benchmark runner: `(tb_op, *inputs) -> Callable`.
 
 `tb_op` is an operator on the inputs of TritonBench's `grouped_gemm`:
 
     group_A   G matrices [M_g, K], one dtype
-    group_B   G matrices [K, N]; up to 2025 each group its own, since then all the same tensor
+    group_B   G matrices [K, N]; up to 2025 one per group, since then the same tensor for all groups
     rest      further arguments of later versions; not used
 
-Up to 2025 a provider returns a list of G matrices [M_g, N], since then one [M, N]; an operator that wants the latter
-has `list_input_to_jagged`. The call of the returned function is timed. It includes packing, which copies the
-rows, makes the offsets and stacks different weights; in the `preprocessed_` forms packing is done beforehand.
+Up to 2025 a provider returns a list of G matrices [M_g, N], since then one [M, N]; an operator that expects the latter
+has `list_input_to_jagged`. Calls of the returned function are timed. They include packing, which copies the rows,
+computes the offsets and stacks different weights; the `preprocessed_` providers pack beforehand.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def preprocessed_grouped_gemm_tritonbench(
     return _packed_beforehand(grouped_gemm, tb_op, group_A, group_B)
 
 
-# Registered under the function's name. The label heads the columns of tables and CSV files: no "-" nor ";" in it.
+# Registered under the function's name. Labels head columns of tables and CSV files, so they have no "-" and no ";".
 PROVIDERS: dict[Callable[..., Callable[[], Result]], str] = {
     grouped_gemm_jagged_tritonbench: "moe_kernels jagged (packing timed)",
     grouped_gemm_jagged_persistent_tritonbench: "moe_kernels jagged_persistent (packing timed)",

@@ -15,7 +15,7 @@ import torch
 
 from tritonbench_ops.providers import PROVIDERS
 
-_CPU_SIZES = (32, 64)  # of the cubes that a CPU gets on `grouped_gemm`, whose own are of up to 8,192
+_CPU_SIZES = (32, 64)  # N of the N x N inputs of `grouped_gemm` on a CPU; its own have up to 8,192
 OPERATORS = Path(__file__).parent / "operators"
 INSTALL = (
     "git clone https://github.com/meta-pytorch/tritonbench && pip install --no-deps -e tritonbench "
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Add our operators to TritonBench, and our providers to its `grouped_gemm`. Any further call changes nothing.
+    """Add our operators to TritonBench, and our providers to its `grouped_gemm`. Further calls change nothing.
 
-    With `--device cpu`, `grouped_gemm` gets small inputs, as our operators do. Without a CUDA GPU, the kernels that it
-    brings along cannot be imported: functions that say so take their place. TritonBench loads a `--plugin` only after
-    that import, and so needs a GPU for it; `run.py --launch tritonbench_ops.__main__` does not.
+    With `--device cpu`, `grouped_gemm` gets small inputs, as our operators do. Without a CUDA GPU, its kernels in
+    TritonBench cannot be imported, and functions that report this replace them. TritonBench loads a `--plugin` only
+    after that import, so `--plugin` needs a GPU; `run.py --launch tritonbench_ops.__main__` does not.
 
     Raises:
         ImportError: TritonBench, or a package that it needs, is not installed; the message has the command to install
@@ -38,7 +38,7 @@ def register() -> None:
     import_tritonbench()
     helion = logging.getLogger("helion")
     if helion.level == logging.NOTSET:
-        helion.setLevel(logging.WARNING)  # TritonBench shows every library's INFO: here a line for each compiled kernel
+        helion.setLevel(logging.WARNING)  # TritonBench shows INFO messages, which Helion logs for each kernel
     _add_operators()
     _add_providers()
 
@@ -49,7 +49,7 @@ def import_tritonbench() -> None:
         found = importlib.import_module("tritonbench")
         clone = next(iter(found.__path__))
         if found.__file__ is None and Path(clone, "tritonbench", "__init__.py").is_file():
-            # The working directory holds a clone, which Python takes for the package.
+            # The working directory has a clone, which Python imported as a namespace package instead of its content.
             del sys.modules["tritonbench"]
             sys.path.insert(0, clone)
         importlib.import_module("tritonbench.utils.triton_op")
@@ -58,7 +58,7 @@ def import_tritonbench() -> None:
 
 
 def skip(reason: str) -> NoReturn:
-    """Leave a provider out: later states of TritonBench print the reason in its table, earlier ones "not supported"."""
+    """Leave a provider out: later versions of TritonBench show the reason in its table, earlier "not supported"."""
     warn_once(reason)
     raise NotImplementedError(reason)
 
@@ -83,7 +83,7 @@ def _add_providers() -> None:
     triton_op = importlib.import_module("tritonbench.utils.triton_op")
     try:
         operator = importlib.import_module("tritonbench.operators.grouped_gemm").Operator
-    except Exception as error:  # of the many packages that it imports; our operators need none of them
+    except Exception as error:  # from one of the many packages that it imports and our operators do not need
         warn_once(f"our providers on grouped_gemm, which cannot be imported: {type(error).__name__}: {error}")
         return
     if not hasattr(operator.get_input_iter, "__wrapped__"):
@@ -98,7 +98,7 @@ def _add_providers() -> None:
 
 
 def _small_on_a_cpu(theirs: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    """`grouped_gemm`'s inputs, in whose place a CPU gets small ones of the same kind, unless it was given shapes."""
+    """Replace the inputs of `grouped_gemm` on a CPU by small ones of the same kind, unless shapes are given."""
 
     @functools.wraps(theirs)
     def get_input_iter(self: Any) -> Iterator[Any]:
@@ -120,7 +120,7 @@ def _stand_in_for_kernels() -> None:
 
 
 class _CudaOnly(types.ModuleType):
-    """Stands for a module of kernels that cannot be imported without a GPU."""
+    """Placeholder for a module of kernels that cannot be imported without a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -130,5 +130,5 @@ class _CudaOnly(types.ModuleType):
 
 @functools.cache
 def warn_once(reason: str) -> None:
-    """Say, the first time, that something is left out."""
+    """Log once that something is left out."""
     _log.warning("skipped: %s", reason)

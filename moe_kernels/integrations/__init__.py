@@ -1,1 +1,1 @@
-"""The kernels in the models of other libraries. Each module can be imported without its library."""
+"""Integrations with other libraries' models. Each module can be imported without its library."""

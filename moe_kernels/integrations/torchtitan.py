@@ -1,4 +1,4 @@
-"""torchtitan: an override that replaces its grouped experts by these kernels.
+"""torchtitan: an override that replaces its grouped experts with these kernels.
 
 torchtitan_train ... --override.imports moe_kernels.integrations.torchtitan.grouped_experts
 """
@@ -35,7 +35,7 @@ if util.find_spec("torchtitan") is not None:
             x_RD: Tensor,  # [R, D], sorted by expert
             num_tokens_per_expert_E: Tensor,  # [E]
         ) -> Tensor:  # [R, D]
-            """Return the experts' rows, computed in bfloat16 as in torchtitan; rows past the last expert are zeros."""
+            """Compute the experts in bfloat16, as torchtitan does; rows past the last expert are zeros."""
             w1, w2, w3 = (
                 (w.to_local() if isinstance(w, DTensor) else w).bfloat16()
                 for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
@@ -44,10 +44,10 @@ if util.find_spec("torchtitan") is not None:
             act = swiglu_ffn(x_RD.bfloat16(), w1, group_offsets, w_up=w3)
             return grouped_gemm(act, w2.mT, group_offsets).type_as(x_RD)
 
-    # Not for subclasses, which compute something else.
+    # exact, because subclasses compute something else.
     @override(target=GroupedExperts.Config, exact=True, description="Grouped GEMMs of moe_kernels")
     def grouped_experts(config: Any) -> Any:
-        """Return the configuration of `MoEKernelsExperts` for that of a `GroupedExperts`."""
+        """Return the `MoEKernelsExperts` configuration that corresponds to a `GroupedExperts` configuration."""
         requirements.warn_if_untested("torchtitan", metadata.version("torchtitan"), *TESTED)
         return derive(config, MoEKernelsExperts.Config)
 

@@ -23,20 +23,20 @@ from moe_kernels.routing import permute, route, unpermute
 from moe_kernels.scaled import BLOCK, ScaledTensor
 
 TESTED = ("5.8", "5.23")  # the oldest and the newest minor version that the tests were run with
-_ACTIVATIONS: dict[Any, str] = {}  # the library's function, or class of modules -> the name that moe_mlp has for it
+_ACTIVATIONS: dict[Any, str] = {}  # function or module class of the library -> moe_mlp's name
 _default_apply_gate: Any = None
 _OTHER = 'this model needs another experts_implementation, such as "eager"'
 
 
 class _Gate(NamedTuple):
-    """What `moe_mlp` has for an `_apply_gate` that a class defines itself."""
+    """The options of `moe_mlp` that are equivalent to a class's own `_apply_gate`."""
 
     activation: str
-    numbers: dict[str, str]  # options of moe_mlp, and the attributes of the experts with their values
+    numbers: dict[str, str]  # option of moe_mlp -> attribute of the experts with its value
     interleaved: bool = False
 
 
-# By the module that defines the method. torch.compile does not give a method's qualified name as it is.
+# Keyed by the module that defines the method, because torch.compile changes a method's qualified name.
 _GATES = {
     f"transformers.models.{family}.modeling_{family}": gate
     for family, gate in {
@@ -67,9 +67,9 @@ if util.find_spec("transformers") is not None and util.find_spec("transformers.i
 
 
 def register() -> None:
-    """Make "moe_kernels" a valid `experts_implementation` of transformers. Further calls change nothing.
+    """Register "moe_kernels" as an `experts_implementation` of transformers. Further calls have no effect.
 
-    It is one for experts in transformers' fine-grained fp8, too, where the library has a registry for these.
+    It is also registered for experts in fine-grained fp8, if this version of transformers has a registry for them.
 
     Warns once if the version of transformers is outside the tested range, `TESTED`.
 
@@ -98,10 +98,10 @@ def experts_forward(
 ) -> Tensor:  # [T, H]
     """Compute the forward of a transformers class with `@use_experts_implementation`.
 
-    One `moe_mlp` if the class leaves its gate to the library and `moe_mlp` has its activation, or for the gates of
-    gpt_oss, openai_privacy_filter, minimax_m3_vl, deepseek_v4, glm5_next and hy_v4. Else two products with the class's
-    own `_apply_gate` or `act_fn` between them, and its `post_expert_norm` behind them. Ids of `num_experts` and more,
-    which stand for another rank's experts under the library's expert parallelism, are dropped.
+    Calls `moe_mlp` if the class has the library's default gate or none, and an activation that `moe_mlp` supports, or
+    if it has the gate of gpt_oss, openai_privacy_filter, minimax_m3_vl, deepseek_v4, glm5_next or hy_v4. Otherwise
+    computes two products, with the class's own `_apply_gate` or `act_fn` between them and its `post_expert_norm` after
+    them. Drops ids of `num_experts` or more: the library's expert parallelism uses them for other ranks' experts.
 
     Raises:
         TypeError: a weight is missing, or is not a plain tensor.
@@ -147,14 +147,14 @@ def fp8_experts_forward(
     top_k_index: Tensor,  # [T, top_k]
     top_k_weights: Tensor,  # [T, top_k]
 ) -> Tensor:  # [T, H]
-    """Compute the forward of transformers' `FP8Experts`, as `experts_forward`; it has no gradients.
+    """Compute the forward of transformers' `FP8Experts` in the way of `experts_forward`, without gradients.
 
-    Weights have a scale, in float32 or as a power of two, for each block of 128 x 128. Activations are quantised on
-    the way, with a scale for 128 elements of a row.
+    Weights have one scale, in float32 or as a power of two, per block of 128 x 128. Activations are quantised within
+    the call, with one scale per 128 elements of a row.
 
     Raises:
         TypeError: a weight is missing, or is not in fp8.
-        ValueError: scales of other blocks, or of activations.
+        ValueError: a block size other than 128 x 128, or an activation_scheme other than "dynamic".
         TypeError, ValueError, RuntimeError: as for `moe_mlp`.
     """
     name, block_size, scheme = type(experts).__name__, experts.block_size, experts.activation_scheme
@@ -184,7 +184,7 @@ def _scaled(experts: nn.Module, name: str) -> ScaledTensor:
 
 
 def _fp8_activation_options(experts: Any) -> dict[str, Any] | None:
-    """Those of `moe_mlp`, if it computes what `FP8Experts._apply_gate` does."""
+    """Return the options with which `moe_mlp` computes `FP8Experts._apply_gate`, or None if there are none."""
     name = _activation(experts.act_fn)
     alpha, limit = getattr(experts, "swiglu_alpha", None), getattr(experts, "limit", None)
     if experts.has_gate and getattr(experts, "gate_softcap", None) is not None:
@@ -207,7 +207,7 @@ def _tensor(experts: nn.Module, name: str) -> Tensor:
 
 
 def _activation_options(experts: nn.Module) -> dict[str, Any] | None:
-    """Those of `moe_mlp`, if it computes all that this class does."""
+    """Return the options with which `moe_mlp` computes all that this class does, or None if there are none."""
     if getattr(experts, "has_post_expert_norm", False):
         return None
     apply_gate = getattr(type(experts), "_apply_gate", None)
@@ -215,7 +215,7 @@ def _activation_options(experts: nn.Module) -> dict[str, Any] | None:
         name = _activation(experts.act_fn) if experts.is_concatenated or not experts.has_gate else None
         return None if name is None else {"activation": name}
     gate = _GATES.get(getattr(apply_gate, "__module__", ""))
-    if gate is None or _activation(getattr(experts, "act_fn", F.silu)) != "silu":  # some have silu in the gate itself
+    if gate is None or _activation(getattr(experts, "act_fn", F.silu)) != "silu":  # some gates contain silu
         return None
     numbers: dict[str, Any] = {option: getattr(experts, attribute, None) for option, attribute in gate.numbers.items()}
     if None in numbers.values():

@@ -1,6 +1,6 @@
 """The activation between the two products of an expert, elementwise, computed in float32.
 
-act = f(gate) * up              or f(gate) where there is no up
+act = f(gate) * up              or f(gate) without up
 clamped_swiglu (gpt-oss):       act = gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within +-limit
 clamped_silu (DeepSeek-V4):     act = silu(gate) * up, with the same limits
 """
@@ -33,7 +33,7 @@ def _exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def nonlinear(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
-    """f(x)."""
+    """Return f(x)."""
     if name in ("silu", "clamped_silu"):
         return x * torch.sigmoid(x)
     if name == "clamped_swiglu":
@@ -49,7 +49,7 @@ def nonlinear(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
 
 
 def _slope(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
-    """f'(x)."""
+    """Return f'(x)."""
     if name in ("silu", "clamped_silu"):
         s = torch.sigmoid(x)
         return s * (1.0 + x * (1.0 - s))
@@ -68,7 +68,7 @@ def _slope(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
 
 
 def activated(gate: torch.Tensor, up: torch.Tensor | None, name: str, alpha: float, limit: float) -> torch.Tensor:
-    """act, of float32 tiles."""
+    """Return act for float32 tiles."""
     if up is None:
         return nonlinear(gate, name, alpha)
     if name in CLAMPED:
@@ -78,7 +78,7 @@ def activated(gate: torch.Tensor, up: torch.Tensor | None, name: str, alpha: flo
 
 
 def _clamped_up(up: torch.Tensor, name: str, limit: float) -> torch.Tensor:
-    """The factor of f(gate)."""
+    """Return the factor that multiplies f(gate)."""
     up = torch.clamp(up, min=-limit, max=limit)
     return up + 1.0 if name == "clamped_swiglu" else up
 
@@ -94,7 +94,7 @@ def activate(
     alpha: hl.constexpr,
     limit: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per row and block of columns."""
+    """One program per row and block of columns."""
     width = act.size(1)
     for tile_r, tile_i in hl.tile([programs, width], block_size=[1, None]):
         zero = hl.zeros([], dtype=torch.int32)
@@ -116,13 +116,13 @@ def activate_quantized(
     up: torch.Tensor | None,  # [R, I]
     programs: int,  # at least R; odd
     odd_R: int,  # 2 * R + 1
-    width: hl.constexpr,  # of a part
+    width: hl.constexpr,  # columns of a part
     largest: hl.constexpr,
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
 ) -> torch.Tensor:
-    """act in fp8, as `quantize` makes it of float32: a program per row and block of its parts."""
+    """Write act in fp8, quantised as by `quantize` from float32: one program per row and block of its parts."""
     hl.pdl_wait()
     I = data.size(1)  # noqa: E741
     for tile_r, tile_p in hl.tile([programs, scales.size(1)], block_size=[1, None]):
@@ -157,7 +157,7 @@ def activate_backward(
     alpha: hl.constexpr,
     limit: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per row and block of columns."""
+    """One program per row and block of columns."""
     width = d_gate.size(1)
     for tile_r, tile_i in hl.tile([programs, width], block_size=[1, None]):
         zero = hl.zeros([], dtype=torch.int32)
@@ -192,7 +192,7 @@ def weighted_backward(
     alpha: hl.constexpr,
     limit: hl.constexpr,
 ) -> torch.Tensor:
-    """The same for weights[slot] * act: a program per row, which also makes that product and dots[slot] = <act, d_act>.
+    """Gradients of weights[slot] * act, with that product and dots[slot] = <act, d_act>: one program per row.
 
     Rows at and past group_offsets[-1] have a weight of zero.
     """
@@ -220,7 +220,7 @@ def weighted_backward(
                 if weighted is not None:
                     weighted[r, tile_i] = (w * act).to(weighted.dtype)
                 dot = dot + torch.sum(act * d)
-            # What act is made of may not have been written there.
+            # The preactivations of rows at and past group_offsets[E] may be uninitialised.
             dots[slot] = torch.where(r < group_offsets[E], dot, 0.0).to(dots.dtype)
     return d_gate
 
@@ -228,7 +228,7 @@ def weighted_backward(
 def _gated_backward(
     gate: torch.Tensor, up: torch.Tensor, d: torch.Tensor, name: str, alpha: float, limit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up, of float32 tiles."""
+    """Return the gradients of gate and up for float32 tiles."""
     if name in CLAMPED:
         g = torch.clamp(gate, max=limit)
         u = _clamped_up(up, name, limit)
@@ -254,7 +254,7 @@ def write_activation(
     spec: GLUSpec,
     dtype: torch.dtype | None = None,
 ) -> SymbolicTensor:
-    """act `[R, I]`, by default of the preactivation's dtype."""
+    """Return act `[R, I]`, by default in the dtype of the preactivation."""
     gate, up = spec.halves(preact, preact_up)
     act = builder.alloc(gate.shape, preact.dtype if dtype is None else dtype)
     _launch(builder, activate, (act, gate, up), spec)
@@ -267,7 +267,7 @@ def write_scaled_activation(
     format: str,  # "rowwise" or "1x128"
     spec: GLUSpec,
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """act `[R, I]` in fp8 and its scales, as `activate_quantized`."""
+    """Return act `[R, I]` in fp8 and its scales, as from `activate_quantized`."""
     gate, up = spec.halves(preact, None)
     R, I = gate.shape  # noqa: E741
     if format == "rowwise" and I > quantize_rules.AT_ONCE:
@@ -288,8 +288,8 @@ def plan_activate_backward(
 ) -> tuple[SymbolicTensor, ...]:
     """Plan `reference.activate_backward` from preact, preact_up, d_act, topk_weights, row_to_slot and group_offsets.
 
-    Results: the gradients of the first two, weighted act if the first option asks for it, and the gradient of the
-    weights; empty tensors for those that do not exist.
+    Results: the gradients of preact and preact_up, weighted act if the first option is True, and the gradient of
+    topk_weights. Results that do not exist are empty tensors.
     """
     preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets = tensors
     assert preact is not None and d_act is not None

@@ -1,4 +1,4 @@
-"""How kernels are declared, and what planners ask of their operands."""
+"""The decorator for Helion kernels, and functions with which planners prepare and inspect operands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_kernels.runtime.targets import Gpu
 
 
 def _leave_scalar_indices() -> None:
-    """Have Helion leave a 0-d index a scalar. It writes `index[:, None]`, which Triton refuses from 3.9 on."""
+    """Have Helion keep a 0-d index scalar. It generates `index[:, None]`, which Triton rejects from 3.9 on."""
     indexing: Any = getattr(helion_indexing, "SubscriptIndexing", None)
     by_dimension: Any = getattr(indexing, "compute_per_dim_indexing", None)
     if by_dimension is None:
@@ -43,7 +43,7 @@ def _unexpanded(text: str) -> str:
     return re.sub(r"\[[:, None]+\]$", "", text)
 
 
-if (requirements.minor(requirements.installed("triton")) or (0, 0)) >= (3, 9):  # before, code stays as it was measured
+if (requirements.minor(requirements.installed("triton")) or (0, 0)) >= (3, 9):  # older versions keep the measured code
     _leave_scalar_indices()
 
 
@@ -56,16 +56,16 @@ class _Preset:
     def autotune(self, *, skip_cache: bool = False) -> helion.Config:
         if skip_cache:
             return default_autotuner_fn(self.bound, self.args, **self.options).autotune(skip_cache=True)
-        chosen = self.rule(*(getattr(arg, "value", arg) for arg in self.args))  # a constexpr has a value
+        chosen = self.rule(*(getattr(arg, "value", arg) for arg in self.args))  # hl.constexpr wraps its value
         return helion.Config(**chosen.config)
 
 
 def kernel(
     rule: Callable[..., Config], *, static_shapes: bool = False
 ) -> Callable[[Callable[..., Any]], helion.Kernel[Any]]:
-    """`@helion.kernel` for shapes that change at every call, with `rule(*args)` in place of an automatic search.
+    """Return `@helion.kernel` for shapes that change from call to call, with `rule(*args)` instead of a search.
 
-    With `static_shapes` a kernel may be compiled for other first extents than it is called with, if it uses none.
+    With `static_shapes`, the first extents at compile time may differ from a call's, so the kernel must not use them.
     """
     return helion.kernel(
         static_shapes=static_shapes,
@@ -76,10 +76,10 @@ def kernel(
 
 
 def left_operand(builder: Builder, A: SymbolicTensor, other: torch.dtype) -> SymbolicTensor:
-    """`A` for products with an operand of dtype `other`: a copy in their common type where that may be tf32.
+    """Return the left operand `A` of a product with dtype `other`, cast to their common dtype if it may use tf32.
 
-    Converted by the kernel, A would be multiplied from registers, which the next step overwrites while Triton 3.6 lets
-    the asynchronous product still read them. The right operand is always stored to shared memory first.
+    If the kernel cast A, the product would read it from registers, and with Triton 3.6 the next step overwrites them
+    while the asynchronous product still reads them. The right operand is always stored to shared memory first.
     """
     dtype = torch.promote_types(A.dtype, other)
     if A.dtype == dtype or not rules.tf32_allowed(dtype):
@@ -88,9 +88,9 @@ def left_operand(builder: Builder, A: SymbolicTensor, other: torch.dtype) -> Sym
 
 
 def tma_readable(gpu: Gpu, tensor: SymbolicTensor) -> bool:
-    """Whether the tensor memory accelerator (Hopper and later) can read `tensor`, 2-D or 3-D.
+    """Whether the tensor memory accelerator (TMA, Hopper and later) can read `tensor`, 2-D or 3-D.
 
-    It needs a base of 16-byte alignment, a last stride of 1 and others that are multiples of 16 bytes.
+    It needs a base aligned to 16 bytes, a last stride of 1, and other strides that are positive multiples of 16 bytes.
     """
     unit = 16 // tensor.element_size()
     *others, last = tensor.strides

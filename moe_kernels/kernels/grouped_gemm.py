@@ -1,12 +1,12 @@
 """Jagged grouped GEMM: `out[rows of g] = A_packed[rows of g] @ B[g] (+ bias[g])`.
 
 The rows of group g are `group_offsets[g]:group_offsets[g + 1]`, with the offsets read as
-clamp(cummax(group_offsets), 0, M). They cut the rows into G + 2 regions: region 0 lies before the first group, region
-r is group r - 1, region G + 1 lies past the last group; rows of the two outer regions are set to zero.
+clamp(cummax(group_offsets), 0, M). They divide the rows into G + 2 regions: region 0 precedes the first group, region
+r is group r - 1, and region G + 1 follows the last group. Rows of the two outer regions are set to zero.
 
-A tile is a run of at most `block_m` rows of one region. Region r's first tile has number
-`start_r // block_m + r`: that leaves room for the partly filled tile at every region's end, so a program finds its
-rows from the offsets alone, and the host bounds the number of tiles by M and G without reading an offset.
+A tile is a run of at most `block_m` rows of one region. Region r's first tile has number `start_r // block_m + r`,
+which leaves room for a partly filled last tile in every region. So a program finds its rows from the offsets alone, and
+the host bounds the number of tiles by M and G without reading an offset.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.
 @kernel(_preset_basic)
 def jagged(
     A_packed: torch.Tensor,  # [M, K]
-    B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share; the last two swapped if `transposed`
+    B: torch.Tensor,  # [G, K, N], or [1, K, N] if `shared`; [_, N, K] if `transposed`
     group_offsets: torch.Tensor,  # [G + 1]
     bias: torch.Tensor | None,  # [G, N]
     out: torch.Tensor,  # [M, N]
-    max_tiles: int,  # enough of them; odd, and so never a multiple of 16, which Triton would compile anew for
+    max_tiles: int,  # at least the number of tiles; odd, because Triton specializes on multiples of 16
     odd_M: int,  # 2 * M + 1, odd for the same reason
-    numbering: int,  # BY_ROW, which needs fewer max_tiles if M < G, or BY_REGION
-    shared: hl.constexpr,  # B is
+    numbering: int,  # BY_REGION, or BY_ROW, which needs fewer max_tiles if M < G
+    shared: hl.constexpr,  # all groups have the same weight
     transposed: hl.constexpr,
-    mask_rows: hl.constexpr,  # False needs M >= the largest block_m: A is then read in whole tiles
+    mask_rows: hl.constexpr,  # False reads A in whole tiles, which needs M >= block_m
 ) -> torch.Tensor:
-    """a grid over tiles and columns; each program finds its group by counting the offsets before its tile."""
+    """Grid over tiles and columns; each program finds its group by counting the offsets before its tile."""
     hl.pdl_launch_dependents()
     hl.pdl_wait()
     K = A_packed.size(1)
@@ -128,18 +128,18 @@ def jagged(
 @kernel(_preset_persistent)
 def jagged_persistent(
     A_packed: torch.Tensor,  # [M, K]
-    B: torch.Tensor,  # [G, K, N], or [1, K, N] for one that all groups share; the last two swapped if `transposed`
-    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, of tile_table
+    B: torch.Tensor,  # [G, K, N], or [1, K, N] if `shared`; [_, N, K] if `transposed`
+    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, from tile_table
     num_tiles: torch.Tensor,  # [] int32: tiles[0, 0]
     bias: torch.Tensor | None,  # [G, N]
     out: torch.Tensor,  # [M, N], or `windows` of it if `tma_out`
-    shared: hl.constexpr,  # B is
+    shared: hl.constexpr,  # all groups have the same weight
     transposed: hl.constexpr,
-    block_m: hl.constexpr,  # that of `tiles`
-    tma_A: hl.constexpr,  # A_packed is read by TMA, which takes rows outside of it for zeros
-    tma_out: hl.constexpr,  # out is written by TMA, which leaves out what is past the end of a window
+    block_m: hl.constexpr,  # the tile height of `tiles`
+    tma_A: hl.constexpr,  # A_packed is read by TMA, which returns zeros past its last row
+    tma_out: hl.constexpr,  # out is written by TMA, which drops rows past the end of a window
 ) -> torch.Tensor:
-    """One program per SM; each walks every num_SM-th of the listed tiles, so the work is even whatever the groups."""
+    """One program per SM, which takes every num_SM-th listed tile, so that any group sizes give a balanced load."""
     K = A_packed.size(1)
     N = out.size(1)
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
@@ -184,7 +184,7 @@ def plan_grouped_gemm(
     one_dtype = A_packed.dtype == B.dtype == dtype
     whole = most(A_packed.size(0)) and out.size(1) and A_packed.size(1) and group_offsets.size(0) > 1
     if variant == "auto" and shared and bias is None and one_dtype and whole and builder.gpu.backend != "interpreter":
-        # One weight for all groups: one dense product of all rows, then zeros over the rows in no group.
+        # One weight for all groups: one dense product of all rows, then zeros in the rows outside all groups.
         builder.call("mm", (A_packed, B), out)
         plan_table(builder, group_offsets, out, 128)
     else:
@@ -195,7 +195,7 @@ def plan_grouped_gemm(
 def multiply(
     builder: Builder,
     A_packed: SymbolicTensor,  # [M, K]
-    B: SymbolicTensor,  # [G, K, N], or [1, K, N] for one that all groups share
+    B: SymbolicTensor,  # [G, K, N], or [1, K, N] for one weight that all groups share
     group_offsets: SymbolicTensor,  # [G + 1]
     bias: SymbolicTensor | None,  # [G, N]
     out: SymbolicTensor,  # [M, N]
@@ -235,12 +235,12 @@ def multiply(
 def _problem(
     builder: Builder,
     A_packed: SymbolicTensor,
-    B: SymbolicTensor,  # as it lies in memory
+    B: SymbolicTensor,  # [_, N, K] if `transposed`, otherwise [_, K, N]
     G: int,
     bias: SymbolicTensor | None,
     out: SymbolicTensor,
     transposed: bool,
-    int64_vectors: bool,  # offsets or biases need 64 bits
+    int64_vectors: bool,  # group_offsets or bias need an int64 index
 ) -> rules.Problem:
     M, K = A_packed.shape
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
@@ -253,11 +253,11 @@ def _problem(
         G=G,
         dtype=dtype,
         tf32=rules.tf32_allowed(dtype),
-        # A descriptor's block has at least 16 of each.
+        # A block has at least 16 elements in each dimension, and a descriptor's must fit into the tensor.
         tma_A=not int64_vectors and K >= 16 and tma_readable(gpu, A_packed),
         tma_B=min(K, N) >= 16 and tma_readable(gpu, B),
         tma_out=N >= 16 and tma_readable(gpu, out),
-        # TMA takes 32-bit coordinates whatever the extent.
+        # These apply to pointers only: TMA takes 32-bit coordinates whatever the extent.
         int64_A=int64_vectors or needs_int64(A_packed),
         int64_B=needs_int64(B),
         int64_out=needs_int64(out),

@@ -1,12 +1,12 @@
-"""The persistent grouped GEMM with tiles of two heights, which the rows of each group decide: 128 rows, and 64.
+"""The persistent grouped GEMM with tiles of two heights, 128 and 64 rows, chosen by the number of rows of each group.
 
-The last tile of a group is half empty on average, but takes as long as a full one. Here, a last tile of at most 64 rows
-is a tile of half the height, a tail, where that saves more than it costs: in a group of many rows, or of no others. The
-list of tiles is made on the device, so one plan is right for every routing of the same number of rows.
+A group's last tile is half empty on average, but takes as long as a full one. Here, a last tile of at most 64 rows may
+be a tail, a tile of 64 rows. It is one where that saves more than it costs: if the group has many rows, or no other
+tile. The list of tiles is built on the device, so one plan serves every routing of the same number of rows.
 
-A loop over tiles is only flattened if all are of one height, so each program has two such loops, and some programs walk
-tails while the others walk whole tiles. Both go through the groups from the first to the last at the same pace, so a
-group's weights are in the L2 cache when its tail is computed.
+A loop over tiles is flattened only if all have the same height, so each program has two loops, and some programs
+compute tails while the others compute whole tiles. Both go through the groups in order at the same pace, so a group's
+weights are in the L2 cache when its tail is computed.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ def _preset(A_packed: Tensor, B: Tensor, tiles: Tensor, bias: Any, tails_out: Te
 def jagged_tails(
     A_packed: Tensor,  # [M, K]
     B: Tensor,  # [G, K, N]; [G, N, K] if `transposed`
-    tiles: Tensor,  # [1 + max_tiles, 3] int32, of tile_table with tails
+    tiles: Tensor,  # [1 + max_tiles, 3] int32, from tile_table with tails
     bias: Tensor | None,  # [G, N]
-    tails_out: Tensor,  # [M, N], or `_windows` of it if `tma`
-    out: Tensor,  # the same memory, in other windows
-    odd_tail_cost: int,  # 2 * tail_cost + 1: the time of a tail, that of a whole tile being 64
-    odd_log2_group_m: int,  # 2 * log2(group_m) + 1: whole tiles below each other, before those in the next column
-    columns: hl.constexpr,  # of 256: cdiv(N, 256)
-    shared: hl.constexpr,  # B is, and has a first extent of 1
+    tails_out: Tensor,  # [M, N], or its `_windows` of 64 rows if `tma`
+    out: Tensor,  # the same memory, in windows of 128 rows if `tma`
+    odd_tail_cost: int,  # 2 * tail_cost + 1: the time of a tail, in 64ths of a whole tile's
+    odd_log2_group_m: int,  # 2 * log2(group_m) + 1; group_m whole tiles of a column precede the next column
+    columns: hl.constexpr,  # the number of column tiles: cdiv(N, 256)
+    shared: hl.constexpr,  # all groups have the same weight; B has a first extent of 1
     transposed: hl.constexpr,
-    tma: hl.constexpr,  # everything is read and written by TMA, which leaves out what is outside of a tensor or window
-    pieces: hl.constexpr,  # that a tile is stored in
+    tma: hl.constexpr,  # A_packed, B and out are accessed by TMA, which clips to a tensor or window
+    pieces: hl.constexpr,  # number of stores per tile: 2 or 4
     workers: hl.constexpr,
 ) -> Tensor:
     """Each worker walks its share of the tails (none for most workers), and then its share of the whole tiles."""
     K = A_packed.size(1)
     N = B.size(1) if transposed else B.size(2)
     block_k = hl.register_block_size(16, 128)
-    hl.pdl_wait()  # for tile_table, which need not have ended when this is launched
+    hl.pdl_wait()  # launched while tile_table still runs
     for tile_w in hl.tile(workers, block_size=1):
         row_tiles = tiles[0, 0]
         log2_group_m = decode_odd(odd_log2_group_m, row_tiles)
@@ -96,7 +96,7 @@ def jagged_tails(
 
 
 def _rows(A_packed: Tensor, row0: Tensor, end: Tensor, tile_k: Any, block_m: int, tma: bool) -> Tensor:
-    """[block_m, block_k]. TMA may read rows of the next group, which are not stored."""
+    """Return rows of A_packed, `[block_m, block_k]`. TMA may read rows of the next group, which are not stored."""
     if tma:
         return unmasked(hl.load(A_packed, [row0 + hl.arange(block_m), tile_k]))
     rows = row0.to(torch.int64) + hl.arange(block_m)
@@ -104,7 +104,7 @@ def _rows(A_packed: Tensor, row0: Tensor, end: Tensor, tile_k: Any, block_m: int
 
 
 def _weight(B: Tensor, index: Tensor, n: Tensor, N: int, tile_k: Any, transposed: bool, tma: bool) -> Tensor:
-    """[block_k, 256]. TMA takes columns past the last for zeros."""
+    """Return the n-th 256 columns of a weight, `[block_k, 256]`. TMA returns zeros past the last column."""
     columns = n * 256 + hl.arange(256)
     if tma:
         if transposed:
@@ -117,13 +117,13 @@ def _weight(B: Tensor, index: Tensor, n: Tensor, N: int, tile_k: Any, transposed
 
 
 def _bias(bias: Tensor, group: Tensor, n: Tensor, N: int) -> Tensor:
-    """[1, 256]"""
+    """Return the n-th 256 biases of a group, `[1, 256]`."""
     columns = n * 256 + hl.arange(256)
     return hl.load(bias, [group, columns], extra_mask=columns < N).to(torch.float32).unsqueeze(0)
 
 
 def _store(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, pieces: int, tma: bool) -> None:
-    """The n-th 256 columns, in rows row0 to `end`; in pieces, which leaves shared memory for four stages of loads."""
+    """Store the n-th 256 columns of rows row0 to `end`, in pieces to leave shared memory for four stages of loads."""
     left, right = _halves(tile)
     if pieces == 2:
         _store_piece(out, row0, end, 2 * n, left, tma)
@@ -143,7 +143,7 @@ def _halves(tile: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _store_piece(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, tma: bool) -> None:
-    """The n-th columns of that many, in rows row0 to `end`. TMA leaves out those past the last."""
+    """Store the n-th block of columns, as wide as `tile`, in rows row0 to `end`. TMA drops columns past the last."""
     height, width = tile.shape
     if tma:
         hl.store(out, [row0 + height - end + hl.arange(height), end, n, slice(None)], tile)
@@ -158,13 +158,13 @@ def multiply(
     builder: Builder,
     choice: rules.Choice,
     A_packed: SymbolicTensor,  # [M, K]
-    B: SymbolicTensor,  # [G, K, N], or [1, K, N] for one that all groups share; [_, N, K] if `transposed`
+    B: SymbolicTensor,  # [G, K, N], or [1, K, N] for one weight that all groups share; [_, N, K] if problem.transposed
     group_offsets: SymbolicTensor,  # [G + 1]
     bias: SymbolicTensor | None,  # [G, N]
     out: SymbolicTensor,  # [M, N], N a multiple of 64
     problem: rules.Problem,
 ) -> None:
-    """Write the product to `out` by `jagged_tails`."""
+    """Write the product to `out` with `jagged_tails`."""
     columns = -(-out.size(1) // rules.TAILS_WIDTH)
     tma = choice.addressing.tma_out
     pieces = rules.tail_pieces(out.size(1))
@@ -180,5 +180,5 @@ def multiply(
 
 
 def _windows(out: SymbolicTensor, height: int, width: int) -> SymbolicTensor:
-    """`windows` of `height` rows, `[height, M + 1, N / width, width]`."""
+    """Return `windows` of `height` rows as `[height, M + 1, N / width, width]`."""
     return windows(out, height).transpose(1, 2).unflatten(2, (out.size(1) // width, width))

@@ -1,13 +1,12 @@
 """Grouped GEMM that is ragged along the contraction: `out[g] = X[rows of g]^T @ Y[rows of g]`.
 
-The gradient of a grouped GEMM's weights. The rows of group g are `group_offsets[g]:group_offsets[g + 1]`, with the
-offsets read as clamp(cummax(group_offsets), 0, M). Of a group's last rows both operands are masked, since 0 * NaN is
-NaN; a group without rows gives zeros.
+This is the gradient of a grouped GEMM's weights. The rows of group g are `group_offsets[g]:group_offsets[g + 1]`, with
+the offsets read as clamp(cummax(group_offsets), 0, M). Both operands are masked past the end of a group, since 0 * NaN
+is NaN; an empty group gives zeros.
 
-A tile of the result takes as many steps of `block_m` rows as its group has. A loop over tiles with a loop over steps
-inside waits for loads whenever a tile begins, and Triton does not flatten such loops where the number of steps differs.
-So `wgrad_persistent` has one loop over the steps of all tiles of a worker: it loads for the next tile while it
-multiplies for the last one.
+A tile of the result takes cdiv(rows of its group, block_m) steps. Nested loops over tiles and steps wait for loads
+whenever a tile begins, and Triton does not flatten them if the number of steps varies. So `wgrad_persistent` has one
+loop over the steps of all tiles of a worker, and loads for the next tile while it multiplies for the current one.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ def _preset(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: 
 
 @kernel(_preset)
 def wgrad(
-    X: torch.Tensor,  # [M, P], or `_windows` of it if `tma`
-    Y: torch.Tensor,  # [M, Q], or `_windows` of it if `tma`
+    X: torch.Tensor,  # [M, P], or its `_windows` if `tma`
+    Y: torch.Tensor,  # [M, Q], or its `_windows` if `tma`
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [G, P, Q]
     odd_M: int,  # 2 * M + 1
-    width: hl.constexpr,  # a power of two, at least G + 1; 0 for offsets that are clamped already
+    width: hl.constexpr,  # a power of two, at least G + 1; 0 for offsets that are already clamped and in order
     block_m: hl.constexpr,
-    tma: hl.constexpr,  # X and Y are read by TMA, which takes what is past the end of a window for zeros
+    tma: hl.constexpr,  # X and Y are read by TMA, which returns zeros in front of a window
 ) -> torch.Tensor:
-    """Over the tiles of all groups; each program walks its group's rows."""
+    """Grid over the tiles of all groups, with a loop over the rows of a tile's group."""
     G, P, Q = out.size()
     dtype = torch.promote_types(X.dtype, Y.dtype)
     for tile_q, tile_p, tile_g in hl.tile([Q, P, G], block_size=[None, None, 1]):
@@ -74,17 +73,17 @@ def _preset_persistent(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Te
 
 @kernel(_preset_persistent, static_shapes=True)
 def wgrad_persistent(
-    X: torch.Tensor,  # [M, P / 128, 128], or `_windows` of it if `tma`, as Y
+    X: torch.Tensor,  # [M, P / 128, 128]; X and Y are `_windows` if `tma`
     Y: torch.Tensor,  # [M, Q / 256, 256]
-    group_offsets: torch.Tensor,  # [G + 1] int32, of `order_offsets`
+    group_offsets: torch.Tensor,  # [G + 1] int32, from `order_offsets`
     out: torch.Tensor,  # [G, P / 128, 128, Q / 128, 128]
     G: hl.constexpr,
     block_m: hl.constexpr,
-    group_p: hl.constexpr,  # a divisor of P / 128: so many tiles below each other come before those in the next column
+    group_p: hl.constexpr,  # tiles of a column that precede the next column; a divisor of P / 128
     workers: hl.constexpr,
     tma: hl.constexpr,
 ) -> torch.Tensor:
-    """Each worker walks the steps of every so-many-th tile, one group after the other."""
+    """Worker w goes through the steps of tiles w, w + workers, ..., which are numbered group by group."""
     columns = Y.size(1)
     per_group = out.size(1) * columns
     hl.pdl_wait()
@@ -95,7 +94,7 @@ def wgrad_persistent(
             g = tile_g.index
             there = g < G
             rows = hl.load(group_offsets, [g + 1], extra_mask=there) - hl.load(group_offsets, [g], extra_mask=there)
-            # An empty group's tiles take a step, too, without rows.
+            # A tile of an empty group takes one step, with no rows.
             each = torch.where(there, torch.clamp(divide(rows + (block_m - 1), block_m), min=1), 0)
             first = g * per_group - 1 - tile + workers
             tiles = divide(first + per_group, workers) - divide(first, workers)
@@ -116,11 +115,11 @@ def wgrad_persistent(
             row0 = row0 + block_m
             last = row0 >= end
             acc = hl.dot(x.T, y, acc=acc)
-            if last:  # in halves, which leaves shared memory for four stages of loads
+            if last:  # store in halves, which leaves shared memory for four stages of loads
                 left, right = hl.split(acc.to(out.dtype).reshape(128, 2, 128).permute(0, 2, 1))
                 hl.store(out, [group.to(torch.int64), p, slice(None), 2 * q, slice(None)], left)
                 hl.store(out, [group.to(torch.int64), p, slice(None), 2 * q + 1, slice(None)], right)
-                acc = hl.zeros([128, 256], dtype=torch.float32)  # in this form the next product overwrites it
+                acc = hl.zeros([128, 256], dtype=torch.float32)  # compiles to: the next product overwrites acc
             tile = torch.where(last, tile + workers, tile)
             group, p, q = _place(tile, G, per_group, columns, group_p)
             row0 = torch.where(last, hl.load(group_offsets, [group], extra_mask=last), row0)
@@ -129,7 +128,7 @@ def wgrad_persistent(
 
 
 def _place(tile: torch.Tensor, G: int, per_group: int, columns: int, group_p: int) -> tuple[torch.Tensor, ...]:
-    """A tile's group, row and column; past the last group, something within bounds of `group_offsets`."""
+    """Return the group, row and column of `tile`; past the last tile, the group stays in bounds of `group_offsets`."""
     group = torch.clamp(divide(tile, per_group), max=G - 1)
     local = tile - group * per_group
     block = divide(local, group_p * columns)
@@ -144,7 +143,7 @@ def order_offsets(
     ordered: torch.Tensor,  # [G + 1] int32
     odd_M: int,  # 2 * M + 1
 ) -> torch.Tensor:
-    """clamp(cummax(group_offsets), 0, M)."""
+    """Write clamp(cummax(group_offsets), 0, M) to `ordered`."""
     hl.pdl_launch_dependents()
     hl.pdl_wait()
     for _ in hl.grid(1):
@@ -158,12 +157,12 @@ def order_offsets(
 
 
 def _windows(rows: SymbolicTensor, block_m: int) -> SymbolicTensor:
-    """`[M, N]` as `[M, block_m, N]`, where `[m]` is the window of `block_m` rows that begins with row m.
+    """Return `rows [M, N]` as `[M, block_m, N]`; `[m]` is the window of `block_m` rows that begins with row m.
 
-    TMA clips each coordinate by itself: a group's last rows, read from in front of the window that begins with the
-    first of them, come after zeros. The windows of the last rows end behind `rows`. `[M, n, N / n]` becomes
-    `[M, n, block_m, N / n]`. A window may not begin in front of `rows`: the hardware reads there, if a box lies wholly
-    outside of it in whichever dimension.
+    `[M, n, N / n]` becomes `[M, n, block_m, N / n]`. TMA clips each coordinate separately: the last rows of a
+    group, if fewer than `block_m`, are read by a box that begins before the window of the first of them, so zeros
+    precede these rows. The windows of the last rows end after `rows`. None may begin before `rows`, because the
+    hardware reads the start of a window if a box is entirely outside of it in any dimension.
     """
     M, *inner = rows.shape
     row, *strides = rows.strides
@@ -198,7 +197,7 @@ def plan_grouped_gemm_wgrad(
     group_offsets, width = searchable(builder, group_offsets, M)
     if tma:
         X, Y = _windows(X, block_m), _windows(Y, block_m)
-    # Groups of the result are told apart in 64 bits.
+    # `few_groups`, because the kernel indexes groups of the result in 64 bits.
     arguments = (X, Y, group_offsets, replace(out, few_groups=True), M * 2 + 1, width, block_m, tma)
     builder.launch(wgrad, arguments, choice.config, int64_index=choice.int64_index, tf32=problem.tf32)
     return out
@@ -212,7 +211,7 @@ def multiply_persistent(
     out: SymbolicTensor,  # [G, P, Q], written
     tma: bool,
 ) -> None:
-    """Write the product by `wgrad_persistent`."""
+    """Write the product to `out` with `wgrad_persistent`."""
     G, P, Q = out.shape
     block_m = wgrad_rules.PERSISTENT_BLOCK_M
     offsets = _ordered(builder, group_offsets, X.size(0))
@@ -226,7 +225,7 @@ def multiply_persistent(
 
 
 def searchable(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> tuple[SymbolicTensor, int]:
-    """The offsets and the `width` that `bounds_of` takes; of more groups than a program looks at, offsets in order."""
+    """Return the offsets and `width` for `bounds_of`; ordered offsets and 0 from MOST_OFFSETS groups on."""
     G = group_offsets.size(0) - 1
     if G < wgrad_rules.MOST_OFFSETS:
         return group_offsets, max(2, 1 << G.bit_length())
@@ -234,7 +233,7 @@ def searchable(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> tuple
 
 
 def _ordered(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> SymbolicTensor:
-    """clamp(cummax(group_offsets), 0, M), `[G + 1]` int32."""
+    """Return clamp(cummax(group_offsets), 0, M), `[G + 1]` int32."""
     ordered = builder.alloc(group_offsets.shape, torch.int32)
     config = rules.offsets_of(group_offsets.size(0) - 1)
     int64_index = needs_int64(group_offsets)
@@ -254,7 +253,7 @@ def _problem(builder: Builder, X: SymbolicTensor, Y: SymbolicTensor, out: Symbol
         tf32=rules.tf32_allowed(dtype),
         tma=min(P, Q) >= 16 and tma_readable(gpu, X) and tma_readable(gpu, Y),
         tma_out=min(P, Q) >= 16 and out.element_size() == 2 and tma_readable(gpu, out),
-        # TMA takes 32-bit coordinates whatever the extent.
+        # `int64_rows` applies to pointers only: TMA takes 32-bit coordinates whatever the extent.
         int64_rows=needs_int64(X, Y),
         int64_out=needs_int64(out.select(0, 0)),
     )

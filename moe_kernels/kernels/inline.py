@@ -7,18 +7,18 @@ import torch
 
 from moe_kernels.runtime.compile import SAME
 
-# How a kernel numbers its tiles. Odd, and not 1: Triton compiles anew for arguments that are 1 or a multiple of 16.
-BY_ROW = 3  # tile i begins at row i, if one begins there
-BY_REGION = 5  # the tiles of each region follow those of the region before
+# How a kernel numbers its tiles. The values are odd and above 1, because Triton specializes on 1 and multiples of 16.
+BY_ROW = 3  # tile i begins at row i; it is empty if no tile begins there
+BY_REGION = 5  # region by region: region r's first tile has number start_r // block_m + r
 
 
 def decode_odd(odd: int, like: torch.Tensor) -> torch.Tensor:
-    """n for `odd` = 2 * n + 1. Triton compiles anew for arguments that are 1 or a multiple of 16; this never is."""
+    """Return n for `odd` = 2 * n + 1. Triton specializes on 1 and multiples of 16, thus never on `odd` for n > 0."""
     return hl.inline_triton("({0} // 2).to(tl.int32)", args=(odd,), output_like=like)
 
 
 def int32(index: int, like: torch.Tensor) -> torch.Tensor:
-    """A loop's index as what it fits into; Triton may count in 64 bits."""
+    """Return a loop index as int32; Triton may count the loop in 64 bits."""
     return hl.inline_triton("({0}).to(tl.int32)", args=(index,), output_like=like)
 
 
@@ -33,24 +33,24 @@ def multiple(a: torch.Tensor, b: int) -> torch.Tensor:
 
 
 def unmasked(tile: torch.Tensor) -> torch.Tensor:
-    """`tile` itself, of a product's operand that TMA reads. TMA gives zeros outside of a tensor; Helion does not know
-    that, and would load what it has to mask in another way.
+    """Return `tile`, an operand that TMA reads, hidden from Helion's masking. TMA returns zeros outside a tensor, but
+    Helion does not know that, and would load a tile that it has to mask through pointers.
     """
     return hl.inline_triton(SAME, args=(tile,), output_like=tile)
 
 
 def histogram(values: torch.Tensor, width: int, counted: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """How often each of 0..width - 1 is among the `values` that are `counted`; shaped as `like` [width] int32."""
+    """Return how many of the `values` selected by `counted` equal each of 0..width - 1; `like` is [width] int32."""
     return hl.inline_triton("tl.histogram({0}, {1}, mask={2})", args=(values, width, counted), output_like=like)
 
 
 def lookup(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """table[index], of a table in registers."""
+    """Return table[index] for a table in registers."""
     return hl.inline_triton("tl.gather({0}, {1}, 0)", args=(table, index), output_like=index)
 
 
 def clamped(group_offsets: torch.Tensor, index: torch.Tensor, M: torch.Tensor) -> torch.Tensor:
-    """Offsets at `index`, within 0 and M; 0 at -1."""
+    """Return the offsets at `index`, clamped to 0..M; 0 at index -1."""
     offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index >= 0), min=0)
     return torch.minimum(offsets.to(torch.int64), M.to(torch.int64)).to(torch.int32)
 
@@ -59,9 +59,9 @@ def bounds_of(
     group_offsets: torch.Tensor,  # [G + 1]
     g: torch.Tensor,
     M: torch.Tensor,
-    width: int,  # a power of two, at least G + 1; 0 for offsets that are clamped and in order already
+    width: int,  # a power of two, at least G + 1; 0 for offsets that are already clamped and in order
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first row of group g, and the one behind its last."""
+    """Return the first row of group g and the row after its last."""
     if width:
         index = hl.arange(width)
         offsets = torch.clamp(hl.load(group_offsets, [index], extra_mask=index < group_offsets.size(0)), min=0)
@@ -71,24 +71,24 @@ def bounds_of(
 
 
 def running_max(offsets: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """The cumulative maximum of offsets that `previous` comes before."""
+    """Return the cumulative maximum of `offsets`, starting from `previous`."""
     return torch.maximum(hl.associative_scan(torch.maximum, offsets, dim=0), previous)
 
 
 def first_row(tile: torch.Tensor, region: torch.Tensor, region_start: torch.Tensor, block_m: int) -> torch.Tensor:
-    """The first row of a tile in its region: the rows of a group, or those before or after all groups."""
+    """Return the first row of `tile`, numbered BY_REGION. Regions are the groups and the rows before and after them."""
     return region_start + (tile - divide(region_start, block_m) - region) * block_m
 
 
 def numbered_tile(start: torch.Tensor, region: torch.Tensor, by_row: torch.Tensor, block_m: int) -> torch.Tensor:
-    """The number of a region's first tile, which is its first row or follows the tiles of the regions before."""
+    """Return the number of a region's first tile: its first row if `by_row`, start // block_m + region otherwise."""
     return torch.where(by_row, start, divide(start, block_m) + region)
 
 
 def numbered_row(
     tile: torch.Tensor, region: torch.Tensor, start: torch.Tensor, end: torch.Tensor, by_row: torch.Tensor, block_m: int
 ) -> torch.Tensor:
-    """The first row of a tile in its region, of rows start to end; `end` at a row where no tile begins."""
+    """Return the first row of `tile` in its region, rows `start` to `end`; `end` for a row where no tile begins."""
     row = torch.where(by_row, tile, first_row(tile, region, start, block_m))
     into_region = row - start
     return torch.where(multiple(into_region, block_m), row, end)

@@ -1,9 +1,9 @@
-"""Whole layers of experts: the steps of their parts, one after another.
+"""Plans of whole layers of experts: the steps of their parts, one after another.
 
-hidden --route--> order of the experts --first half--> act --grouped_gemm--> rows --combine--> out
+hidden --route--> expert order --first half--> act --grouped_gemm--> rows --combine--> out
 
-With weights in fp8, rows are quantised by the kernel that writes them, but not for one token. Products in fp8 of other
-weights quantise these first.
+With products in fp8, the kernel that writes rows quantises them, except "rowwise" rows longer than AT_ONCE, and weights
+in other dtypes are quantised first. The kernels for one token do not quantise activations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plan_swiglu_ffn(
 def plan_moe_mlp(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
-    """Plan the result `[T, H]` and preactivations from hidden states, weights, a routing and the parameters."""
+    """Plan the result `[T, H]` and preactivations from hidden, topk_weights, a routing and the parameters."""
     hidden, topk_weights, *routing, w_in, w_up, w_out, b_in, b_up, b_out = tensors
     save_preact, adjacent, spec = options
     parameters = (w_in, w_up, b_in, b_up)
@@ -53,7 +53,7 @@ def plan_moe_mlp(
 def plan_moe_layer(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
 ) -> SymbolicTensor:
-    """Plan the result `[T, H]` from the hidden states, ids, weights and parameters of `moe_mlp`."""
+    """Plan the result `[T, H]` from hidden, topk_ids, topk_weights and the parameters of `moe_mlp`."""
     hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, b_in, b_up, b_out = tensors
     transposed, adjacent, spec = options
     assert hidden is not None and topk_ids is not None and w_gate_up is not None and w_down is not None
@@ -69,7 +69,7 @@ def plan_moe_layer(
 def plan_moe_mlp_of_one_token(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[GLUSpec]
 ) -> SymbolicTensor:
-    """Plan the result `[1, H]` from a token's hidden state, ids, weights, and the parameters."""
+    """Plan the result `[1, H]` from hidden, topk_ids, topk_weights and the parameters."""
     hidden, topk_ids, topk_weights, *parameters = tensors
     return _one_token(builder, hidden, topk_ids, topk_weights, parameters, options[0])
 
@@ -77,7 +77,7 @@ def plan_moe_mlp_of_one_token(
 def plan_scaled_moe_mlp(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
 ) -> SymbolicTensor:
-    """Plan the result `[T, H]` with fp8 weights, from ids or, where these cannot be sorted here, a routing."""
+    """Plan the result `[T, H]` with fp8 weights, from topk_ids, or from a routing if the kernels cannot sort them."""
     hidden, topk_ids, topk_weights, group_offsets, slot_to_row, w_in, scales_in, w_out, scales_out, *biases = tensors
     rowwise, fast, spec = options
     assert hidden is not None and topk_ids is not None and topk_weights is not None
@@ -95,7 +95,7 @@ def plan_scaled_moe_mlp(
 def plan_quantized_moe_mlp(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
-    """Plan the result `[T, H]` and what `reference.quantized_moe_mlp` saves for the gradient, empty unless `save`."""
+    """Plan the result `[T, H]` and the tensors that `reference.quantized_moe_mlp` saves, empty unless `save`."""
     hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, *biases = tensors
     rowwise, fast, save, spec = options
     weights: list[Any] = []
@@ -117,9 +117,9 @@ def plan_quantized_moe_mlp(
 def plan_quantized_grouped_gemm(
     builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, torch.dtype, int]
 ) -> SymbolicTensor:
-    """Plan the product of A `[M, K]`, or tokens `[T, K]` with slot_to_row, and B `[G, K, N]`, quantised here.
+    """Plan the fp8 product of A `[M, K]`, or tokens `[T, K]` with slot_to_row, and B `[G, K, N]`.
 
-    B is quantised already if it has scales.
+    Both operands are quantised, except a B with scales, which is in fp8 already.
     """
     A, B, scales_B, group_offsets, slot_to_row, bias = tensors
     rowwise, fast, dtype, top_k = options
@@ -139,14 +139,14 @@ def plan_quantized_grouped_gemm(
 
 
 def _format(rowwise: bool) -> str:
-    """Of the rows that are multiplied with "rowwise" weights, or "128x128" ones."""
+    """Return the format of rows that are multiplied with "rowwise" weights, or else with "128x128" weights."""
     return "rowwise" if rowwise else "1x128"
 
 
 def _scaled_weight(
     builder: Builder, B: SymbolicTensor, rowwise: bool, other_order: _Optional = None
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """The data `[G, N, K]` and scales of B `[G, K, N]`; see `plan_quantize` for `other_order [G, K, N]`."""
+    """Quantise B `[G, K, N]` to data `[G, N, K]` and scales; see `plan_quantize` for `other_order [G, K, N]`."""
     return plan_quantize(builder, (B.mT,), ("rowwise" if rowwise else "128x128", _E4M3, False), other_order)
 
 
@@ -156,13 +156,13 @@ def _scaled_layer(
     topk_weights: Any,  # [T, top_k]
     group_offsets: Any,  # [E + 1]
     slot_to_row: Any,  # [R]
-    weights: Any,  # data and scales, [E, 2I, H] or [E, I, H]; and [E, H, I]
+    weights: Any,  # (data, scales) of [E, 2I, H] or [E, I, H], and of [E, H, I]
     biases: Any,  # [E, 2I] or [E, I], and [E, H], or None
     rowwise: bool,
-    fast: bool,  # accumulation, for `rowwise`
+    fast: bool,  # fast accumulation, only with `rowwise`
     spec: GLUSpec,
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """The result `[T, H]` and the preactivation `[R, 2I]` or `[R, I]`."""
+    """Return the result `[T, H]` and the preactivation `[R, 2I]` or `[R, I]`."""
     (w_in, scales_in), (w_out, scales_out) = weights
     R, top_k, dtype = slot_to_row.size(0), topk_weights.size(1), hidden.dtype
     format, (b_in, b_out) = _format(rowwise), biases
@@ -182,12 +182,12 @@ def _one_token(
     topk_weights: Any,  # [1, top_k]
     parameters: Any,  # w_in [E, H, 2I] or [E, H, I], w_up, w_out [E, I, H], b_in, b_up, b_out
     spec: GLUSpec,
-    scales: tuple[_Optional, _Optional] = (None, None),  # of weights in fp8
+    scales: tuple[_Optional, _Optional] = (None, None),  # of fp8 weights
 ) -> SymbolicTensor:
     w_in, w_up, w_out, b_in, b_up, b_out = parameters
     dtype = out_dtype = hidden.dtype
     if scales[0] is not None:
-        dtype = torch.float32 if dtype == torch.float16 else dtype  # in which act may overflow, as it would not in fp8
+        dtype = torch.float32 if dtype == torch.float16 else dtype  # act may overflow float16, but not scaled fp8
     else:
         dtype = torch.promote_types(dtype, w_in.dtype)
         out_dtype = torch.promote_types(dtype, w_out.dtype)
@@ -210,7 +210,7 @@ def _layer(
     adjacent: bool,
     spec: GLUSpec,
 ) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
-    """The result `[T, H]`, and the saved preactivations of `_first_half`."""
+    """Return the result `[T, H]` and the saved preactivations of `_first_half`."""
     group_offsets, row_to_slot, slot_to_row = routing
     top_k = topk_weights.size(1)
     act, preact, preact_up = _first_half(
@@ -225,17 +225,17 @@ def _layer(
 
 def _first_half(
     builder: Builder,
-    A: SymbolicTensor,  # [M, H], or [T, H] with a routing
+    A: SymbolicTensor,  # [M, H], or tokens [T, H] with a routing
     group_offsets: SymbolicTensor,  # [E + 1]
     row_to_slot: _Optional,  # [M]
     slot_to_row: _Optional,  # [M]
     top_k: int,
     parameters: Any,  # w_in [E, H, 2I] or [E, H, I], w_up [E, H, I], b_in [E, 2I] or [E, I], b_up [E, I]
     save_preact: bool,
-    adjacent: bool,  # w_up lies in the middle between two experts of w_in
+    adjacent: bool,  # w_up begins halfway between two experts of w_in, in the same storage
     spec: GLUSpec,
 ) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
-    """act `[M, I]`, and if `save_preact` its preactivations; empty otherwise."""
+    """Return act `[M, I]` and its preactivations, which are empty unless `save_preact`."""
     w_in, w_up, b_in, b_up = parameters
     if adjacent:
         w_up = w_in.as_strided(w_up.shape, w_up.strides, w_in.stride(0) // 2)

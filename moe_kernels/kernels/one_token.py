@@ -1,10 +1,10 @@
 """A layer of experts for one token: matrix-vector products, one slot at a time, without sorting.
 
-A slot is one of the token's top_k choices. Its expert is read from `topk_ids` where it is needed, so that the layer is
-two kernels. An id outside `0..E - 1` drops its slot.
+A slot is one of the token's top_k choices. Both kernels read its expert from `topk_ids`, so no other kernel is needed.
+An id outside `0..E - 1` drops its slot.
 
-A thread reads runs of 16 bytes of a weight's row, and adds up their products in float32. Weights in fp8 have scales,
-which are applied to each such sum. Activations are not quantised.
+A thread reads runs of 16 bytes of a weight's row, and adds up the products of a run in float32. The scales of fp8
+weights are applied to the sum of each run. Activations are not quantised.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from moe_kernels.scaled import BLOCK
 
 
 def _config(width: int, dtype: torch.dtype) -> Config:
-    """For rows of `width` weights, one to a program: many small programs on an SM keep the most loads in flight. As
-    many bytes of fp8 take more instructions, of which a warp by itself has the fewest beside its products.
+    """One row of `width` weights per program: many small programs per SM keep the most loads in flight. The
+    same bytes take more instructions in fp8; programs of one warp have the fewest besides the products.
     """
     runs = max(2, 1 << (-(-width * dtype.itemsize // 16) - 1).bit_length())
     block, num_warps = (64, 1) if dtype.itemsize == 1 else (128, 4)
@@ -34,12 +34,12 @@ def _config(width: int, dtype: torch.dtype) -> Config:
 
 
 def _of_slots(width: int, dtype: torch.dtype, top_k: int) -> Config:
-    """`_config` with the loop over slots unrolled: their weights are then in flight together."""
+    """`_config` with the loop over slots unrolled, so that the loads of all slots are in flight together."""
     return _config(width, dtype).unrolled(0, top_k, 0)
 
 
 def _dots(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Dot products of runs of elements, the last dimension, in float32."""
+    """Return dot products along the last dimension, a run of elements, in float32."""
     return torch.sum(unmasked(w.to(torch.float32) * x), dim=-1)
 
 
@@ -52,19 +52,19 @@ def first_half(
     up: torch.Tensor | None,  # [E, I, H]
     gate_bias: torch.Tensor | None,  # [E, I]
     up_bias: torch.Tensor | None,  # [E, I]
-    scales: torch.Tensor | None,  # [E, cdiv(2I, height), cdiv(H, 128)]: of the weight that gate and up are rows of
+    scales: torch.Tensor | None,  # [E, cdiv(2I, height), cdiv(H, 128)], of w_gate_up, whose rows are gate and up
     programs: int,  # at least top_k; odd
     odd_k: int,  # 2 * top_k + 1
-    first_up: int,  # the row in that weight where up begins
-    runs: int,  # of `run` elements in a row, at least 2
-    distance: hl.constexpr,  # between the rows of gate in it
+    first_up: int,  # first row of up in w_gate_up
+    runs: int,  # runs of `run` elements in a row, at least 2
+    distance: hl.constexpr,  # between the rows of gate in w_gate_up
     height: hl.constexpr,  # rows that share a scale
     run: hl.constexpr,  # elements of a weight that a thread reads at once
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per slot and block of columns. Rows of dropped slots are not written."""
+    """One program per slot and block of columns. Rows of dropped slots are not written."""
     hl.pdl_wait()
     hl.pdl_launch_dependents()
     H = hidden.size(1)
@@ -116,13 +116,13 @@ def second_half(
     weight: torch.Tensor,  # [E, H, I]
     bias: torch.Tensor | None,  # [E, H]
     scales: torch.Tensor | None,  # [E, cdiv(H, height), cdiv(I, 128)]
-    runs: int,  # of `run` elements in a row, at least 2
+    runs: int,  # runs of `run` elements in a row, at least 2
     top_k: hl.constexpr,
     height: hl.constexpr,  # rows that share a scale
     run: hl.constexpr,  # elements of a weight that a thread reads at once
-    rounds: hl.constexpr,  # each slot's row to the dtype of `out` before it is weighted, so that it may overflow
+    rounds: hl.constexpr,  # round each slot's row to the dtype of `out` before weighting it, so that it may overflow
 ) -> torch.Tensor:
-    """A program per block of columns, which adds up the slots in float32."""
+    """One program per block of columns, which adds up the slots in float32."""
     hl.pdl_wait()
     H = out.size(1)
     I = act.size(1)  # noqa: E741
@@ -176,8 +176,8 @@ def multiply_one_token(
 ) -> None:
     """Write a layer's result. No tensor may be empty.
 
-    Weights in fp8 have scales `[E, R, 1]` or `[E, cdiv(R, 128), cdiv(K, 128)]`, for the R rows of gate and up together,
-    and for those of down.
+    The scales of fp8 weights are `[E, R, 1]` or `[E, cdiv(R, 128), cdiv(K, 128)]`: first those for the R rows of gate
+    and up together, then those for the R rows of down.
     """
     stored = [None if w is None else replace(w.transpose(1, 2), few_groups=True) for w in weights]
     gate, up, down = stored
@@ -201,7 +201,7 @@ def multiply_one_token(
 
 
 def _by_parts(scales: SymbolicTensor | None, rows: int, K: int) -> tuple[SymbolicTensor | None, int]:
-    """Scales `[E, .., cdiv(K, 128)]` of a weight `[E, rows, K]`, and the rows that share one."""
+    """Return the scales `[E, .., cdiv(K, 128)]` of a weight `[E, rows, K]`, and the number of rows that share one."""
     if scales is None:
         return None, 1
     scales = replace(scales, few_groups=True)

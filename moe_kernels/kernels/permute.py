@@ -4,10 +4,10 @@
     combine_rows:   tokens[t] = sum over t's slots s, in order, of (topk_weights[s]) * rows[slot_to_row[s]]
     dot_rows:       dots[s] = sum over h of tokens[s // top_k, h] * rows[slot_to_row[s], h]
 
-The first two are each other's adjoint; the third is the gradient of the router weights. `scatter_quantized` is
-scatter_rows without weights, quantised to fp8 as by `quantize`, bit for bit. Each kernel writes an
-element once, without atomics. Slots whose row is at or past `group_offsets[-1]` were dropped: they scatter zeros, and
-their rows are not read.
+topk_weights are optional. The first two are each other's adjoint; the third is the gradient of topk_weights.
+`scatter_quantized` is scatter_rows without weights, quantised to fp8, equal bit for bit to `quantize`. Each kernel
+writes an element once, without atomics. Slots whose row is at or past `group_offsets[-1]` were dropped: they scatter
+zeros, and their rows are not read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def scatter_rows(
     odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per token and block of columns, which are read once and written top_k times."""
+    """One program per token and block of columns, which it reads once and writes top_k times."""
     hl.pdl_wait()
     H = rows.size(1)
     E = group_offsets.size(0) - 1
@@ -70,10 +70,10 @@ def scatter_quantized(
     programs: int,  # at least T; odd
     odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
-    width: hl.constexpr,  # of a part
+    width: hl.constexpr,  # columns of a part
     largest: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per token and block of its parts, which are read and quantised once, and written top_k times."""
+    """One program per token and block of its parts, which it reads and quantises once, and writes top_k times."""
     hl.pdl_wait()
     H = data.size(1)
     E = group_offsets.size(0) - 1
@@ -106,7 +106,7 @@ def combine_rows(
     odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per token and block of columns, in which its top_k rows are added up in float32."""
+    """One program per token and block of columns, which adds up the token's top_k rows in float32."""
     hl.pdl_wait()
     H = tokens.size(1)
     E = group_offsets.size(0) - 1
@@ -137,7 +137,7 @@ def dot_rows(
     odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per slot."""
+    """One program per slot."""
     H = tokens.size(1)
     E = group_offsets.size(0) - 1
     for tile_t, tile_k in hl.tile([programs, top_k], block_size=[1, 1]):
@@ -155,7 +155,7 @@ def dot_rows(
 
 
 def _config(width: int, T: int) -> Config:
-    # Few tokens give more programs, of fewer columns each.
+    # Few tokens: more programs, of fewer columns each.
     return by_rows(width, most=1024 if T > FEW_TOKENS else 256)
 
 
@@ -177,7 +177,7 @@ def scatter(
     top_k: int,
     dtype: torch.dtype,
 ) -> SymbolicTensor:
-    """rows `[R, H]`, as `scatter_rows`."""
+    """Return rows `[R, H]`, written by `scatter_rows`."""
     rows = builder.alloc((slot_to_row.size(0), tokens.size(1)), dtype)
     config = by_rows(tokens.size(1)).unrolled(0, top_k)
     _launch(builder, scatter_rows, (rows, tokens, topk_weights), slot_to_row, group_offsets, top_k, config)
@@ -192,7 +192,7 @@ def scatter_scaled(
     top_k: int,
     format: str,  # "rowwise" or "1x128"
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """The rows `[R, H]` in fp8 and their scales, as `scatter_quantized`."""
+    """Return rows `[R, H]` in fp8 and their scales, as from `scatter_quantized`."""
     R, H = slot_to_row.size(0), tokens.size(1)
     if format == "rowwise" and H > quantize_rules.AT_ONCE:
         rows = scatter(builder, tokens, None, slot_to_row, group_offsets, top_k, tokens.dtype)
@@ -225,7 +225,7 @@ def combine(
     top_k: int,
     dtype: torch.dtype,
 ) -> SymbolicTensor:
-    """tokens `[T, H]`, as `combine_rows`."""
+    """Return tokens `[T, H]`, written by `combine_rows`."""
     tokens = builder.alloc((slot_to_row.size(0) // top_k, rows.size(1)), dtype)
     config = _config(rows.size(1), most(tokens.size(0))).unrolled(0, top_k)
     _launch(builder, combine_rows, (tokens, rows, topk_weights), slot_to_row, group_offsets, top_k, config)
@@ -248,13 +248,13 @@ def plan_dot_rows(
 def _launch(
     builder: Builder,
     kernel: Any,
-    tensors: Sequence[SymbolicTensor | None],  # its leading arguments
+    tensors: Sequence[SymbolicTensor | None],  # the kernel's leading arguments
     slot_to_row: SymbolicTensor,
     group_offsets: SymbolicTensor,
     top_k: int,
     config: Config,
 ) -> None:
-    """Fill the first of `tensors`."""
+    """Launch `kernel`, which writes the first of `tensors`; fill that with zeros if a tensor is empty."""
     given = [x for x in tensors if x is not None]
     if any(most(n) == 0 for x in given for n in x.shape):
         builder.zero(given[0])

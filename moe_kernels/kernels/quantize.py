@@ -1,8 +1,9 @@
-"""Quantising to fp8, in blocks with a scale each. `reference.quantize` is the definition, which holds bit for bit.
+"""Quantise to fp8 in blocks, each with its own scale. The results equal `reference.quantize` bit for bit.
 
-    amax = max |x|    scale = max(amax, 2**-100) / largest, perhaps up to a power of two    data = fp8(x * (1 / scale))
+    amax = max |x|    scale = max(amax, 2**-100) * (1 / largest)    data = fp8(x * (1 / scale))
 
-The maximum is one of integers: as such the bits of magnitudes are in order, infinity and NaN above all numbers.
+With `power_of_two` the scale is rounded up to a power of two. amax is computed from the bits of |x|: as integers they
+have the order of |x|, with infinity and NaN above all finite values.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SMALLEST = 0x0D800000  # 2**-100
 
 
 def magnitude(x: torch.Tensor) -> torch.Tensor:
-    """The bits of |x| in float32, as int32."""
+    """Return the bits of |x| in float32, as int32."""
     x = x.to(torch.float32)
     return hl.inline_triton(
         "{0}.to(tl.int32, bitcast=True) & 0x7fffffff", args=(x,), output_like=torch.zeros_like(x, dtype=torch.int32)
@@ -32,17 +33,17 @@ def magnitude(x: torch.Tensor) -> torch.Tensor:
 
 
 def largest_of_rows(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The largest magnitudes, in bits, of rows masked with zeros; `like` [rows] int32."""
+    """Return the bits of each row's largest magnitude, of a tile masked with zeros; `like` [rows] int32."""
     return hl.inline_triton("tl.max({0}, 1)", args=(magnitude(tile),), output_like=like)
 
 
 def largest_of_columns(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The same of columns; `like` [columns] int32."""
+    """Return the bits of each column's largest magnitude, as above; `like` [columns] int32."""
     return hl.inline_triton("tl.max({0}, 0)", args=(magnitude(tile),), output_like=like)
 
 
 def largest_of(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The same of a whole tile; `like` [] int32."""
+    """Return the bits of a tile's largest magnitude, as above; `like` [] int32."""
     return hl.inline_triton("tl.max({0})", args=(magnitude(tile),), output_like=like)
 
 
@@ -52,7 +53,7 @@ def _as_float(bits: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, largest: float, power_of_two: bool) -> torch.Tensor:
-    """The scale of a block, from the bits of its amax; NaN unless that is finite."""
+    """Return the scale of a block from the bits of its amax; NaN if amax is not finite."""
     scale = _as_float(torch.clamp(amax, min=_SMALLEST)) * (1.0 / largest)
     bits = magnitude(scale)
     if power_of_two:
@@ -61,12 +62,12 @@ def scale_of(amax: torch.Tensor, largest: float, power_of_two: bool) -> torch.Te
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale to the nearest, which Triton's `/` is not on GPUs."""
+    """Return 1 / scale, rounded to nearest, which Triton's `/` on GPUs is not."""
     return hl.inline_triton("tl.math.div_rn(1.0, {0})", args=(scale,), output_like=scale)
 
 
 def scaled(x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """x * inverse; zeros where that is NaN, as it is for whole blocks."""
+    """Return x * inverse, with zeros for blocks whose inverse is NaN."""
     return torch.where(inverse == inverse, x.to(torch.float32) * inverse, 0.0)
 
 
@@ -81,13 +82,13 @@ def quantize_parts(
     data: torch.Tensor,  # [G, R, K], written
     scales: torch.Tensor,  # [G * parts * R], written
     x: torch.Tensor,  # [G, R, K]
-    programs: int,  # R, or at least R where that changes; then odd
-    odd_R: int | None,  # 2 * R + 1 where it changes
-    of_group: int,  # scales
+    programs: int,  # R if it is constant, else odd and at least R
+    odd_R: int | None,  # 2 * R + 1, or None if R is constant
+    of_group: int,  # scales per group
     largest: hl.constexpr,
     power_of_two: hl.constexpr,
 ) -> torch.Tensor:
-    """A scale for a row's part in a tile."""
+    """One scale per row of a tile, which is as wide as a part."""
     G, _, K = data.shape
     for tile_k, tile_r, tile_g in hl.tile([K, programs, G], block_size=[None, None, 1]):
         zero = hl.zeros([], dtype=torch.int32)
@@ -107,13 +108,13 @@ def quantize_rows(
     data: torch.Tensor,  # [G, R, K], written
     scales: torch.Tensor,  # [G * R], written
     x: torch.Tensor,  # [G, R, K]
-    programs: int,  # R, or at least R where that changes; then odd
-    odd_R: int | None,  # 2 * R + 1 where it changes
-    of_group: int,  # scales
+    programs: int,  # R if it is constant, else odd and at least R
+    odd_R: int | None,  # 2 * R + 1, or None if R is constant
+    of_group: int,  # scales per group
     largest: hl.constexpr,
     power_of_two: hl.constexpr,
 ) -> torch.Tensor:
-    """A scale for a row that no tile holds: it is read twice."""
+    """One scale per row; no tile holds a whole row, so each is read twice."""
     G, _, K = data.shape
     for tile_r, tile_g in hl.tile([programs, G], block_size=[None, 1]):
         zero = hl.zeros([], dtype=torch.int32)
@@ -139,17 +140,17 @@ def quantize_squares(
     transposed: torch.Tensor | None,  # [G, K, R], written
     scales: torch.Tensor,  # [G * ceil(R / 128) * parts], written
     x: torch.Tensor,  # [G, R, K]
-    programs: int,  # R, or at least R where that changes; then odd
-    odd_R: int | None,  # 2 * R + 1 where it changes
-    of_group: int,  # scales
+    programs: int,  # R if it is constant, else odd and at least R
+    odd_R: int | None,  # 2 * R + 1, or None if R is constant
+    of_group: int,  # scales per group
     parts: int,  # ceil(K / 128)
-    height: hl.constexpr,  # of a part of a tile
+    height: hl.constexpr,  # rows of a tile that are quantised at once
     largest: hl.constexpr,
     power_of_two: hl.constexpr,
 ) -> torch.Tensor:
-    """A scale for a tile, which is read again, from the cache, in parts that take few registers.
+    """One scale per tile, which is read a second time, from the cache, in parts that take few registers.
 
-    `transposed` gets the same data in the other order.
+    `transposed` gets the same data, transposed.
     """
     G, _, K = data.shape
     for tile_k, tile_r, tile_g in hl.tile([K, programs, G], block_size=[128, 128, 1]):
@@ -175,8 +176,8 @@ def plan_quantize(
     options: tuple[str, torch.dtype, bool],
     other_order: SymbolicTensor | None = None,
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """Plan data and scales of x `[R, K]` or `[G, R, K]`, of which nothing is 0; "1x128" scales as `[ceil(K / 128) * R]`
-    or `[G * ceil(K / 128) * R]`. "128x128" data is written to `other_order [G, K, R]`, too.
+    """Plan data and scales of x `[R, K]` or `[G, R, K]`, no extent of which is 0. "1x128" scales have one dimension,
+    `[ceil(K / 128) * R]` or `[G * ceil(K / 128) * R]`. "128x128" data is also written to `other_order [G, K, R]`.
     """
     (x,), (format, dtype, power_of_two) = tensors, options
     R, K = x.shape[-2:]
@@ -205,5 +206,5 @@ def plan_quantize(
 
 
 def _as_group(rows: SymbolicTensor) -> SymbolicTensor:
-    """`[1, R, K]`. The stride of 0 is, for Triton, a multiple of 16 bytes."""
+    """Return the view `[1, R, K]`. Its first stride is 0, which for Triton is a multiple of 16 bytes."""
     return rows.as_strided((1, *rows.shape), (0, *rows.strides), 0)

@@ -2,11 +2,11 @@
 
     row(s) = #(slots of lower experts) + #(earlier slots of the same expert)        s = t * top_k + k
 
-An id outside 0..E-1 counts as expert E, so dropped slots come last, in their order. Integers only: nothing depends on
-the order in which programs run.
+An id outside 0..E-1 counts as expert E, so dropped slots come last, in their order. All arithmetic is on integers, so
+the result does not depend on the order in which programs run.
 
-Up to RANK_UP_TO slots, one launch counts for each slot how many come before it, R comparisons each. Beyond, a first
-launch counts the experts of each run of slots and ranks the slots in it, and a second one adds up the runs before.
+For up to RANK_UP_TO slots, one launch counts what precedes each slot, with R comparisons per slot. More slots are cut
+into runs: a first launch counts each expert's slots per run and ranks them in it, a second adds counts of earlier runs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, most
 
 _RANK_BLOCK = 4
 _MOST_RUNS = 512
-_CHUNK = 128  # slots that are compared with one another
-_TABLE = 8192  # elements of runs x experts that a program looks at together
+_CHUNK = 128  # slots that are compared pairwise
+_TABLE = 8192  # elements of counts [runs, width] that a program loads at once
 _RANK_CONFIG = Config(block_sizes=[512], num_warps=4)
-_COUNT_CONFIG = Config(block_sizes=[], num_warps=4)  # a slot of a chunk to a thread: see _CHUNK
+_COUNT_CONFIG = Config(block_sizes=[], num_warps=4)  # one thread per slot of a chunk of _CHUNK
 
 
 def _place_config(width: int) -> Config:
@@ -34,7 +34,7 @@ def _place_config(width: int) -> Config:
 
 
 def _expert(topk_ids: torch.Tensor, slot: torch.Tensor, R: torch.Tensor, E: int) -> torch.Tensor:
-    """The expert of each slot, int32; E for a dropped one and past the last slot."""
+    """Return the expert of each slot, int32; E for dropped slots and past the last slot."""
     inside = slot < R
     ids = hl.load(topk_ids, [slot], extra_mask=inside)
     return torch.where(inside & (ids >= 0) & (ids < E), ids, E).to(torch.int32)
@@ -46,7 +46,7 @@ def rank_slots(
     group_offsets: torch.Tensor,  # [E + 1] int32
     row_to_slot: torch.Tensor,  # [R] int32
     slot_to_row: torch.Tensor,  # [R] int32
-    blocks: int,  # of `block` questions, for R + E + 1; odd
+    blocks: int,  # enough blocks of `block` questions for R + E + 1; odd
     odd_R: int,  # 2 * R + 1
     E: hl.constexpr,
     block: hl.constexpr,
@@ -80,19 +80,19 @@ def count_experts(
     ranks: torch.Tensor,  # [R] int32
     odd_R: int,  # 2 * R + 1
     runs: int,
-    odd_chunks: int,  # 2 * chunks + 1: so many make a run
+    odd_chunks: int,  # 2 * chunks + 1; a run is `chunks` chunks of slots
     E: hl.constexpr,
     width: hl.constexpr,  # a power of two, at least E
     chunk: hl.constexpr,
 ) -> torch.Tensor:
-    """counts[b, e] = slots of expert e in run b; ranks[s] = those of its own expert before s in its run."""
+    """counts[b, e] = slots of expert e in run b; ranks[s] = slots of the expert of s that precede s in its run."""
     for tile_b in hl.tile(runs, block_size=1):
         zero = hl.zeros([], dtype=torch.int32)
         R, chunks = decode_odd(odd_R, zero), decode_odd(odd_chunks, zero)
         first = int32(tile_b.id, zero) * chunks
         count = hl.zeros([width], dtype=torch.int32)
         dropped = hl.zeros([], dtype=torch.int32)
-        # By chunks: a loop over slots would be masked, and take 1.7 times as long.
+        # Loop over chunks, because a loop over slots would be masked and take 1.7 times as long.
         for tile_c in hl.tile(chunks, block_size=1):
             slot = (first + int32(tile_c.id, zero)) * chunk + hl.arange(chunk)
             expert = _expert(topk_ids, slot, R, E)
@@ -111,10 +111,10 @@ def count_experts(
 @kernel(lambda topk_ids, counts, *_: _place_config(counts.size(1)))
 def place_slots(
     topk_ids: torch.Tensor,  # [R]
-    counts: torch.Tensor,  # [runs, width] int32, of count_experts
+    counts: torch.Tensor,  # [runs, width] int32, from count_experts
     group_offsets: torch.Tensor,  # [E + 1] int32
     row_to_slot: torch.Tensor,  # [R] int32
-    slot_to_row: torch.Tensor,  # [R] int32: the ranks of count_experts
+    slot_to_row: torch.Tensor,  # [R] int32; on entry, the ranks from count_experts
     odd_R: int,  # 2 * R + 1
     runs: int,
     odd_chunks: int,
@@ -122,7 +122,7 @@ def place_slots(
     width: hl.constexpr,
     chunk: hl.constexpr,
 ) -> torch.Tensor:
-    """Each program places a run of slots: past the lower experts, the same expert's earlier runs and earlier slots."""
+    """One program per run; a slot's row follows the lower experts, then its expert's earlier runs and earlier slots."""
     hl.pdl_wait()  # launched while count_experts still runs
     for tile_b in hl.tile(runs, block_size=1):
         zero = hl.zeros([], dtype=torch.int32)
@@ -164,7 +164,7 @@ def plan_route(
 
 
 def sort_slots(builder: Builder, topk_ids: SymbolicTensor, E: int) -> tuple[SymbolicTensor, ...]:
-    """group_offsets `[E + 1]`, row_to_slot `[R]`, slot_to_row `[R]`. Needs at least one slot and one expert."""
+    """Return group_offsets `[E + 1]`, row_to_slot and slot_to_row `[R]`. There must be a slot and an expert."""
     R = topk_ids.flatten().size(0)
     if topk_ids.is_contiguous():
         topk_ids = topk_ids.flatten()
@@ -177,7 +177,7 @@ def sort_slots(builder: Builder, topk_ids: SymbolicTensor, E: int) -> tuple[Symb
         builder.launch(rank_slots, (topk_ids, *outs, blocks, odd_R, E, _RANK_BLOCK), _RANK_CONFIG)
         return outs
     width = max(16, 1 << (E - 1).bit_length())
-    # Every program of the second launch reads all runs' counts, so there may not be too many of them.
+    # Every program of the second launch reads the counts of all runs, so the number of runs is limited.
     chunks = 1 if most(R) < 1 << 15 else max(4, -(-most(R) // (_MOST_RUNS * _CHUNK)))
     runs = (R + (chunks * _CHUNK - 1)) // (chunks * _CHUNK)
     counts = builder.alloc((runs, width), torch.int32)

@@ -1,15 +1,15 @@
 """Jagged grouped GEMM of fp8 operands with scales: `out[rows of g] = A[rows of g] @ B[g] (+ bias[g])`.
 
-Groups and tiles are those of `grouped_gemm`. Both operands are contracted along their last dimension, as fp8 tensor
-cores need them: A `[M, K]`, B `[G, N, K]`. There are two formats of scales:
+Groups and tiles are those of `grouped_gemm`. Both operands are contracted along their last dimension, which fp8 tensor
+cores require: A `[M, K]`, B `[G, N, K]`. There are two formats of scales:
 
     rowwise        out = (A.data @ B.data^T) * scales_A[m] * scales_B[g, n]
-    block-scaled   out = the sum over k of (A.data[:, block k] @ B.data[g, :, block k]^T) * scales_A[m, k] *
+    block-scaled   out = sum over k of (A.data[:, block k] @ B.data[g, :, block k]^T) * scales_A[m, k] *
                    scales_B[g, n // 128, k], for blocks of 128
 
-Tensor cores add up products of fp8 in fewer bits than float32 has. So a sum leaves them after each block of K, and is
-added to the others in float32: always with scales of blocks, and with rowwise ones unless `fast`. `inline_ptx` is for
-NVIDIA GPUs: the addition is written in their instructions.
+Tensor cores accumulate products of fp8 in fewer bits than float32 has. So the sum of each block of K is added to the
+accumulator outside the tensor cores, in float32: always with block scales, and with rowwise scales unless `fast`.
+`inline_ptx`, for NVIDIA GPUs, writes that addition as PTX instructions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _preset_promoted(
 def _preset(
     variant: str, fast: bool, A: Tensor, B: Tensor, scales_B: Tensor, bias: Tensor | None, out: Tensor
 ) -> Config:
-    """The rule's config without TMA, for direct calls of the kernels."""
+    """Return the rule's config without TMA, for direct calls of the kernels."""
     problem = scaled_rules.Problem(
         rows=rules.floor_power_of_2(A.size(0) // B.size(0)),
         M=rules.floor_power_of_2(A.size(0)),
@@ -78,17 +78,17 @@ def _preset(
 
 
 def _dot(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
-    """acc + a @ b, added up by the tensor cores. Helion has no product of two fp8 types."""
+    """Return acc + a @ b, added by the tensor cores. Helion has no product of two different fp8 types."""
     return hl.inline_triton("tl.dot({0}, {1}, acc={2})", args=(a, b, acc), output_like=acc)
 
 
 def product_of(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
-    """a @ b in float32, shaped as `like`."""
+    """Return a @ b in float32, shaped as `like`."""
     return hl.inline_triton("tl.dot({0}, {1})", args=(a, b), output_like=like)
 
 
 def _add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
-    """acc + a @ b: the sum leaves the tensor cores, by instructions that Triton does not merge into the product."""
+    """Return acc + a @ b, added outside the tensor cores by instructions that Triton cannot fuse into the product."""
     product = product_of(a, b, acc)
     if not inline_ptx:
         return acc + product
@@ -101,7 +101,7 @@ def _add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
 
 
 def scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
-    """acc + product * scale, in instructions that stay where they are: the product's registers are free after them."""
+    """Return acc + product * scale, by instructions the compiler does not move: they free the product's registers."""
     if not inline_ptx:
         return acc + product * scale
     return hl.inline_triton(
@@ -116,23 +116,23 @@ def scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) ->
 def scaled_jagged(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32, or [M, cdiv(K, 128)] if `block_scaled`
-    B: Tensor,  # [G, N, K] fp8, or [1, N, K] for one that all groups share
-    scales_B: Tensor,  # [G, N, 1] fp32, or [G, cdiv(N, 128), cdiv(K, 128)] if `block_scaled`; [1, ..] with such a B
+    B: Tensor,  # [G, N, K] fp8, or [1, N, K] if `shared`
+    scales_B: Tensor,  # [G, N, 1] fp32, or [G, cdiv(N, 128), cdiv(K, 128)] if `block_scaled`; [1, ..] if `shared`
     group_offsets: Tensor,  # [G + 1]
     bias: Tensor | None,  # [G, N]
     out: Tensor,  # [M, N]
     max_tiles: int,
     odd_M: int,
     numbering: int,
-    shared: hl.constexpr,  # B is
+    shared: hl.constexpr,  # all groups share one B
     block_scaled: hl.constexpr,
     fast: hl.constexpr,
     inline_ptx: hl.constexpr,
-    tma_A: hl.constexpr,  # A is read by TMA, which takes rows outside of it for zeros
+    tma_A: hl.constexpr,  # A is read by TMA, which returns zeros for rows outside A
 ) -> Tensor:
     """For few rows per group: a grid over tiles and columns, as `jagged`.
 
-    The tile of the result is transposed, because a weight has the 64 rows that WGMMA needs on the left.
+    Tiles of the result are computed transposed: WGMMA needs 64 rows in the left operand, which a weight has.
     """
     hl.pdl_launch_dependents()
     hl.pdl_wait()
@@ -191,16 +191,16 @@ def scaled_jagged(
 def fast_persistent(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32
-    B: Tensor,  # [G, N, K] fp8, or [1, N, K]
-    scales_B: Tensor,  # [G, N, 1] fp32, or [1, N, 1]
+    B: Tensor,  # [G, N, K] fp8, or [1, N, K] if `shared`
+    scales_B: Tensor,  # [G, N, 1] fp32, or [1, N, 1] if `shared`
     tiles: Tensor,  # [1 + max_tiles, 3] int32, of tile_table
     num_tiles: Tensor,  # [] int32: tiles[0, 0]
     bias: Tensor | None,  # [G, N]
     out: Tensor,  # [M, N], or `windows` of it if `tma_out`
     shared: hl.constexpr,
-    block_m: hl.constexpr,  # that of `tiles`
+    block_m: hl.constexpr,  # rows of a tile of `tiles`
     tma_A: hl.constexpr,
-    tma_out: hl.constexpr,  # out is written by TMA, which leaves out what is past the end of a window
+    tma_out: hl.constexpr,  # out is written by TMA, which skips rows past the end of a window
 ) -> Tensor:
     """For many rows per group and `fast`: one program per SM walks the listed tiles, as `jagged_persistent`."""
     K = A.size(1)
@@ -235,22 +235,22 @@ def fast_persistent(
 def promoted_persistent(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32, or [M, cdiv(K, 128)] if `block_scaled`
-    B: Tensor,  # [G, N, K] fp8, or [1, N, K]
-    scales_B: Tensor,  # [G, N, 1] fp32, or [G, cdiv(N, 128), cdiv(K, 128)] if `block_scaled`; [1, ..] with such a B
+    B: Tensor,  # [G, N, K] fp8, or [1, N, K] if `shared`
+    scales_B: Tensor,  # [G, N, 1] fp32, or [G, cdiv(N, 128), cdiv(K, 128)] if `block_scaled`; [1, ..] if `shared`
     tiles: Tensor,  # [1 + max_tiles, 3] int32, of tile_table for 2 * half rows
     num_tiles: Tensor,  # [] int32: tiles[0, 0]
     bias: Tensor | None,  # [G, N]
     out: Tensor,  # [M, N]
     shared: hl.constexpr,
-    half: hl.constexpr,  # rows
+    half: hl.constexpr,  # rows of half a tile
     block_scaled: hl.constexpr,
     inline_ptx: hl.constexpr,
     tma_A: hl.constexpr,
 ) -> Tensor:
-    """For many rows per group: two programs per SM, one of which multiplies while the other adds up.
+    """For many rows per group without `fast`: two programs per SM, one of which multiplies while the other adds.
 
-    A tile is multiplied in two halves of its rows, so that what is not yet added takes half the registers. Scales of
-    blocks are loaded one step ahead.
+    A tile is multiplied in two halves of its rows, so that products that are not yet added take half the registers.
+    Block scales are loaded one step ahead.
     """
     K = A.size(1)
     N = out.size(1)
@@ -264,7 +264,7 @@ def promoted_persistent(
         end = tiles[t, 2]
         upper = row0.to(torch.int64) + hl.arange(half)
         lower = row0.to(torch.int64) + half + hl.arange(half)
-        # Rows past the end are not stored; they get the scale of one that is there.
+        # Rows past the end are not stored; they use the scale of row0, which exists.
         upper_scaled = torch.where(upper < end, upper, row0)
         lower_scaled = torch.where(lower < end, lower, row0)
         acc_upper = hl.zeros([half, tile_n], dtype=torch.float32)
@@ -313,8 +313,8 @@ def plan_scaled_grouped_gemm(
 ) -> SymbolicTensor:
     """Plan the product of A `[M, K]`, B `[G, K, N]` or `[K, N]`, their scales, group_offsets and a bias or None.
 
-    A is contiguous along K, and so is B, which lies in memory as `[G, N, K]`. A's scales of blocks of K are
-    `[M, cdiv(K, 128)]`, or flat where rows lie next to each other.
+    A and B are contiguous along K: the layout of B is `[G, N, K]`. Block scales of A are `[M, cdiv(K, 128)]`, or 1-D if
+    they are column-major.
     """
     A, scales_A, B, scales_B, group_offsets, bias = tensors
     assert A is not None and scales_A is not None and B is not None and scales_B is not None
@@ -334,8 +334,8 @@ def multiply(
     builder: Builder,
     A: SymbolicTensor,  # [M, K]
     scales_A: SymbolicTensor,  # [M, 1] or [M, cdiv(K, 128)]
-    B: SymbolicTensor,  # [G, N, K], or [1, N, K] for one that all groups share
-    scales_B: SymbolicTensor,  # [G, N, 1] or [G, cdiv(N, 128), cdiv(K, 128)]; [1, ..] with such a B
+    B: SymbolicTensor,  # [G, N, K], or [1, N, K] if all groups share one
+    scales_B: SymbolicTensor,  # [G, N, 1] or [G, cdiv(N, 128), cdiv(K, 128)]; [1, ..] with a shared B
     group_offsets: SymbolicTensor,  # [G + 1]
     bias: SymbolicTensor | None,  # [G, N]
     out: SymbolicTensor,  # [M, N]
@@ -399,7 +399,7 @@ def _problem(
         tma_A=not int64_vectors and tma_readable(gpu, A),
         tma_B=N >= 16 and tma_readable(gpu, B),
         tma_out=N >= 16 and tma_readable(gpu, out),
-        # TMA takes 32-bit coordinates whatever the extent.
+        # TMA takes 32-bit coordinates for any extent.
         int64_A=int64_vectors or needs_int64(A),
         int64_B=needs_int64(B),
         int64_out=needs_int64(out),

@@ -1,13 +1,13 @@
 """Grouped GEMM that is ragged along the contraction, in fp8: `out[g] = X[rows of g]^T @ Y[rows of g]`.
 
-The gradient of a grouped GEMM's weights. fp8 tensor cores need both operands contiguous along the contraction, which
-here are the rows. So X and Y are quantised to copies that are transposed 128 rows at a time:
+This is the gradient of a grouped GEMM's weights. fp8 tensor cores need both operands contiguous along the contraction,
+here the rows. So X and Y are quantised to copies that are transposed 128 rows at a time:
 
-    data [slots, C, 128]    group g has the slots start // 128 + g, and following, for its rows from `start` on
+    data [slots, C, 128]    the rows of group g, from `start` on, fill slots start // 128 + g and following
 
-Only there groups are padded, with zeros, to multiples of 128 rows. In a slot each column of X has a scale, and each
-128 columns of Y: "1x128" by "128x128" of the transposed rows of a group. As in `scaled_gemm`, sums leave the tensor
-cores after each 128 rows.
+These copies pad each group with zeros to a multiple of 128 rows. A slot has one scale per column of X, and one per 128
+columns of Y: "1x128" by "128x128" of the transposed rows of a group. As in `scaled_gemm`, the sum of each 128 rows is
+added outside the tensor cores.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 @kernel(lambda data, scales, x, row_to_slot, tiles, max_tiles, top_k, squares, largest: rules.columns(squares))
 def quantize_columns(
-    data: torch.Tensor,  # [slots, C up to a multiple of 128, 128] fp8, written
-    scales: torch.Tensor,  # [slots, C], or [slots, C / 128 rounded up] of squares; written
-    x: torch.Tensor,  # [M, C], or tokens [T, C]
+    data: torch.Tensor,  # [slots, C rounded up to a multiple of 128, 128] fp8, written
+    scales: torch.Tensor,  # [slots, C], or [slots, cdiv(C, 128)] if `squares`; written
+    x: torch.Tensor,  # [M, C], or tokens [T, C] with row_to_slot
     row_to_slot: torch.Tensor | None,  # [M] int32
-    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, of tile_table for 128 rows
+    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, of tile_table with block_m = 128
     max_tiles: int,
     top_k: hl.constexpr,
-    squares: hl.constexpr,  # one scale for 128 rows and 128 columns
+    squares: hl.constexpr,  # one scale per 128 rows and 128 columns
     largest: hl.constexpr,
 ) -> torch.Tensor:
-    """A program per 128 rows of a group and block of their columns, of 128 for squares. It reads them twice, the second
-    time from the cache: this takes fewer registers than to keep them.
+    """One program per 128 rows of a group and block of columns, 128 with `squares`. It reads them twice, the second
+    time from the cache, which takes fewer registers than keeping them.
     """
     C = x.size(1)
     for tile_c, tile_t in hl.tile([C, max_tiles], block_size=[None, 1]):
@@ -76,7 +76,7 @@ def quantize_columns(
 def _rows(
     x: torch.Tensor, rows: torch.Tensor, end: torch.Tensor, tile_c: Any, row_to_slot: torch.Tensor | None, top_k: int
 ) -> torch.Tensor:
-    """Rows of x, or tokens of rows; zeros from `end` on."""
+    """Load rows of x, or with row_to_slot the tokens of these rows; zeros from `end` on."""
     inside = rows < end
     if row_to_slot is not None:
         rows = divide(hl.load(row_to_slot, [rows], extra_mask=inside), top_k)
@@ -84,16 +84,16 @@ def _rows(
 
 
 def _columns(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """`[C, 4 * n]` from every fourth row of it each, `[n, C]`, which begin with rows 0, 1, 2 and 3.
+    """Return the transpose `[C, 4 * n]` of rows, of which a, b, c and d `[n, C]` are every fourth, from 0, 1, 2 and 3.
 
-    So a thread has four elements of a column next to each other when they are transposed through shared memory, and not
-    one.
+    In this way a thread has four adjacent elements of a column, instead of one, when the rows are transposed through
+    shared memory.
     """
     return hl.join(hl.join(a.T, c.T), hl.join(b.T, d.T)).reshape(a.size(1), 4 * a.size(0))
 
 
 def _computed_here(x: torch.Tensor, inline_ptx: bool) -> torch.Tensor:
-    """`x`, so that the compiler computes what depends on it behind a loop, and not in front of it."""
+    """Return `x` by an instruction that is not moved, so that values from it are computed after a loop, not before."""
     if not inline_ptx:
         return x
     return hl.inline_triton(
@@ -105,20 +105,20 @@ def _computed_here(x: torch.Tensor, inline_ptx: bool) -> torch.Tensor:
 
 @kernel(lambda X, Y, scales_X, scales_Y, offsets, out, *_: rules.product(out.size(2), out.size(0), tma=False))
 def scaled_wgrad(
-    X: torch.Tensor,  # [slots, P up to a multiple of 128, 128] fp8
-    Y: torch.Tensor,  # [slots, Q up to a multiple of 128, 128] fp8
+    X: torch.Tensor,  # [slots, P rounded up to a multiple of 128, 128] fp8
+    Y: torch.Tensor,  # [slots, Q rounded up to a multiple of 128, 128] fp8
     scales_X: torch.Tensor,  # [slots, P]
-    scales_Y: torch.Tensor,  # [slots, Q / 128 rounded up]
+    scales_Y: torch.Tensor,  # [slots, cdiv(Q, 128)]
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [G, P, Q]
     odd_M: int,  # 2 * M + 1
-    width: hl.constexpr,  # a power of two, at least G + 1; 0 for offsets that are clamped already
-    half: hl.constexpr,  # rows of a result
+    width: hl.constexpr,  # a power of two, at least G + 1; 0 for offsets that are clamped and in order already
+    half: hl.constexpr,  # rows of half a tile of the result
     inline_ptx: hl.constexpr,
 ) -> torch.Tensor:
-    """Over the tiles of all groups, in halves, with scales loaded a step ahead, as `promoted_persistent`.
+    """Compute the tiles of all groups in halves, with scales loaded one step ahead, as `promoted_persistent`.
 
-    Columns of X and Y past P and Q are never written, and what is made of them is not stored.
+    Columns of X and Y past P and Q are uninitialised, and results from them are not stored.
     """
     G, P, Q = out.size()
     for tile_q, tile_p, tile_g, tile_k in hl.tile([Q, P, G, X.size(2)], block_size=[None, 2 * half, 1, 128]):
@@ -133,7 +133,7 @@ def scaled_wgrad(
         lower = upper + half
         acc_upper = hl.zeros([half, tile_q], dtype=torch.float32)
         acc_lower = hl.zeros([half, tile_q], dtype=torch.float32)
-        # Rows past P are not stored; they get the scale of one that is there.
+        # Rows past P are not stored; they use the scale of row p0, which exists.
         upper_scaled = torch.where(upper < P, upper, p0)
         lower_scaled = torch.where(lower < P, lower, p0)
         next_upper = hl.load(scales_X, [first, upper_scaled])
@@ -164,9 +164,9 @@ def scaled_wgrad(
 def plan_quantized_wgrad(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, int]
 ) -> SymbolicTensor:
-    """Plan the result `[G, P, Q]` from X `[M, P]`, Y `[M, Q]`, group_offsets `[G + 1]` and the rows' slots or None.
+    """Plan the result `[G, P, Q]` from X `[M, P]`, Y `[M, Q]`, group_offsets `[G + 1]`, x_slots and y_slots.
 
-    With slots `[M]`, X or Y are tokens `[M / top_k, ..]`.
+    An operand whose rows' slots `[M]` are given, not None, is tokens `[M / top_k, ..]`.
     """
     X, Y, group_offsets, x_slots, y_slots = tensors
     assert X is not None and Y is not None and group_offsets is not None
@@ -183,9 +183,9 @@ def plan_quantized_wgrad(
     x = _quantize(builder, X, x_slots, rows.size(0), tiles, G, top_k, squares=False)
     y = _quantize(builder, Y, y_slots, rows.size(0), tiles, G, top_k, squares=True)
     group_offsets, width = searchable(builder, group_offsets, rows.size(0))
-    width = max(width, 128) if width else 0  # ptxas spills a few bytes with 16
+    width = max(width, 128) if width else 0  # with a width of 16, ptxas spills a few bytes
     constants = (rows.size(0) * 2 + 1, width, rules.HALF, builder.gpu.backend == "cuda")
-    # Slots and groups are told apart in 64 bits.
+    # Slots and groups are indexed with 64 bits.
     arguments = (x[0], y[0], x[1], y[1], group_offsets, replace(out, few_groups=True), *constants)
     int64_index = needs_int64(out.select(0, 0), group_offsets, x[1], y[1])
     config = rules.product(Q, G, tma=builder.gpu.has_tma and not int64_index)
@@ -195,7 +195,7 @@ def plan_quantized_wgrad(
 
 def _quantize(
     builder: Builder,
-    x: SymbolicTensor,  # [M, C], or tokens [T, C]
+    x: SymbolicTensor,  # [M, C], or tokens [T, C] with row_to_slot
     row_to_slot: SymbolicTensor | None,  # [M]
     M: Any,
     tiles: SymbolicTensor,  # [1 + max_tiles, 3]
@@ -203,7 +203,7 @@ def _quantize(
     top_k: int,
     squares: bool,
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """Data and scales, as `quantize_columns`."""
+    """Return data and scales, written by `quantize_columns`."""
     slots, C = M // BLOCK + G, x.size(1)
     blocks = -(-C // BLOCK)
     data = replace(builder.alloc((slots, blocks * BLOCK, BLOCK), torch.float8_e4m3fn), few_groups=True)

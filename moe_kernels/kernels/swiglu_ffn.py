@@ -1,7 +1,7 @@
-"""Both products of an expert's first half at once, with the activation at their end: `act = f(A @ gate) * (A @ up)`.
+"""The gate and up products of the experts in one kernel, with the activation: `act = f(A @ gate) * (A @ up)`.
 
 Rows, groups and tiles are those of grouped_gemm.py. A row of A is read once for both products. A may also hold tokens,
-read through `row_to_slot`, so that no gather is needed beforehand.
+which are read through `row_to_slot`, so that no gather is needed beforehand.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _by_pointers(
     preact_gate: torch.Tensor | None,
     *_: Any,
 ) -> swiglu_rules.Problem:
-    """The problem without TMA, for direct calls of the kernels."""
+    """Return the problem without TMA, for direct calls of the kernels."""
     dtype = torch.promote_types(A.dtype, weight.dtype)
     return swiglu_rules.Problem(
         rows=rules.floor_power_of_2(act.size(0) // E),
@@ -73,26 +73,26 @@ def _by_pointers(
 @kernel(_preset_basic)
 def swiglu(
     A: torch.Tensor,  # [M, H], or [T, H] if `top_k`
-    gate: torch.Tensor,  # [E, H, I]; the last two swapped if `transposed`
-    up: torch.Tensor,  # like gate
+    gate: torch.Tensor,  # [E, H, I]; [E, I, H] if `transposed`
+    up: torch.Tensor,  # as gate
     group_offsets: torch.Tensor,  # [E + 1]
     row_to_slot: torch.Tensor | None,  # [M] int32
     gate_bias: torch.Tensor | None,  # [E, I]
     up_bias: torch.Tensor | None,  # [E, I]
     act: torch.Tensor,  # [M, I]
-    preact_gate: torch.Tensor | None,  # [M, I]: what act is made of
+    preact_gate: torch.Tensor | None,  # [M, I]: with preact_up, the preactivations
     preact_up: torch.Tensor | None,  # [M, I]
     max_tiles: int,
     odd_M: int,
     numbering: int,
-    top_k: hl.constexpr,  # row r is that of token row_to_slot[r] // top_k; 0 if A has the rows themselves
+    top_k: hl.constexpr,  # row r is token row_to_slot[r] // top_k; 0 if A holds the rows themselves
     transposed: hl.constexpr,
     mask_rows: hl.constexpr,
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
 ) -> torch.Tensor:
-    """For few rows per expert: a grid over tiles and columns, as `jagged`."""
+    """Grid over tiles and columns, as in `jagged`; for few rows per expert."""
     hl.pdl_launch_dependents()
     hl.pdl_wait()
     H = A.size(1)
@@ -154,33 +154,33 @@ def swiglu(
     return act
 
 
-# With static shapes, because Helion makes a descriptor of several rows of `pairs` at once only if strides are static.
+# Static shapes, because only with static strides does Helion create a descriptor that spans two matrices of `pairs`.
 @kernel(_preset_persistent, static_shapes=True)
 def swiglu_persistent(
     A: torch.Tensor,  # [M, H], or [T, H] if `top_k`
-    pairs: torch.Tensor,  # [2 * E, I, H]: gate and up of each expert
-    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, of tile_table
+    pairs: torch.Tensor,  # [2 * E, I, H]: gate and up of each expert in turn in turn
+    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, from tile_table
     num_tiles: torch.Tensor,  # [] int32: tiles[0, 0]
     row_to_slot: torch.Tensor | None,  # [M] int32
     gate_bias: torch.Tensor | None,  # [E, I]
     up_bias: torch.Tensor | None,  # [E, I]
-    act: torch.Tensor,  # [M, I], or `windows` of it if `tma_out`, as the next two
+    act: torch.Tensor,  # [M, I]; this and the next two are `windows` if `tma_out`
     preact_gate: torch.Tensor | None,
     preact_up: torch.Tensor | None,
     top_k: hl.constexpr,
-    block_m: hl.constexpr,  # that of `tiles`
+    block_m: hl.constexpr,  # the tile height of `tiles`
     block_i: hl.constexpr,
-    tma_A: hl.constexpr,  # A is read by TMA, which takes rows outside of it for zeros
-    tma_B: hl.constexpr,  # so are the weights
-    tma_out: hl.constexpr,  # results are written by TMA, which leaves out what is past the end of a window
+    tma_A: hl.constexpr,  # A is read by TMA, which returns zeros past its last row
+    tma_B: hl.constexpr,  # the weights are read by TMA
+    tma_out: hl.constexpr,  # results are written by TMA, which drops rows past the end of a window
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
 ) -> torch.Tensor:
-    """One program per SM walks the listed tiles, as `jagged_persistent`.
+    """One program per SM, which takes every num_SM-th listed tile, as in `jagged_persistent`.
 
-    The columns of both weights are one operand of one product, because the compiler would not overlap two products in a
-    flattened loop.
+    The columns of both weights form one operand of one product, because the compiler would not overlap two products in
+    a flattened loop.
     """
     H = A.size(1)
     I = act.size(1)  # noqa: E741
@@ -229,18 +229,18 @@ def swiglu_persistent(
 def fuses(
     A: SymbolicTensor, w_in: SymbolicTensor, w_up: SymbolicTensor | None, spec: GLUSpec, M: Any, builder: Builder
 ) -> bool:
-    """Whether the kernels here are faster than `grouped_gemm` and `activate`, for `M` rows, of `A` or gathered."""
+    """Whether these kernels are faster than `grouped_gemm` and `activate` for `M` rows, those of `A` or gathered."""
     if not spec.gated or least(M) == 0 or 0 in w_in.shape:
         return False
     if least(M) // w_in.size(0) < rules.PERSISTENT_FROM_ROWS:
-        return not spec.interleaved or w_in.stride(2) != 1  # rows of each weight, or columns, lie in one piece
+        return not spec.interleaved or w_in.stride(2) != 1  # each weight has contiguous rows or columns
     gate, up = spec.halves(w_in, w_up)
     assert up is not None
     return _pairs(A, gate, up, builder) is not None
 
 
 def _pairs(A: SymbolicTensor, gate: SymbolicTensor, up: SymbolicTensor, builder: Builder) -> SymbolicTensor | None:
-    """Both weights, [E, H, I] each, as one [2 * E, I, H], if they can be, and `swiglu_persistent` is good at it."""
+    """Return gate and up `[E, H, I]` as one view `[2 * E, I, H]`, or None if that does not suit `swiglu_persistent`."""
     E, H, I = gate.shape  # noqa: E741
     row = gate.stride(2)
     if not gate.strides == up.strides == (2 * I * row, 1, row) or gate.variable != up.variable:
@@ -261,13 +261,13 @@ def multiply_activated(
     up: SymbolicTensor,  # [E, H, I]
     group_offsets: SymbolicTensor,  # [E + 1]
     row_to_slot: SymbolicTensor | None,  # [M] int32
-    biases: tuple[SymbolicTensor | None, SymbolicTensor | None],  # [E, I]: of gate and up
+    biases: tuple[SymbolicTensor | None, SymbolicTensor | None],  # [E, I], for gate and up
     act: SymbolicTensor,  # [M, I], written
-    preacts: tuple[SymbolicTensor | None, SymbolicTensor | None],  # [M, I], written
+    preacts: tuple[SymbolicTensor | None, SymbolicTensor | None],  # [M, I] for gate and up, written
     top_k: int,  # 0 without row_to_slot
     spec: GLUSpec,
 ) -> None:
-    """Write the activation, and what it is made of if asked for. No tensor may be empty."""
+    """Write the activation, and the preactivations if given. No tensor may be empty."""
     A = left_operand(builder, A, gate.dtype)
     M, E = act.size(0), gate.size(0)
     pairs, transposed = _pairs(A, gate, up, builder), lies_transposed(gate)
@@ -301,12 +301,12 @@ def multiply_activated(
 def _problem(
     builder: Builder,
     A: SymbolicTensor,
-    gate: SymbolicTensor,  # as they lie in memory
+    gate: SymbolicTensor,  # gate and up in memory layout: [E, H, I] or [E, I, H]
     up: SymbolicTensor,
     group_offsets: SymbolicTensor,
     row_to_slot: SymbolicTensor | None,
     biases: tuple[SymbolicTensor | None, SymbolicTensor | None],
-    outs: tuple[SymbolicTensor | None, ...],  # act, and what it is made of
+    outs: tuple[SymbolicTensor | None, ...],  # act and the preactivations
     paired: bool,
 ) -> swiglu_rules.Problem:
     (M, I), H, E = outs[0].shape, A.size(1), gate.size(0)  # type: ignore[union-attr]  # noqa: E741
@@ -327,7 +327,7 @@ def _problem(
         tma_A=not int64_vectors and H >= 16 and row_to_slot is None and tma_readable(gpu, A),
         tma_B=min(H, I) >= 16 and tma_readable(gpu, gate) and tma_readable(gpu, up),
         tma_out=I >= 16 and all(tma_readable(gpu, out) for out in outs if out is not None),
-        # TMA takes 32-bit coordinates whatever the extent.
+        # These apply to pointers only: TMA takes 32-bit coordinates whatever the extent.
         int64_A=int64_vectors or needs_int64(A, row_to_slot),
         int64_B=needs_int64(gate, up),
         int64_out=needs_int64(*outs),

@@ -1,4 +1,4 @@
-"""The list of the row tiles of all groups, made on the device, and functions for kernels that walk it."""
+"""The list of the row tiles of all groups, built on the device, and functions for kernels that walk it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def tile_table(
     tiles: torch.Tensor,  # [1 + max_tiles, 3] int32
     max_tiles: int,
     odd_M: int,
-    odd_unsplit: int,  # 2 * unsplit + 1: a group of at most so many rows has tiles of one height
+    odd_unsplit: int,  # 2 * unsplit + 1; groups of at most `unsplit` rows have tiles of one height
     block_m: hl.constexpr,
 ) -> torch.Tensor:
     """List the row tiles of all groups, and set the rows of `out` outside all groups to zero.
 
-    Tails are last tiles of at most half of `block_m` rows, of groups of more rows than `unsplit` or of no other tile;
-    there are none if `unsplit` is NO_TAILS. tiles[0, 0] is the number of whole tiles, tiles[0, 1] that of tails. Whole
-    tile i is tiles[1 + i] = (group, first row, end row), and the tails come after the whole tiles.
+    A tail is a group's last tile, if that has at most block_m // 2 rows and the group has either more than `unsplit`
+    rows or no other tile; with NO_TAILS for `unsplit` there are none. tiles[0, 0] is the number of whole tiles, and
+    tiles[0, 1] that of tails. tiles[1 + i] = (group, first row, end row) is whole tile i; the tails follow.
     """
     G = group_offsets.size(0) - 1
     hl.pdl_wait()
@@ -85,23 +85,23 @@ def tile_table(
 
 
 def _unsplit(rows: torch.Tensor, block_m: int, unsplit: torch.Tensor) -> torch.Tensor:
-    """Whether groups of so many rows have whole tiles alone, however few rows the last one has."""
+    """Whether a group of `rows` rows has only whole tiles, however few rows are in the last one."""
     return (unsplit == NO_TAILS) | ((rows > block_m // 2) & (rows <= unsplit))
 
 
 def shares(
     whole: torch.Tensor, tails: torch.Tensor, worker: int, workers: int, tail_cost: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """What a worker computes of so many whole tiles and tails, a tail taking `tail_cost` where a whole tile takes 64.
+    """Return a worker's share of the `whole` tiles and `tails`; a tail costs `tail_cost`, a whole tile 64.
 
-    s workers begin with the tails, and the others meanwhile go through some of the whole tiles; all then share the rest
-    of those, the ones without tails first. s is what makes the slowest worker the fastest, by that cost.
+    s workers begin with the tails while the others compute some of the whole tiles. Then all workers share the
+    remaining whole tiles, starting with the workers without tails. s minimises the cost of the most loaded worker.
 
-    Returns (num_tails, first_tail, s, num_whole, num_early, first, others, first_late): the worker has the tails
-    first_tail, first_tail + s, ..., the whole tiles first, first + others, ... `num_early` times, and then first_late,
-    first_late + workers, ...
+    Returns (num_tails, first_tail, s, num_whole, num_early, first, others, first_late): `num_tails` tails, numbers
+    first_tail, first_tail + s, ..., and `num_whole` whole tiles, of which the first `num_early` are first,
+    first + others, ... and the rest first_late, first_late + workers, ...
     """
-    # Of each s from 1 to 128:
+    # The cost for each s from 1 to 128.
     tried = hl.arange(128, dtype=torch.int32) + 1
     tails_time = divide(tails + tried - 1, tried) * tail_cost
     early = divide(tails_time, 64)
@@ -110,10 +110,10 @@ def shares(
     time = torch.maximum(
         tails_time + divide(left + tried - 1, workers) * 64, (most_early + divide(left + (workers - 1), workers)) * 64
     )
-    # Tails are to be computed while their groups' whole tiles are, while weights are in the L2 cache: not in less than
-    # three fifths of the time.
+    # Penalise an s whose tails take less than three fifths of the time: a tail should be computed together with its
+    # group's whole tiles, while the weights are in the L2 cache.
     time = torch.where(2 * early * workers < 3 * left, time + divide(time, 16), time)
-    # Bounded, so that s fits in beside it. A GPU's memory does not hold the results of that many tiles.
+    # Bounded so that time * 128 + s - 1 fits into an int32. No GPU's memory holds the results of so many tiles.
     time = torch.where(tried < workers, torch.clamp(time, max=1 << 22), 1 << 23)
     best = torch.amin(time * 128 + (tried - 1))
     s = best - divide(best, 128) * 128 + 1
@@ -122,7 +122,7 @@ def shares(
     early_end = torch.minimum(divide(divide(tails + s - 1, s) * tail_cost, 64) * others, whole)
     w = int32(worker, s)
     has_tails = w < s
-    first = torch.where(has_tails, w + others, w - s)  # the workers without tails, then those with some
+    first = torch.where(has_tails, w + others, w - s)  # workers without tails come first
     num_tails = torch.where(has_tails, _count(w, s, tails), 0)
     num_early = torch.where(has_tails, 0, _count(first, others, early_end))
     first_late = early_end + first
@@ -131,16 +131,16 @@ def shares(
 
 
 def _count(first: torch.Tensor, step: Any, end: torch.Tensor) -> torch.Tensor:
-    """How many of first, first + step, ... are below `end`."""
+    """Return how many of first, first + step, ... are below `end`."""
     return divide(torch.clamp(end - first + step - 1, min=0), step)
 
 
 def place(
     position: torch.Tensor, row_tiles: torch.Tensor, columns: int, log2_group_m: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row tile and column of the tile at `position`: of `group_m` row tiles, one column comes after the other.
+    """Return the row tile and column of the tile at `position`: row tiles in groups of `group_m`, column by column.
 
-    Shifts, because a division by a number that is no constant takes too long between two tiles.
+    Shifts round to a row group, because another division by a number that is no constant takes too long between tiles.
     """
     first = (divide(position, columns) >> log2_group_m) << log2_group_m
     height = torch.minimum(row_tiles - first, (first * 0 + 1) << log2_group_m)
@@ -150,10 +150,10 @@ def place(
 
 
 def windows(out: SymbolicTensor, block_m: int) -> SymbolicTensor:
-    """`[M, N]` as `[block_m, N, M + 1]`, where `[:, n, m]` is the window of `block_m` rows that ends before row m.
+    """Return `out [M, N]` as `[block_m, N, M + 1]`; `[:, :, m]` is the window of the `block_m` rows before row m.
 
-    TMA clips each coordinate by itself: a tile of fewer rows, written from further down in the window that ends where
-    the tile does, leaves alone what comes after. The windows of the first rows begin before `out`.
+    TMA clips each coordinate separately: a tile of fewer rows is written at the end of the window that ends with it,
+    and the rows that follow stay unchanged. The windows of the first rows begin before `out`.
     """
     row, column = out.strides
     view = out.as_strided((block_m, out.size(1), out.size(0) + 1), (row, column, row), -block_m * row)
@@ -161,17 +161,17 @@ def windows(out: SymbolicTensor, block_m: int) -> SymbolicTensor:
 
 
 def max_num_tiles(M: Any, G: int, block_m: int) -> Any:
-    """An upper bound of the number of row tiles of G groups and the rows outside them; odd."""
+    """Return an odd upper bound on the number of row tiles of G groups and the rows outside them."""
     return (M // block_m + (G + 2)) | 1
 
 
 def tile_numbers(M: Any, G: int, block_m: int, by_row: bool) -> tuple[Any, Any, int]:
-    """max_tiles, odd_M and numbering of a kernel that finds its tiles itself."""
+    """Return max_tiles, odd_M and numbering, arguments of a kernel that finds its tiles from the offsets."""
     return M | 1 if by_row else max_num_tiles(M, G, block_m), M * 2 + 1, BY_ROW if by_row else BY_REGION
 
 
 def tile_count(tiles: SymbolicTensor) -> SymbolicTensor:
-    """[]: how many tiles a table lists."""
+    """Return the number of whole tiles in a table, tiles[0, 0], as a tensor `[]`."""
     return tiles.select(0, 0).select(0, 0)
 
 
@@ -186,7 +186,7 @@ def plan_table(
 ) -> SymbolicTensor:  # [1 + max_tiles, 3]
     """List the tiles of `block_m` rows, and set the rows of `out` outside all groups to zero: see `tile_table`.
 
-    Without `zeros`, `out` only says how many rows there are.
+    Without `zeros`, nothing is written to `out`; it only gives the number of rows.
     """
     M, G = out.size(0), group_offsets.size(0) - 1
     max_tiles = max_num_tiles(M, G, block_m)

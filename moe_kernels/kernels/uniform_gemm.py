@@ -1,8 +1,8 @@
-"""Uniform grouped GEMM: `out[g] = A[g] @ B[g]`, every group of the same sizes.
+"""Uniform grouped GEMM: `out[g] = A[g] @ B[g]`, all groups of the same sizes.
 
-One launch with a grid over (group, rows, columns). Where tiles fill the groups exactly, the groups are one matrix, one
-below the other, and the group is folded into the row. Elsewhere it is a coordinate of 3-D descriptors: a tile that
-exceeds its group is clipped by TMA, and rows of the next group are not read.
+One launch has a grid over (group, rows, columns). If tiles fill the groups exactly, `uniform_folded` stacks the groups
+along the rows of one matrix. Otherwise `uniform` uses the group as a coordinate of 3-D descriptors: TMA clips a tile
+that exceeds its group, so rows of the next group are not read.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def uniform_folded(
     B: torch.Tensor,  # [G * K, N], or [G * N, K] if `b_columns`
     out: torch.Tensor,  # [G * M, N]
     G: hl.constexpr,
-    M: hl.constexpr,  # a multiple of the block of rows
+    M: hl.constexpr,  # a multiple of the row block
     N: hl.constexpr,
     K: hl.constexpr,  # a multiple of the block along K
     a_columns: hl.constexpr,
     b_columns: hl.constexpr,
 ) -> torch.Tensor:
-    """A program to a tile of one group. The next launch may begin before this one ends, and waits for it."""
+    """One program per tile of a group. The next launch may begin before this one ends, and waits for it."""
     dtype = torch.promote_types(A.dtype, B.dtype)
     hl.pdl_launch_dependents()
     hl.pdl_wait()
@@ -74,10 +74,10 @@ def uniform(
     K: hl.constexpr,
     a_columns: hl.constexpr,
     b_columns: hl.constexpr,
-    tma_A: hl.constexpr,  # A is read by TMA, which takes what is outside of it for zeros
+    tma_A: hl.constexpr,  # A is read by TMA, which returns zeros outside of it
     tma_B: hl.constexpr,
 ) -> torch.Tensor:
-    """The same for any sizes and strides."""
+    """The same product, for any sizes and strides."""
     G = out.size(0)
     M = out.size(1)
     dtype = torch.promote_types(A.dtype, B.dtype)
@@ -141,7 +141,7 @@ def plan_uniform_grouped_gemm(
 
 def _problem(
     builder: Builder,
-    A: SymbolicTensor,  # these three as `uniform` takes them
+    A: SymbolicTensor,  # A, B and out: as in `uniform`
     B: SymbolicTensor,
     out: SymbolicTensor,
     N: int,
@@ -176,18 +176,18 @@ def _problem(
 
 
 def _has_rows(x: SymbolicTensor) -> bool:
-    """Whether cuBLAS takes each matrix of `x [G, _, _]` without a copy: contiguous rows without overlap."""
+    """Whether cuBLAS reads each matrix of `x [G, _, _]` without a copy: contiguous rows that do not overlap."""
     return x.dim() == 3 and x.stride(2) == 1 and x.stride(1) >= max(x.size(2), 1)
 
 
 def _groups(x: SymbolicTensor, G: int) -> SymbolicTensor:
-    """`[G, _, _]` of a tensor that may have the groups one below the other."""
+    """Return `x` as `[G, _, _]`; the groups of a 2-D `x` are stacked along its rows."""
     return x if x.dim() == 3 else x.unflatten(0, (G, x.size(0) // max(G, 1)))
 
 
 def _with_whole_blocks(x: SymbolicTensor) -> SymbolicTensor:
-    """To be compiled for as if blocks fitted into it. Helion drops TMA for blocks larger than the tensor, of which it
-    reads zeros, and for more than 2^31 elements.
+    """Return `x` with an example shape that blocks fit into. Helion drops TMA for tensors of over 2^31 elements, and
+    for blocks larger than the tensor, though TMA returns zeros outside of it.
     """
     *groups, rows, columns = x.shape
     blocks = (min(256, max(16, 1 << (n - 1).bit_length())) for n in (rows, columns))
@@ -195,6 +195,6 @@ def _with_whole_blocks(x: SymbolicTensor) -> SymbolicTensor:
 
 
 def _flat(x: SymbolicTensor) -> SymbolicTensor:
-    """The groups one below the other."""
+    """Return `x [G, rows, columns]` as `[G * rows, columns]`."""
     G, rows, columns = x.shape
     return x.as_strided((G * rows, columns), x.strides[1:], 0)

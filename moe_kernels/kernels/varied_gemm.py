@@ -1,8 +1,8 @@
-"""Varied grouped GEMM: `out[p] = A[p] @ B[p]`, every problem with sizes, strides and addresses of its own.
+"""Varied grouped GEMM: `out[p] = A[p] @ B[p]`, where each problem has its own sizes, strides and addresses.
 
-A fixed number of workers walks the tiles of all problems, in order: worker w of W takes tiles w, w + W, ... Which
-problem a tile is of, and where that lies in memory, is looked up in a table on the device. Addresses in it count from
-the first tensor of each list, so that ordinary loads reach all of them.
+A fixed number of workers computes the tiles of all problems, in order: worker w of W takes tiles w, w + W, ... A table
+on the device gives each problem's tiles and memory layout. Its addresses are relative to the first non-empty tensor of
+each list, so that ordinary loads reach all tensors.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def _quotient(a: Tensor, b: Tensor) -> Tensor:
 
 @kernel(_preset)
 def varied(
-    ends: Tensor,  # [P] int64: how many tiles there are up to the end of each problem
+    ends: Tensor,  # [P] int64: inclusive prefix sum of the problems' numbers of tiles
     num_tiles: Tensor,  # [] int64: ends[P - 1]
-    table: Tensor,  # [P, 16] int64: M, N, K, first tile, tiles in a row; start and two strides of A, of B, of out; 0, 0
-    A: Tensor,  # [_]: what the addresses of A[p] count from; likewise B and out
+    table: Tensor,  # [P, 16] int64: M, N, K, first tile, tiles per row; start and two strides of A, of B, of out; 0, 0
+    A: Tensor,  # [_]: addresses of A[p] are relative to its first element; the same for B and out
     B: Tensor,
     out: Tensor,
-    odd_P: int,  # 2 * P + 1: odd, and so never a multiple of 16, which Triton would compile anew for
+    odd_P: int,  # 2 * P + 1; odd, because Triton specializes on multiples of 16
     contiguous_a: hl.constexpr,
     contiguous_b: hl.constexpr,
     contiguous_c: hl.constexpr,
@@ -54,7 +54,7 @@ def varied(
     block_m: hl.constexpr,
     block_n: hl.constexpr,
 ) -> Tensor:
-    """One worker per SM, or a few; each finds its tiles' problems by counting the ends before a tile.
+    """One or a few workers per SM; each finds a tile's problem by counting the problems that end before it.
 
     The next launch may begin before this one ends, and waits for it.
     """
@@ -122,7 +122,7 @@ def plan_varied(
     tensors: tuple[SymbolicTensor | None, ...],
     options: tuple[varied_rules.Layout, int, int, Config],
 ) -> tuple[SymbolicTensor, ...]:
-    """Of ends `[P]`, num_tiles `[]`, table `[P, 16]`, and what addresses in it count from `[_]`: launch the kernel."""
+    """Plan the launch for ends `[P]`, num_tiles `[]`, table `[P, 16]`, and the address bases A, B and out `[_]`."""
     layout, block_m, block_n, config = options
     ends, num_tiles, table, *bases = tensors
     assert ends is not None and bases[0] is not None

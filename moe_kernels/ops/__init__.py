@@ -1,7 +1,7 @@
 """The package's operators in torch.library, `torch.ops.moe_kernels.*`: schema, fake and autograd.
 
-Every operator is functional, and every gradient is made of the same operators, so gradients of any order exist, but for
-those in fp8:
+Every operator is functional, and every gradient is computed by the same operators, so gradients of any order exist,
+except in fp8. Below, `to` is slot_to_row, w topk_weights, and d or dOut (dB of wgrad) the gradient of the result:
 
     grouped_gemm(A, B)   out[g] = A[g] @ B[g]                 dA = grouped_gemm(dOut, B^T), dB = wgrad(A, dOut)
     wgrad(A, D)          out[g] = A[g]^T @ D[g]               dA = grouped_gemm(D, dB^T),   dD = grouped_gemm(A, dB)
@@ -12,17 +12,17 @@ those in fp8:
     dot_rows(x, y)       w[s] = <x[s // top_k], y[to[s]]>     dx = combine_rows(y, d),      dy = scatter_rows(x, d)
 
     activate(p)          act = f(gate) * up                   dp = activate_backward(p, d)
-    swiglu_ffn(rows)     act = activate(rows @ w_in)          of the above
-    moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   of the above
+    swiglu_ffn(rows)     act = activate(rows @ w_in)          from the above
+    moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   from the above
     quantize(x)          data, scales in fp8                  none
 
 `scaled_grouped_gemm` is grouped_gemm of fp8 operands with scales, and `scaled_moe_mlp` a layer with fp8 weights; they
-have no gradients. `quantized_moe_mlp` is moe_mlp with products in fp8, of operands that are quantised on the way. Its
-gradient is made of `quantized_grouped_gemm` and `quantized_wgrad`, and refuses to be differentiated.
-`moe_mlp_of_one_token` is the same for one token, by two kernels of its own, without a gradient. The second order of
-`activate` goes through plain PyTorch. The functions of these names here are what the rest of the package calls. In
-eager mode they bypass torch.library, which costs the host more than some kernels take, unless a profiler is to show
-them by their names. In transforms of torch.func and in forward mode they go through an autograd.Function each.
+have no gradients. `quantized_moe_mlp` is moe_mlp with products in fp8, whose operands it quantises itself. Its gradient
+uses `quantized_grouped_gemm` and `quantized_wgrad`, and raises an error when differentiated. `moe_mlp_of_one_token` is
+moe_mlp for one token, in two separate kernels, without a gradient. Second-order gradients of `activate` use plain
+PyTorch. The rest of the package calls the functions of these names here. In eager mode they bypass torch.library, which
+costs the host more time than some kernels take, unless a profiler is on, which shows operators by name. Under
+torch.func transforms and in forward mode each is an autograd.Function.
 """
 
 from moe_kernels.ops.batched import uniform_grouped_gemm, varied_grouped_gemm

@@ -81,7 +81,7 @@ def _varied_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 def _varied_backward(ctx: Any, d_outs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], ...]:
     P = len(d_outs)
-    saved = ctx.saved_tensors  # a checkpoint gives them once
+    saved = ctx.saved_tensors  # read once: activation checkpointing unpacks them only once
     A, B = saved[:P], saved[P:]
     grads: tuple[list[Tensor | None], ...] = ([None] * P, [None] * P)
     reached = [(p, d_out) for p, d_out in enumerate(d_outs) if d_out is not None]
@@ -120,7 +120,7 @@ varied_grouped_gemm = define(
 def varied_launch(
     group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor], wait: bool = False
 ) -> Callable[..., None]:
-    """What writes the products to `outs`, or to those parts of the buffer that it is given."""
+    """Return the function that writes the products to `outs`, or to the same parts of a buffer passed to it."""
     for name, tensors in {"group_A": group_A, "group_B": group_B, "out": outs}.items():
         for p, tensor in enumerate(tensors):
             if tensor.is_neg():
@@ -134,7 +134,7 @@ def varied_launch(
     group_A, group_B, outs = zip(*problems, strict=True)
 
     def made() -> VariedLaunch:
-        # It chooses a config itself, of which the plan cache does not hear.
+        # VariedLaunch chooses its config outside the plan cache, whose fallback does not cover that choice.
         return rules.with_fallback(lambda: VariedLaunch(group_A, group_B, outs, wait))
 
     if first.is_cpu:
@@ -158,10 +158,10 @@ def varied_launch(
 
 
 class VariedLaunch:
-    """A table on the device, and the kernel that walks it; calling this launches it.
+    """A table on the device and the kernel that walks it; calling the object launches the kernel.
 
-    `group_A`, `group_B`, `outs`: `[M_p, K_p]`, `[K_p, N_p]`, `[M_p, N_p]`, of one dtype and device, nothing checked;
-    M_p and N_p may not be 0. All of them are read and written where they lie.
+    `group_A`, `group_B`, `outs`: `[M_p, K_p]`, `[K_p, N_p]`, `[M_p, N_p]`, of one dtype and device, unchecked. M_p and
+    N_p may not be 0. All tensors are read and written in place, without copies.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class VariedLaunch:
         group_A: Sequence[Tensor],
         group_B: Sequence[Tensor],
         outs: Sequence[Tensor],
-        wait: bool = False,  # until the table is on the device, so that launches from any stream find it
+        wait: bool = False,  # block until the table is on the device, so that launches from any stream see it
     ):
         shapes = tuple((a.size(0), b.size(1), a.size(1)) for a, b in zip(group_A, group_B, strict=True))
-        self.kept = group_A, group_B, outs  # the table has their addresses
+        self.kept = group_A, group_B, outs  # kept alive, because the table holds their addresses
         first = outs[0]
         bases = [next((tensor for tensor in tensors if tensor.numel()), first) for tensors in (group_A, group_B, outs)]
         operands = [_Operand(tensors, base) for tensors, base in zip((group_A, group_B, outs), bases, strict=True)]
@@ -209,7 +209,7 @@ class VariedLaunch:
         self.run = cache.find(VARIED, self.tensors, (layout, *blocks, choice.config))
 
     def __call__(self, buffer: Tensor | None = None) -> None:
-        """Write to `buffer [_]`, if given, in place of the one that all of `outs` were parts of."""
+        """Launch the kernel; `buffer [_]`, if given, replaces the buffer that all of `outs` are parts of."""
         if buffer is None:
             self.run(*self.tensors)
         else:
@@ -218,7 +218,7 @@ class VariedLaunch:
 
 
 class _Operand:
-    """Where the matrices of one list lie: `places[p]` are the start, from `base` on, and the strides, in elements."""
+    """The layout of one list of matrices: `places[p]` is (offset from `base`, *strides), in elements."""
 
     def __init__(self, tensors: Sequence[Tensor], base: Tensor):
         size, origin = base.element_size(), base.data_ptr()
@@ -228,7 +228,7 @@ class _Operand:
             if tensor.numel() == 0:
                 self.places.append((0, 0, 0))
                 continue
-            # The stride of an extent of 1 is of no importance.
+            # The stride of a dimension of size 1 is irrelevant.
             strides = [
                 stride if extent > 1 else 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
             ]
@@ -237,14 +237,14 @@ class _Operand:
         self.contiguous = max(contiguous, default=2)
 
     def unit(self, most: int) -> int:
-        """What the starts, and the strides that the kernel looks at, are multiples of; at most `most`."""
+        """Return the largest common divisor, up to `most`, of the offsets and the strides that the kernel uses."""
         if self.contiguous == 2:
             return 1
         return math.gcd(most, *(place[i] for place in self.places for i in (0, 2 - self.contiguous)))
 
 
 def _on_device(values: list[int], device: torch.device, wait: bool) -> Tensor:
-    """int64 on `device`, by one copy, which the host waits for if told to."""
+    """Copy `values` to `device` as int64, in one copy; block until it is done if `wait`."""
     if device.type == "cpu" or wait:
         return torch.tensor(values, dtype=torch.int64, device=device)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

@@ -18,7 +18,7 @@ from moe_kernels.runtime.symbolic import lies_transposed
 
 
 def layer_operator(name: str, inputs: tuple[str, ...], rows: tuple[str, ...], slots: str, weight: str) -> Operator:
-    """Of a layer: its first input is `[T, H]`, `slots` names one of T * top_k elements, `weight` one of E matrices."""
+    """Operator of a layer. Its first input is `[T, H]`, input `slots` has T * top_k elements, `weight` E matrices."""
     of_slots, of_weight = inputs.index(slots), inputs.index(weight)
 
     def counts(tensors: Any, options: Any) -> Counts:
@@ -61,7 +61,7 @@ MOE_MLP = layer_operator(
     slots="slot_to_row",
     weight="w_in",
 )
-# All of a layer, from ids to the result, for calls that nothing observes.
+# A whole layer, from topk_ids to the result, for calls that may bypass torch.library and autograd.
 MOE_LAYER = layer_operator(
     "moe_layer",
     inputs=("hidden", "topk_ids", "topk_weights", "w_gate_up", "w_down", "w_up", "b_in", "b_up", "b_out"),
@@ -82,7 +82,7 @@ SPEC = "str activation, bool gated, bool interleaved, float alpha, float limit"
 
 
 def _activate(preact: Tensor, preact_up: Tensor | None, *spec: Any) -> Tensor:
-    """Of `[R, 2I]` or `[R, I]`, and `[R, I]`: `[R, I]`."""
+    """Return act `[R, I]` from preact `[R, 2I]` or `[R, I]` and preact_up `[R, I]`."""
     if not use_kernels(preact):
         return reference.activate(preact, preact_up, GLUSpec(*spec))
     act: Tensor = cache.call(ACTIVATE, (preact, preact_up), (GLUSpec(*spec),))
@@ -115,7 +115,7 @@ def _activate_backward(
     weigh: bool,
     *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.activate_backward`, with empty tensors for what there is not; weighted act only if `weigh`."""
+    """Return the results of `reference.activate_backward`, empty tensors for None; weighted act only if `weigh`."""
     spec = GLUSpec(*spec)
     if not use_kernels(preact):
         found = reference.activate_backward(preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, spec)
@@ -143,7 +143,7 @@ def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
 
 
 def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    """The second order, through plain PyTorch."""
+    """Second-order gradients, computed by plain PyTorch."""
     spec = GLUSpec(*ctx.spec)
     inputs = ctx.saved_tensors
     asked = [i for i in range(4) if ctx.needs_input_grad[i]]
@@ -195,7 +195,7 @@ def _swiglu_ffn(
     save_preact: bool,
     *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """act `[M, I]`, and if `save_preact` what it was made of, preact and preact_up; empty otherwise."""
+    """Return act `[M, I]` and the preactivations preact and preact_up, which are empty unless `save_preact`."""
     parameters = (w_in, w_up, b_in, b_up)
     if not use_kernels(rows, w_in, w_up):
         return _reference_first_half(rows, group_offsets, parameters, save_preact, GLUSpec(*spec))
@@ -217,7 +217,7 @@ def _reference_first_half(
 
 
 def adjacent(w_in: Tensor, w_up: Tensor | None) -> bool:
-    """Whether `w_up` begins halfway between two experts of `w_in`, in one storage: both are read as one tensor."""
+    """Whether `w_up` begins halfway between two experts of `w_in`, in one storage: both can be read as one tensor."""
     if w_up is None or w_in.stride() != w_up.stride() or w_in.dtype != w_up.dtype:
         return False
     middle = 2 * (w_up.data_ptr() - w_in.data_ptr()) == w_in.stride(0) * w_in.element_size()
@@ -245,10 +245,10 @@ def _swiglu_ffn_gradient(
     ctx: Any, d_act: Tensor | None, d_preact: Tensor | None, d_preact_up: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     rows, group_offsets, w_in, w_up, b_in, b_up, preact, preact_up = ctx.saved_tensors
-    ctx.maybe_clear_saved_tensors()  # as in the gradient of moe_mlp
+    ctx.maybe_clear_saved_tensors()  # as in `_moe_mlp_gradient`
     if not ctx.save_preact:
         _, preact, preact_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *ctx.spec)
-        d_preact = d_preact_up = None  # of empty tensors
+        d_preact = d_preact_up = None  # the gradients of empty tensors
     if d_act is not None:
         preact_up = None if w_up is None else preact_up
         found = activate_backward(preact, preact_up, d_act, None, None, None, False, *ctx.spec)
@@ -262,14 +262,14 @@ def _swiglu_ffn_gradient(
 
 
 def _projection_gradients(
-    needed: tuple[bool, ...],  # as the result
+    needed: tuple[bool, ...],  # one per result
     rows: Tensor | None,  # [M, H]; None if no weight's gradient is needed
     group_offsets: Tensor,  # [E + 1]
     parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],  # w_in, w_up, b_in, b_up
     d_preact: Tensor | None,  # [M, 2I] or [M, I]
     d_preact_up: Tensor | None,  # [M, I]
 ) -> list[Tensor | None]:
-    """The gradients of rows and of the parameters."""
+    """Return the gradients of rows and of the parameters."""
     w_in, w_up, b_in, b_up = parameters
     need_rows, *need_weights_and_biases = needed
     need_weights, need_biases = need_weights_and_biases[:2], need_weights_and_biases[2:]
@@ -290,7 +290,7 @@ def _projection_gradients(
 
 
 def weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
-    """Lies in memory as `weight` does."""
+    """Return the gradient of `weight`, in its memory layout."""
     d_weight: Tensor = grouped_gemm_wgrad(rows, d, group_offsets, False, lies_transposed(weight), weight.dtype)
     return d_weight
 
@@ -326,7 +326,7 @@ def _moe_mlp(
     save_preact: bool,
     *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer's result `[T, H]`, and if `save_preact` the rows' preact and preact_up, as `swiglu_ffn`."""
+    """Return the layer's result `[T, H]`, and preact and preact_up as `swiglu_ffn` does."""
     parameters, maps = (w_in, w_up, b_in, b_up), (group_offsets, row_to_slot, slot_to_row)
     if use_kernels(hidden, w_in, w_up, w_out):
         check_rows("topk_ids", slot_to_row.size(0))
@@ -362,11 +362,11 @@ def _moe_mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _moe_mlp_gradient(
     ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, d_preact_up: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Saves neither the rows, nor what follows `preact`, nor the rows' results: <d_out, gate * act @ w_out> is linear
-    in gate, so its gradient is <d_out @ w_out^T, act>, and act is made again from `preact` on the way.
+    """Recompute the rows, and act from `preact`, instead of saving them. The results of the rows are not needed:
+    <d_out, w * act @ w_out> is linear in a slot's weight w, so the gradient of w is <d_out @ w_out^T, act>.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *parameters, preact, preact_up = ctx.saved_tensors
-    ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
+    ctx.maybe_clear_saved_tensors()  # so that preact is freed below, unless the graph is retained for another backward
     w_in, w_up, w_out, b_in, b_up, b_out = parameters
     need_hidden, need_topk_weights, _, _, _, *needed = ctx.needs_input_grad
     need_w_in, need_w_up, need_w_out, need_b_in, need_b_up, need_b_out, *_ = needed
@@ -379,7 +379,7 @@ def _moe_mlp_gradient(
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         _, preact, preact_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *spec)
         del rows
-        d_preact = d_preact_up = None  # of empty tensors
+        d_preact = d_preact_up = None  # the gradients of empty tensors
     d_rows = weighted = None
     if d_out is not None:
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
@@ -398,7 +398,7 @@ def _moe_mlp_gradient(
         d_preact, d_preact_up = _sum(d_preact_by_act, d_preact), _sum(d_preact_up_by_act, d_preact_up)
         del d_preact_by_act, d_preact_up_by_act
     del preact, preact_up
-    # The first product's gradients before the second's, for what these need is smaller, and one or the other waits.
+    # The first product's gradients first: the tensors that the second's need are smaller, and stay alive meanwhile.
     first = (w_in, w_up, b_in, b_up)
     d_hidden = None
     if need_hidden:
@@ -426,14 +426,14 @@ def _moe_mlp_gradient(
 
 def down_bias_gradient(
     d_out: Tensor,  # [T, H]
-    d_rows: Tensor,  # [R, H], the same in the order of rows
+    d_rows: Tensor,  # [R, H], d_out in the order of rows
     topk_weights: Tensor,  # [T, top_k]
     b_out: Tensor,  # [E, H]
     slot_to_row: Tensor,  # [R]
     group_offsets: Tensor,  # [E + 1]
     top_k: int,
 ) -> Tensor:  # [E, H]
-    """Each group's sum of weighted rows."""
+    """Return each group's sum of weighted rows."""
     dtype, ones = torch.promote_types(topk_weights.dtype, torch.float32), (d_out.size(0), 1)
     weights = scatter_rows(d_out.new_ones(ones, dtype=dtype), topk_weights, slot_to_row, group_offsets, top_k, dtype)
     sums: Tensor = grouped_gemm_wgrad(weights, d_rows, group_offsets, False, False, b_out.dtype)[:, 0]
@@ -448,7 +448,7 @@ def dots_with_down_bias(
     group_offsets: Tensor,  # [E + 1]
     top_k: int,
 ) -> Tensor:  # [T, top_k]
-    """What the bias adds to the gradient of topk_weights."""
+    """Return the contribution of the bias to the gradient of topk_weights."""
     ones = d_out.new_ones(1, 1).expand(slot_to_row.size(0), 1)
     biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_out.dtype, "auto")
     dots: Tensor = dot_rows(d_out, biases, slot_to_row, group_offsets, top_k, topk_weights.dtype)
@@ -479,7 +479,7 @@ def _moe_mlp_of_one_token(
     b_out: Tensor | None,  # [E, H]
     *spec: Any,
 ) -> Tensor:
-    """The layer's result `[1, H]`; it has no gradient."""
+    """Return the layer's result `[1, H]`, which has no gradient."""
     parameters = (w_in, w_up, w_out, b_in, b_up, b_out)
     if use_kernels(hidden, w_in, w_up, w_out):
         out: Tensor = cache.call(MOE_MLP_OF_ONE_TOKEN, (hidden, topk_ids, topk_weights, *parameters), (GLUSpec(*spec),))

@@ -25,10 +25,10 @@ def define(
     backward: Callable[..., Any] | None = None,
     transformed: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Register an operator; return the function that calls it, which bypasses torch.library if unobservable.
+    """Register an operator; return the function that calls it, which bypasses torch.library if that is unobservable.
 
-    Meta tensors get `fake`, in eager mode too. An operator on lists of tensors, which autograd.Function does not take,
-    names what torch.func is to see instead of it: `transformed`.
+    Meta tensors get `fake`, also in eager mode. autograd.Function does not take lists of tensors: under torch.func
+    transforms, an operator on lists calls `transformed` instead.
     """
     run = _without_autocast(run)
     name = schema.partition("(")[0]
@@ -61,7 +61,7 @@ def define(
 
 
 def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What an operator runs: plain PyTorch on a CPU, too, computes in the dtypes that it is given."""
+    """Wrap `run` to disable CPU autocast, so that plain PyTorch computes in the dtypes of its arguments."""
 
     def plain(*args: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
@@ -78,8 +78,8 @@ def _recorded(
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The operator as autograd alone sees it. What torch.library makes of the same takes the host 0.1 ms longer where
-    there are many arguments.
+    """Return an autograd.Function for calls that only autograd observes. The one of torch.library takes the host 0.1 ms
+    longer for operators with many arguments.
     """
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -98,7 +98,7 @@ def _transformed(
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The operator as the transforms of torch.func see it, most of which do not take torch.library's gradients."""
+    """Return an autograd.Function for torch.func transforms, most of which do not support torch.library's gradients."""
 
     def forward(*args: Any) -> Any:
         return operator(*args)
@@ -114,11 +114,11 @@ def _transformed(
         ctx.inputs = [None if isinstance(x, Tensor) else x for x in inputs]
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """The adjoint of the backward, which is linear in the results' gradients."""
+        """Apply the adjoint of the backward, which is linear in the gradients of the results."""
         saved = zip(ctx.saved_tensors, ctx.inputs, strict=True)
         inputs = [other if tensor is None else torch_internals.unpack_dual(tensor).primal for tensor, other in saved]
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        moved: list[bool] = []  # of the results those that have tangents
+        moved: list[bool] = []  # whether each result has a tangent
 
         def of_moving(*values: Tensor) -> Any:
             by_input = dict(zip(moving, values, strict=True))
@@ -128,7 +128,7 @@ def _transformed(
             moved[:] = [x.is_floating_point() for x in out]
             return tuple(compress(out, moved))
 
-        with torch_internals.enable_forward_mode(True):  # for transforms around this one
+        with torch_internals.enable_forward_mode(True):  # for enclosing transforms
             out, pullback, *_ = torch.func.vjp(of_moving, *(inputs[i] for i in moving))
             zeros = torch.zeros_like(out) if isinstance(out, Tensor) else tuple(map(torch.zeros_like, out))
             adjoint: Any = torch.func.vjp(pullback, zeros)[1]
@@ -149,7 +149,7 @@ def _transformed(
 
 
 class _LiveContext:
-    """A context whose saved tensors are not wrappers of a transform that has ended, as in the function of a vjp."""
+    """A context whose saved tensors are live views, not wrappers of an ended transform as in the pullback of a vjp."""
 
     def __init__(self, ctx: Any):
         self._ctx = ctx
@@ -170,7 +170,7 @@ def _function(name: str, **methods: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _looped(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule of vmap for an operator: a call for each sample."""
+    """Return the vmap rule of an operator: one call per sample."""
 
     def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
         if info.batch_size == 0:
@@ -194,12 +194,12 @@ def _sample(arg: Any, dim: Any, i: int) -> Any:
 
 
 def needs(ctx: Any, i: int, value: Tensor | None) -> Tensor | None:
-    """`value` if the gradient of input i will be asked for."""
+    """Return `value` if the gradient of input i is needed, else None."""
     return value if ctx.needs_input_grad[i] else None
 
 
 def use_kernels(A: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels do the work, for these operands: on a GPU, or in Triton's interpreter unless in float64."""
+    """Whether to use kernels: on a GPU, for collected calls on meta tensors, in Triton's interpreter unless float64."""
     if A.is_cuda or A.is_xpu or (A.is_meta and cache.collects()):
         return True
     if not A.is_cpu or not requirements.interpreted():
@@ -208,6 +208,6 @@ def use_kernels(A: Tensor, *others: Tensor | None) -> bool:
 
 
 def check_rows(name: str, M: int) -> None:
-    """Raise ValueError for more rows than the kernels count."""
+    """Raise ValueError for more than MAX_ROWS rows, which is the most that kernels can count."""
     if M > MAX_ROWS:
         raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {M}")

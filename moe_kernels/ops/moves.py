@@ -24,7 +24,7 @@ ROUTE = Operator(
 
 
 def _move_operator(name: str, tokens: bool, *inputs: str) -> Operator:
-    """Of a kernel that moves rows; `tokens`, or slots, are the first extent of its first input."""
+    """Operator of a kernel that moves rows; `tokens` says that its first input has T rows rather than R."""
 
     def counts(tensors: Any, options: Any) -> Counts:
         R, top_k = tensors[2].size(0), options[0]
@@ -41,7 +41,7 @@ DOT_ROWS = _move_operator("dot_rows", True, "tokens", "rows")
 
 def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     R = topk_ids.numel()
-    if R > MAX_ROWS:  # not among the checks, where it would limit what torch.export traces
+    if R > MAX_ROWS:  # not in `checks`, where it would limit the shapes that torch.export traces
         raise ValueError(f"topk_ids: expected at most {MAX_ROWS} elements, got {R}")
     if use_kernels(topk_ids) and sorts(R, num_experts):
         maps: tuple[Tensor, Tensor, Tensor] = cache.call(ROUTE, (topk_ids,), (num_experts,))
@@ -57,7 +57,7 @@ def _route_fake(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _mover(operator: Operator, twin: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What runs an operator: its kernel, or its `twin` in `reference`, which says what the arguments are."""
+    """Return the function that runs an operator: its kernel, or `twin` in `reference`, which documents the inputs."""
 
     def run(
         first: Tensor,  # [T, H] or [R, H]
@@ -77,7 +77,7 @@ def _mover(operator: Operator, twin: Callable[..., Tensor]) -> Callable[..., Ten
 
 
 def _move_fake(shape: Callable[[Tensor, int, int], tuple[int, int]]) -> Callable[..., Tensor]:
-    """Of the first input, R and top_k: the result's shape."""
+    """Return a fake whose result has the shape `shape(first, R, top_k)`."""
 
     def fake(first: Tensor, *others: Any) -> Tensor:
         _, slot_to_row, _, top_k, out_dtype = others

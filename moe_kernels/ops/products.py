@@ -72,7 +72,7 @@ def _grouped_gemm_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]
 
 
 def bias_gradient(d_out: Tensor, group_offsets: Tensor, dtype: torch.dtype) -> Tensor:  # [M, N] -> [G, N]
-    """Each group's sum of rows."""
+    """Return each group's sum of rows."""
     ones = d_out.new_ones(1, 1).expand(d_out.size(0), 1)
     sums: Tensor = grouped_gemm_wgrad(ones, d_out, group_offsets, False, False, dtype)[:, 0]
     return sums
@@ -83,13 +83,13 @@ def _wgrad(
     d_out: Tensor,  # [M, N]
     group_offsets: Tensor,  # [G + 1]
     shared: bool,  # one result for all groups
-    transposed: bool,  # the result lies in memory as [..., N, K]
+    transposed: bool,  # the memory layout of the result is [..., N, K]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [G, K, N], or [K, N] if `shared`
     if transposed:
         return _wgrad(d_out, A_packed, group_offsets, shared, False, out_dtype).transpose(-2, -1)
     if shared:
-        # One group, of all rows that are in a group.
+        # One group of all rows that belong to some group.
         group_offsets = torch.stack((group_offsets[0], group_offsets.amax()))
     if use_kernels(A_packed, d_out):
         check_rows("A_packed", A_packed.size(0))

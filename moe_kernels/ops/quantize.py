@@ -14,7 +14,7 @@ from moe_kernels.scaled import scales_shape
 
 _PLANNER = "moe_kernels.kernels.quantize"
 QUANTIZE = Operator("quantize", _PLANNER, ("x",), ("x",), lambda tensors, _: Counts(tensors[0].size(0)))
-# Of weights: their number of rows does not change, and loads along them can be wide where they lie transposed.
+# For weights: their number of rows is constant, so loads along the rows of a transposed layout can be wide.
 QUANTIZE_WEIGHTS = Operator("quantize", _PLANNER, ("x",), (), lambda *_: Counts(0))
 
 

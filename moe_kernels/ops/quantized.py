@@ -15,14 +15,14 @@ from moe_kernels.runtime.signature import Counts, Operator
 
 
 def _counts(tensors: Any, options: Any) -> Counts:
-    """The first operand has the rows, or tokens if it has a map."""
+    """Count the rows of A, or its tokens and the rows of slot_to_row if that is given."""
     first, _, _, group_offsets, rows, *_ = tensors
     others = () if rows is None else (rows.size(0),)
     return Counts(first.size(0), others, groups=group_offsets.size(0) - 1)
 
 
 def _counts_of_wgrad(tensors: Any, options: Any) -> Counts:
-    """Of each operand, and of each map."""
+    """Count the rows of each operand and of each map."""
     X, Y, group_offsets, *maps = tensors
     others = (Y.size(0), *(rows.size(0) for rows in maps if rows is not None))
     return Counts(X.size(0), others, groups=group_offsets.size(0) - 1)
@@ -56,7 +56,7 @@ def _quantized_grouped_gemm(
     out_dtype: torch.dtype,
 ) -> Tensor:  # [M, N]
     if scales_B is not None:
-        B = B.view(torch.float8_e4m3fn)  # here, since PyTorch 2.11 has no such view under vmap
+        B = B.view(torch.float8_e4m3fn)  # here, because PyTorch 2.11 lacks this view under vmap
     M = (A if slot_to_row is None else slot_to_row).size(0)
     if not use_kernels(A) or 0 in (M, *A.shape, *B.shape):
         return reference.quantized_grouped_gemm(A, B, scales_B, group_offsets, slot_to_row, bias, rowwise, out_dtype)
@@ -77,7 +77,7 @@ def _quantized_wgrad(
     group_offsets: Tensor,  # [G + 1]
     x_slots: Tensor | None,  # [M] int32, the rows' slots
     y_slots: Tensor | None,  # [M] int32
-    transposed: bool,  # the result lies in memory as [G, Q, P]
+    transposed: bool,  # the memory layout of the result is [G, Q, P]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [G, P, Q]
     if transposed:
@@ -104,7 +104,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _no_second_order(*_: Any) -> NoReturn:
-    """The gradient of what makes gradients, and the tangent of both."""
+    """Refuse second-order gradients and forward-mode derivatives."""
     raise RuntimeError(
         "moe_mlp: with compute there are neither gradients of gradients nor forward-mode derivatives; "
         "pass compute=None for them"
@@ -112,7 +112,7 @@ def _no_second_order(*_: Any) -> NoReturn:
 
 
 def differentiable_once(gradient: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The gradient of an operator, with results whose own gradients and tangents are refused."""
+    """Wrap an operator's gradient so that differentiating its results raises RuntimeError."""
 
     def refusing(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         found = gradient(ctx, *grads)

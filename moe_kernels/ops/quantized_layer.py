@@ -51,7 +51,7 @@ def _quantized_moe_mlp(
     save: bool,
     *spec: Any,
 ) -> tuple[Tensor, ...]:
-    """As `reference.quantized_moe_mlp`, with fp8 data as uint8: autograd and vmap refuse fp8."""
+    """Return the results of `reference.quantized_moe_mlp`, fp8 data as uint8, because autograd and vmap refuse fp8."""
     tensors = (hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, b_in, b_out)
     if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_in.shape, *w_out.shape):
         made = reference.quantized_moe_mlp(*tensors, rowwise, save, GLUSpec(*spec))
@@ -79,16 +79,16 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.mark_non_differentiable(*weights)
     saved: Any = (preact, *weights) if ctx.save else (None,) * 5
     preact, data_in, scales_in, data_out, scales_out = saved
-    # Only the gradient of hidden states multiplies with w_in.
+    # Only the gradient of hidden states multiplies by w_in, in fp8.
     ctx.save_for_backward(*tensors, preact, needs(ctx, 0, data_in), needs(ctx, 0, scales_in), data_out, scales_out)
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once
 def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """Hidden states, and "rowwise" weights, are quantised again, along the dimensions contracted here.
+    """Quantise hidden states and "rowwise" weights again, along the dimensions contracted here.
 
-    As in the gradient of `moe_mlp`, act is made again from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
+    As in the gradient of `moe_mlp`, act is recomputed from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_out, b_in, b_out, *saved = ctx.saved_tensors
     preact, data_in, scales_in, data_out, scales_out = saved
@@ -98,13 +98,13 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
         if data_in is not None:
             by_in = data_in.mT, scales_in
     del saved, data_in, data_out
-    ctx.maybe_clear_saved_tensors()  # so that preact ends below, unless the graph is kept for another backward
+    ctx.maybe_clear_saved_tensors()  # so that preact is freed below, unless the graph is retained for another backward
     need_hidden, need_topk_weights, _, _, _, need_w_in, need_w_out, need_b_in, need_b_out, *_ = ctx.needs_input_grad
     d_hidden = d_w_in = d_w_out = d_b_in = d_b_out = None
     products, top_k = (ctx.rowwise, ctx.fast_accumulation), topk_weights.size(1)
     if not ctx.save:
         preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, *products, hidden.dtype)
-        d_preact = None  # of an empty tensor
+        d_preact = None  # the gradient of an empty tensor
     weighted: Any = None
     d_topk_weights: Any = None
     if d_out is not None:

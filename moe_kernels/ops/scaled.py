@@ -46,7 +46,7 @@ def _scaled_grouped_gemm(
         operands = ScaledTensor(A, scales_A, formats[0]), ScaledTensor(B, scales_B, formats[1])
         return reference.scaled_grouped_gemm(*operands, group_offsets, bias, out_dtype=out_dtype)
     check_rows("A", A.size(0))
-    # Tensor cores take fp8 that is contiguous along K.
+    # Tensor cores need fp8 operands that are contiguous along K.
     if A.stride(1) != 1:
         A = A.contiguous()
     if B.stride(-2) != 1:
@@ -61,10 +61,10 @@ def _scaled_grouped_gemm(
 
 
 def flattened(scales: Any, rows: Any) -> Any:
-    """Scales of the blocks of `rows [M, K]` that lie in memory column by column, as `quantize` makes them, in one
-    dimension: its stride does not depend on M. Others as they are, also what checks refuse.
+    """Return column-major block scales of `rows [M, K]`, as `quantize` returns them, in one dimension: its stride does
+    not depend on M. Return other arguments unchanged, including those that checks refuse.
     """
-    if torch.compiler.is_dynamo_compiling():  # would guard on M
+    if torch.compiler.is_dynamo_compiling():  # the comparisons below would guard on M
         return scales
     for x in (scales, rows):
         if type(x) not in PLAIN or x.layout != torch.strided or x.is_nested or x.dim() != 2:

@@ -49,7 +49,7 @@ def _scaled_moe_mlp(
     group_offsets = slot_to_row = None
     if not sorts(topk_ids.numel(), w_gate_up.size(0)):
         group_offsets, _, slot_to_row, _ = reference.route(topk_ids, topk_weights, w_gate_up.size(0))
-    # Tensor cores take fp8 that is contiguous along the contraction.
+    # Tensor cores need fp8 operands that are contiguous along the contraction.
     w_gate_up, w_down = (w if w.stride(2) == 1 else w.contiguous() for w in (w_gate_up, w_down))
     weights_and_biases = (w_gate_up, scales_gate_up, w_down, scales_down, gate_up_bias, down_bias)
     out: Tensor = cache.call(

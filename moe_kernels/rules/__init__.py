@@ -25,11 +25,11 @@ _C = TypeVar("_C")
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What the operands of a product and its result allow, in a problem of any operator."""
+    """How the operands and the result of a product can be accessed, for the problems of several operators."""
 
     tma_A: bool = False  # A, or the rows of the left operand, can be read by TMA
-    tma_B: bool = False  # so can the weights
-    tma_out: bool = False  # what is written can be, by TMA
+    tma_B: bool = False  # the weights can be read by TMA
+    tma_out: bool = False  # the results can be written by TMA
     int64_A: bool = False  # addresses in A, or in the offsets, scales or biases, do not fit into 32 bits
     int64_B: bool = False
     int64_out: bool = False
@@ -37,7 +37,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Problem(Access):
-    """The properties that a choice may depend on. All but `rows`, a power of two, are fixed for a layer."""
+    """The properties that a choice may depend on. All except `rows` and `M` are fixed for a layer."""
 
     rows: int  # mean rows per group, rounded down to a power of two; 0 if less than 1
     M: int  # rounded down to a power of two
@@ -47,8 +47,8 @@ class Problem(Access):
     dtype: torch.dtype  # of the product: the operands' common type
     tf32: bool  # fp32 products may use tf32
     has_bias: bool
-    transposed: bool = False  # B lies in memory as [G, N, K]
-    out_dtype: torch.dtype | None = None  # of the result, where it is not `dtype`
+    transposed: bool = False  # B is stored as [G, N, K]
+    out_dtype: torch.dtype | None = None  # of the result, if it is not `dtype`
     gpu: Gpu | None = None  # None leaves the choice to the rule
 
 
@@ -62,7 +62,7 @@ class Addressing(NamedTuple):
 
     @property
     def tma(self) -> list[str]:
-        """As a tuned entry has it."""
+        """The names of what is accessed by TMA, as in a tuned entry."""
         return [name for name, by_tma in zip(("A", "B", "out"), self[:3], strict=True) if by_tma]
 
 
@@ -70,17 +70,17 @@ class Addressing(NamedTuple):
 class Choice:
     """The kernel and config for a problem."""
 
-    variant: str  # "basic", "persistent", or "tails", a persistent kernel too
+    variant: str  # "basic", "persistent" or "tails"; the last is also a persistent kernel
     block_m: int  # the kernels' argument of this name
     addressing: Addressing
     config: Config
     source: str = "rule"  # or the file that the entry is from
-    distance: float = 0.0  # of the problem from the one that the entry was tuned for: `entries.Bucket.distance`
+    distance: float = 0.0  # from the problem that the entry was tuned for: `entries.Bucket.distance`
     entry: entries.Entry | None = field(default=None, compare=False, repr=False)
 
 
 _Presets = dict[int, tuple[int, int, int, int]]
-# block_m: (block_n, block_k, num_warps, num_stages); the first two with TMA and for 16-bit types
+# block_m: (block_n, block_k, num_warps, num_stages); the first two tables are for 16-bit types read by TMA
 _BASIC: _Presets = {16: (128, 128, 4, 4), 32: (128, 128, 4, 3), 64: (128, 64, 4, 4), 128: (256, 64, 8, 4)}
 _PERSISTENT: _Presets = {64: (256, 64, 4, 5), 128: (256, 64, 8, 4)}
 _POINTERS: _Presets = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (128, 32, 4, 3), 128: (128, 32, 8, 3)}
@@ -88,31 +88,31 @@ _TF32: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 32, 4, 3), 1
 _IEEE: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 16, 4, 3), 128: (64, 16, 8, 3)}
 
 PERSISTENT_FROM_ROWS = 128
-LARGE_WEIGHTS = 2 << 30  # bytes: reading them takes most of the time, up to 127 or 255 rows per group
-SHORT = 512  # Along so small a K, a tile ends before its loads are under way: persistent loops begin the next one's.
-# The kernels that are what is asked for.
+LARGE_WEIGHTS = 2 << 30  # bytes: reading larger weights takes most of the time, up to 127 or 255 rows per group
+SHORT = 512  # Up to this K, a tile ends before its loads are in flight: persistent loops start those of the next tile.
+# The kernels that each requested variant allows.
 _KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
-TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of the whole tiles of `jagged_tails`, whose text has them as numbers
-UNSPLIT = 384  # With fewer rows, a group's weight that is read once more, for a tail, costs more than half a tile.
-SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM can have together, from sm90 on
-MAX_BLOCK_G = 1024  # offsets that a program looks at together
+TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of whole tiles in `jagged_tails`, whose source repeats these numbers
+UNSPLIT = 384  # Up to this many rows, reading a group's weight once more for a tail costs more than half a tile.
+SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM share, from sm90 on
+MAX_BLOCK_G = 1024  # the most offsets that a program processes at once
 
 
 def choose(problem: Problem, variant: str = "auto") -> Choice:
-    """The kernel and config for `problem`; a `variant` that is given leaves only the config to choose."""
+    """Return the kernel and config for `problem`. A `variant` other than "auto" restricts the choice of the kernel."""
     choice: Choice = forced() or _tuned(problem, variant) or rule(problem, variant)
     note(problem, choice)
     return choice
 
 
 def note(problem: Any, choice: Any) -> None:
-    """Let `record` know of a choice, of this operator or of another that has choices of its own."""
+    """Add a choice, of any operator, to the list of the enclosing `record`."""
     if (made := _made.get()) is not None:
         made.append((problem, choice))
 
 
 def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) -> Choice:
-    """The choice without tuned entries; it compiles on every GPU. `block_m` fixes the tile height, but of "tails"."""
+    """The choice without tuned entries; compiles on every GPU. `block_m` fixes the tile height, except for "tails"."""
     if variant == "auto":
         many = problem.rows >= persistent_from_rows(problem) and not _thin(problem)
         variant = "persistent" if many else "basic"
@@ -128,12 +128,12 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
         presets = _POINTERS
     block_n, block_k, num_warps, num_stages = presets[block_m]
     if variant == "basic" and block_m == 64 and presets is _BASIC and _thin(problem):
-        # As much of K as fits is under way at once; with more tiles than SMs, two programs share one.
+        # As many loads as fit are in flight at once. With more tiles than SMs, two programs share an SM.
         tiles = problem.M // 64 * -(-problem.N // 64)
         block_n, block_k = 64, 128
         num_stages = 5 if problem.gpu is None or tiles <= problem.gpu.multiprocessors else 3
     if variant == "persistent" and problem.out_dtype == torch.float32:
-        block_n = min(block_n, 128)  # the tile of the result shares the memory with the next one's loads
+        block_n = min(block_n, 128)  # the result's tile shares the memory with the next tile's loads
     block_n, block_k = block_for(problem.N, block_n), block_for(problem.K, block_k)
 
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [4]}
@@ -141,9 +141,9 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
         options["l2_groupings"] = [row_group(problem)]
         options["pid_type"] = "persistent_interleaved"
         if addressing.tma_A and addressing.tma_B:
-            options["range_flattens"] = [True, None]  # overlaps one tile's stores with the next one's loads
+            options["range_flattens"] = [True, None]  # overlaps a tile's stores with the next tile's loads
         if addressing.tma_out:
-            options["epilogue_subtile"] = 2  # or there would be no shared memory for that many stages
+            options["epilogue_subtile"] = 2  # whole tiles leave too little shared memory for these stages
         blocks = [block_n, block_k]
     else:
         blocks = [block_m, block_n, offsets_block(problem.G), block_k]
@@ -152,7 +152,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
 
 
 def persistent_from_rows(problem: Problem) -> int:
-    """The mean rows per group from which on the persistent kernels are faster; see benchmarks/notes.md."""
+    """The mean rows per group from which the persistent kernels are faster; see benchmarks/notes.md."""
     if not _tensor_cores_by_tma(problem) or _few_tiles(problem):
         return PERSISTENT_FROM_ROWS
     if problem.K <= SHORT and problem.N > 64 and problem.M >= 64:
@@ -163,9 +163,9 @@ def persistent_from_rows(problem: Problem) -> int:
 
 
 def row_group(problem: Problem) -> int:
-    """In persistent kernels, so many row tiles below each other come before those in the next column."""
-    # Few rows: tiles of different groups, which share no weights. The fewer groups are read at once, the better, unless
-    # tiles are so few that most are under way at once.
+    """The number of row tiles that persistent kernels compute in a column before they go to the next column."""
+    # With few rows, row tiles belong to different groups, which share no weights. The fewer groups are read at once,
+    # the better, unless there are so few tiles that most run at once.
     together = _few_tiles(problem) and _persistent_height(problem) == 64
     return 4 if problem.rows < 512 and not together else 16
 
@@ -175,28 +175,28 @@ def _large_weights(problem: Problem) -> bool:
 
 
 def _tensor_cores_by_tma(problem: Problem) -> bool:
-    """Whether this is what thresholds and heights were measured with."""
+    """Whether both operands are read by TMA and not float32, as when thresholds and tile heights were measured."""
     return problem.dtype != torch.float32 and problem.tma_A and problem.tma_B
 
 
 def _thin(problem: Problem) -> bool:
-    """Whether a tile of 64 columns holds a row of the result: persistent loops have nothing to overlap there."""
+    """Whether a tile of 64 columns holds whole rows of the result: persistent loops then have nothing to overlap."""
     return problem.N <= 64 and problem.rows >= 8 and _tensor_cores_by_tma(problem)
 
 
 def _few_tiles(problem: Problem) -> bool:
-    """Whether a tile of 256 columns for each group is at most one for each SM: smaller tiles are shared more evenly."""
+    """Whether one row of 256-column tiles per group is at most one tile per SM: smaller tiles balance work better."""
     tiles = problem.G * -(-problem.N // TAILS_WIDTH)
     return problem.gpu is not None and tiles <= problem.gpu.multiprocessors
 
 
 def _apart(problem: Problem) -> bool:
-    """Whether to compute tails apart."""
+    """Whether to compute tails, in tiles of half the height, by `jagged_tails`."""
     if _persistent_height(problem) != TAILS_HEIGHT:
         return False
     if problem.rows < 256 and problem.K < 1024:
         return False
-    # Where memory is slow, a weight that is read twice costs more than half-empty tiles.
+    # If memory is slow, reading a weight twice costs more than half-empty tiles.
     enough = problem.gpu is None or not problem.gpu.slow_memory or problem.rows >= 1024
     return enough and _addressing(problem, "tails", TAILS_HEIGHT).tma_out
 
@@ -211,20 +211,20 @@ def tails(N: int, K: int, has_bias: bool, addressing: Addressing) -> Config:
 
 
 def tail_pieces(N: int) -> int:
-    """In how many pieces `jagged_tails` stores 256 columns: they begin and end where N does."""
+    """The number of pieces in which `jagged_tails` stores 256 columns. N must be a multiple of their width."""
     return 2 if N % 128 == 0 else 4
 
 
 def tail_cost(problem: Problem) -> int:
-    """The time that `jagged_tails` takes for a tail, that for a whole tile being 64; see benchmarks/notes.md."""
-    # With few rows, or slow memory, both wait for the weights.
+    """The time of a tail in `jagged_tails`, in 64ths of that of a whole tile; see benchmarks/notes.md."""
+    # With few rows or slow memory, tails and whole tiles both wait for the weights.
     waits = problem.rows < 256 or (problem.gpu is not None and problem.gpu.slow_memory)
     return 60 if waits else min(50, 40 + 16384 // problem.K)
 
 
 def basic_height(rows: int) -> int:
-    """The rows of a tile of the basic kernels, for so many per group."""
-    # Half of a tile that is twice the mean is wasted; two tiles instead of one read the weight twice.
+    """The tile height of the basic kernels for these mean rows per group."""
+    # A tile of twice the mean is half empty, and two tiles instead of one read the weight twice.
     return next(block for least, block in ((128, 128), (32, 64), (16, 32), (0, 16)) if rows >= least)
 
 
@@ -246,10 +246,10 @@ def _basic_height(problem: Problem) -> int:
     few_tiles = _few_tiles(problem)
     if few_tiles and problem.rows < 16:
         return 16
-    # A weight takes longer to read than 64 rows to multiply; weights of over 2 GiB longer than 128 rows.
+    # Reading a weight takes longer than multiplying 64 rows by it; with over 2 GiB of weights, longer than 128 rows.
     tall = 32 if _large_weights(problem) and not few_tiles else 128
     height = 32 if problem.rows < 8 else 64 if problem.rows < tall else 128
-    # TMA reads at most all rows together.
+    # A block of TMA may not have more rows than A.
     return max(16, min(height, problem.M)) if few_tiles or problem.rows < 8 else height
 
 
@@ -258,22 +258,22 @@ def _addressing(problem: Problem, variant: str, block_m: int) -> Addressing:
     tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
     # Products of float32 leave no shared memory for tiles of the output.
     tma_out = variant != "basic" and tma_A and tma_B and problem.tma_out and problem.dtype != torch.float32
-    if variant == "tails":  # all or nothing
+    if variant == "tails":  # TMA for all three, or for none
         fits = problem.N >= TAILS_WIDTH and problem.N % 64 == 0 and problem.K >= 64 and not problem.out_dtype
         tma_A = tma_B = tma_out = tma_out and fits
     return addressing(problem, tma_A, tma_B, tma_out)
 
 
 def addressing(problem: Access, tma_A: bool, tma_B: bool, tma_out: bool) -> Addressing:
-    """By TMA what is said to be, unless something else in a `problem` needs 64 bits."""
+    """Access by TMA as given; if an address that pointers reach then needs 64 bits, use pointers for everything."""
     if (problem.int64_A and not tma_A) or (problem.int64_B and not tma_B) or (problem.int64_out and not tma_out):
-        # Helion makes no descriptors where it computes in 64 bits.
+        # Helion creates no descriptors if it computes indices in 64 bits.
         return Addressing(False, False, False, int64_index=True)
     return Addressing(tma_A, tma_B, tma_out, int64_index=False)
 
 
 def indexing_of(variant: str, has_bias: bool, addressing: Addressing, pieces: int = 1) -> dict[str, Any]:
-    """The options for `addressing`, in the kernel's order: tables, A_packed, B, bias, out in so many pieces."""
+    """The options for `addressing`, in the order of the kernel's accesses: tables, A_packed, B, bias, pieces of out."""
     a, b, out, _ = addressing
     if variant == "tails":
         tile = [*[False] * 3, a, b, *[False] * has_bias, *[out] * pieces]
@@ -283,7 +283,7 @@ def indexing_of(variant: str, has_bias: bool, addressing: Addressing, pieces: in
 
 
 def indexing(*tma: bool) -> dict[str, Any]:
-    """The options by which a kernel's accesses to memory, in its order, go through TMA or pointers."""
+    """The options that make each memory access of a kernel, in order, use TMA or pointers."""
     ways = ["tensor_descriptor" if by_tma else "pointer" for by_tma in tma]
     return {"indexing": ways} | ({"host_tensor_descriptors": True} if any(tma) else {})
 
@@ -299,21 +299,21 @@ def floor_power_of_2(n: int) -> int:
 
 
 def block_for(n: int, most: int) -> int:
-    """The block that a descriptor of `n` elements, or a mask, can have: a power of two from 16 to `most`."""
+    """The block for a descriptor, or mask, of `n` elements: the largest power of two up to it, within 16 and `most`."""
     return min(max(16, floor_power_of_2(n)), most)
 
 
 def fitting(block: int, extent: int) -> int:
-    """`block`, or less where a smaller power of two, from 16 on, covers `extent` at once."""
+    """The smaller of `block` and the least power of two, from 16 on, that covers `extent`."""
     return min(block, max(16, 1 << (extent - 1).bit_length()))
 
 
 def offsets_block(G: int) -> int:
-    return min(1 << G.bit_length(), MAX_BLOCK_G)  # at least G + 1
+    return min(1 << G.bit_length(), MAX_BLOCK_G)  # at least G + 1, up to the limit
 
 
 def offsets_of(G: int) -> Config:
-    """The config of kernels whose one program looks at all offsets."""
+    """The config of kernels in which one program processes all offsets."""
     return Config(block_sizes=[offsets_block(G)], num_warps=1)
 
 
@@ -324,7 +324,7 @@ def tile_table(G: int, N: int | None) -> Config:
 
 
 def by_rows(width: int, most: int = 1024) -> Config:
-    """The config of kernels that move rows of `width`, or compute them element by element, `most` at a time."""
+    """The config of kernels that move rows of `width`, or compute them elementwise, at most `most` elements at once."""
     block = fitting(most, width)
     return Config(block_sizes=[block], num_warps=max(1, block // 256))
 
@@ -341,7 +341,7 @@ def candidates(gpu: Gpu | None, bucket: entries.Bucket) -> Sequence[entries.Foun
 
 
 def nearest(gpu: Gpu | None, bucket: entries.Bucket, adapted: Callable[[entries.Found], _C | None]) -> _C | None:
-    """What `adapted` makes a choice of among the tuned entries for `bucket`, the nearest first, unless discarded."""
+    """The first choice, not discarded, that `adapted` makes of the tuned entries near `bucket`, the nearest first."""
     for found in candidates(gpu, bucket):
         choice = adapted(found)
         if choice is not None and not discarded(choice):
@@ -350,7 +350,7 @@ def nearest(gpu: Gpu | None, bucket: entries.Bucket, adapted: Callable[[entries.
 
 
 def are_blocks(value: Any, number: int) -> TypeGuard[list[int]]:
-    """Whether an entry's `block_sizes` are this number of powers of two, each from 16 to 256."""
+    """Whether an entry's `block_sizes` are a list of `number` powers of two, each from 16 to 256."""
     return (
         isinstance(value, list)
         and len(value) == number
@@ -368,7 +368,7 @@ def _tuned(problem: Problem, variant: str) -> Choice | None:
 
     def usable(found: entries.Found) -> Choice | None:
         choice = _adapted(found, problem)
-        # What was fastest with more rows per group may lose with fewer: see `_apart`.
+        # Tails that were fastest with more rows per group may be slower with fewer: see `_apart`.
         fits = choice.variant in _KERNELS[variant] and not (
             choice.variant == "tails" and problem.rows < found.entry.bucket.rows
         )
@@ -378,7 +378,7 @@ def _tuned(problem: Problem, variant: str) -> Choice | None:
 
 
 def _adapted(found: entries.Found, problem: Problem) -> Choice:
-    """The choice of an entry, which was tuned without a bias and perhaps for another number of groups."""
+    """Convert an entry, tuned without a bias and perhaps for another number of groups, into a choice for `problem`."""
     entry = found.entry
     config = dict(entry.config)
     addressing = _addressing(problem, entry.kernel, entry.block_m)
@@ -441,9 +441,9 @@ _made: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("made", default=Non
 
 @contextmanager
 def force(choice: Any) -> Iterator[None]:
-    """In here, `choice` is that of every problem, of the operator that it is for.
+    """Within the block, every problem gets `choice`, which must be of the operator that is called.
 
-    Plans from before are found all the same, unless `runtime.cache.set_aside` keeps them away.
+    Existing plans are still found, unless `runtime.cache.set_aside` hides them.
     """
     token = _forced.set(choice)
     try:
@@ -459,7 +459,7 @@ def forced() -> Any:
 
 @contextmanager
 def record() -> Iterator[list[tuple[Any, Any]]]:
-    """The choices made in here, and for which problems; an outer `record` hears of them at the end."""
+    """Yield a list that gets (problem, choice) for each choice within the block; an outer `record` gets them last."""
     made: list[tuple[Any, Any]] = []
     outer = _made.get()
     token = _made.set(made)
@@ -477,7 +477,7 @@ def discarded(choice: Any) -> bool:
 
 
 def discard(choice: Any, reason: str) -> bool:
-    """Never choose this tuned entry again in this process, and warn once of its file; False if it is the rule's."""
+    """Do not choose this tuned entry again before `reload`, and warn once. False if the choice is the rule's."""
     if choice.entry is None:
         return False
     _discarded.add((choice.source, choice.entry.key))
@@ -488,9 +488,8 @@ def discard(choice: Any, reason: str) -> bool:
 
 
 def with_fallback(attempt: Callable[[], _T]) -> _T:
-    """`attempt()`, which chooses configs, compiles and loads; again without the tuned entries it used if that fails.
-
-    A forced choice is the only one.
+    """Return `attempt()`, which chooses configs, compiles and loads. If it fails, discard the tuned entries it used and
+    repeat it. If there are none, under a forced choice, or for lack of memory, the error is raised.
     """
     while True:
         with record() as made:

@@ -7,13 +7,13 @@ from typing import Any
 
 
 class Config:
-    """`Config(block_sizes=[...], num_warps=4, ...)`, hashable; `config` has the values."""
+    """`Config(block_sizes=[...], num_warps=4, ...)`, hashable. The attribute `config` holds the values."""
 
     def __init__(self, **config: Any):
         self.config = config
 
     def unrolled(self, *factors: int) -> Config:
-        """This config with loops unrolled by Triton: a factor per loop, the grid's first; 0 leaves a loop alone."""
+        """This config with loops unrolled by Triton: a factor per loop, the grid's first. 0 leaves a loop as it is."""
         return Config(**self.config, range_unroll_factors=list(factors))
 
     def _key(self) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 from moe_kernels.runtime.signature import RANK_UP_TO
 
-_MOST_EXPERTS = 1024  # with more slots than are ranked by one launch
-_MOST_SLOTS = 16  # the second kernel for one token has a loop for each: 128 would take most of a minute to compile
+_MOST_EXPERTS = 1024  # if there are more slots than one launch ranks
+_MOST_SLOTS = 16  # the second kernel for one token unrolls them: 128 would take most of a minute to compile
 
 
 def sorts(R: int, E: int) -> bool:
@@ -16,8 +16,8 @@ def sorts(R: int, E: int) -> bool:
 
 
 def one_token_is_faster(T: int, top_k: int, w_in: Any, w_out: Any) -> bool:
-    """Whether a layer takes the kernels for one token, which do not sort: one token, few slots, and weights
-    `[E, H, 2I]` and `[E, I, H]` whose contracted dimension is contiguous.
+    """Whether a layer uses the kernels for one token, which do not sort: if T is 1, slots are few, and the weights
+    `[E, H, 2I]` and `[E, I, H]` are contiguous along the contraction.
     """
     if T != 1 or top_k > _MOST_SLOTS or 0 in w_in.shape or 0 in w_out.shape:
         return False

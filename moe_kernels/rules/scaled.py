@@ -10,8 +10,8 @@ import torch
 from moe_kernels import rules
 from moe_kernels.rules.config import Config
 
-BLOCK_K = 128  # of the scales of blocks, and what the tensor cores add up at once
-LEAST_BLOCK_K = 32  # that Triton multiplies in fp8
+BLOCK_K = 128  # of block scales; also what the tensor cores accumulate before a sum leaves them
+LEAST_BLOCK_K = 32  # the least that Triton supports for fp8
 PERSISTENT_FROM_ROWS = 64
 
 
@@ -53,7 +53,7 @@ def rule(problem: Problem, variant: str = "auto") -> Choice:
 def _basic(problem: Problem) -> Choice:
     block_m = 16 if problem.rows < 16 else 32 if problem.rows < 32 else 64
     addressing = _addressing(problem, block_m, _block_k(problem), tma_out=False)
-    # By pointers, odd strides are read byte by byte, which takes registers.
+    # Pointers read odd strides byte by byte, which takes registers.
     block_n, num_warps, num_stages = (128, 4, 3) if addressing.tma_A and addressing.tma_B else (64, 8, 2)
     blocks = [block_m, rules.block_for(problem.N, block_n), rules.offsets_block(problem.G), _block_k(problem)]
     scales = [False] * 2
@@ -78,11 +78,11 @@ def _persistent(problem: Problem) -> Choice:
         if not by_tma:
             block_n, num_stages = 32, 2
         elif problem.out_dtype == torch.float32:
-            block_n = 128  # the tile of the result shares the memory with the next one's loads
+            block_n = 128  # the result's tile shares the memory with the next tile's loads
         if by_tma:
-            options["range_flattens"] = [True, None]  # overlaps one tile's stores with the next one's loads
+            options["range_flattens"] = [True, None]  # overlaps a tile's stores with the next tile's loads
         if out:
-            options["epilogue_subtile"] = 2  # or there would be no shared memory for that many stages
+            options["epilogue_subtile"] = 2  # whole tiles leave too little shared memory for these stages
         options |= rules.indexing(*tables, a, b, False, False, *bias, out)
         blocks = [rules.block_for(problem.N, block_n), _block_k(problem)]
     else:

@@ -1,4 +1,4 @@
-"""Configs of fp8 products that are ragged along the contraction, and of what quantises their operands."""
+"""Configs of fp8 products that are ragged along the contraction, and of the kernel that quantises their operands."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ HALF = 64  # rows of half a tile of the result
 
 
 def columns(squares: bool) -> Config:
-    """For blocks of 128 rows, 64 elements to a thread."""
+    """The config of `quantize_columns`, for blocks of 128 rows: 64 elements per thread."""
     width = BLOCK if squares else BLOCK // 2
     return Config(block_sizes=[width], num_warps=width // 16)
 
 
 def product(Q: int, G: int, tma: bool) -> Config:
-    """For results of Q columns; as the promoted products of `rules.scaled`."""
+    """The config of `scaled_wgrad` for results of Q columns, like those of promoted products in `rules.scaled`."""
     offsets, scales = [False] * (1 if G < MOST_OFFSETS else 2), [False] * 3
     options: dict[str, Any] = indexing(*offsets, *scales, tma, tma, tma, *scales, False, False)
     block_q, num_warps, num_stages = (128, 4, 3) if tma else (32, 8, 2)

@@ -1,4 +1,4 @@
-"""Which kernel and which `Config` the first half of an expert gets, by rule."""
+"""The kernel and `Config` for the first half of an expert, by rule."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Problem(Access):
     dtype: torch.dtype  # of the products: the operands' common type
     tf32: bool  # fp32 products may use tf32
     gathered: bool  # rows are read through an index
-    save_preact: bool  # what act is made of is written too
+    save_preact: bool  # the preactivations are written, too
     biases: int
-    paired: bool  # the persistent kernel takes the weights
+    paired: bool  # the persistent kernel supports the weights
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`persistent` or basic; the kernels' arguments `block_m` and `block_i`."""
+    """The kernel, `persistent` or basic, and its config; `block_m` and `block_i` are the kernels' arguments."""
 
     persistent: bool
     block_m: int
@@ -47,8 +47,8 @@ class Choice:
     config: Config
 
 
-PERSISTENT_FROM_ROWS = 64  # the mean per expert; see benchmarks/notes.md
-# block_m: (block_i, block_k, num_warps, num_stages); with TMA and for 16-bit types
+PERSISTENT_FROM_ROWS = 64  # mean rows per expert; see benchmarks/notes.md
+# block_m: (block_i, block_k, num_warps, num_stages); the first table is for 16-bit types read by TMA
 _TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4)}
 _POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (32, 32, 4, 3)}
 _FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 16, 8, 2)}

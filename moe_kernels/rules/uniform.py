@@ -1,6 +1,6 @@
 """The choice for a uniform grouped GEMM: a tuned entry for this GPU (see `tuning.entries`), or the rule.
 
-The rule was derived from measurements on an H200, where cuBLAS is ahead as soon as the output is wide.
+The rule was derived from measurements on an H200, where cuBLAS is faster unless the output is narrow.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Problem(rules.Access):
     out_dtype: torch.dtype
     tf32: bool  # fp32 products may use tf32
     bmm: bool  # torch.bmm gives this result, and copies no operand
-    flat: bool  # the groups of each tensor lie one below the other, as one matrix
-    a_columns: bool  # A lies in memory as [G, K, M]
-    b_columns: bool  # B lies in memory as [G, N, K]
+    flat: bool  # the groups of each tensor are stacked without gaps, as one matrix
+    a_columns: bool  # A is stored as [G, K, M]
+    b_columns: bool  # B is stored as [G, N, K]
     gpu: Gpu | None = None  # None leaves the choice to the rule
 
 
@@ -44,7 +44,7 @@ _BY_POINTERS = rules.Addressing(False, False, False, int64_index=False)
 class Choice:
     """How a problem is computed."""
 
-    kernel: str  # "folded" or "batched"; or "bmm" for torch.bmm, to which the rest does not matter
+    kernel: str  # "folded" or "batched"; or "bmm" for torch.bmm, which ignores the rest
     addressing: rules.Addressing = _BY_POINTERS
     config: Config = field(default_factory=Config)
     source: str = "rule"  # or the file that the entry is from
@@ -66,22 +66,22 @@ def choose(problem: Problem) -> Choice:
 def rule(problem: Problem) -> Choice:
     """The choice without tuned entries; it works on every GPU."""
     thin = problem.N <= THIN and problem.tma_A and problem.tma_B and problem.dtype != torch.float32
-    # Of a tile with fewer than 16 columns the rest is wasted, which counts once there is more than a tile for each SM.
+    # Tiles have at least 16 columns. If N is less, the waste matters once there is more than one tile per SM.
     wasteful = problem.N < 16 and problem.G * -(-problem.M // 64) > _SMS
     return BMM if problem.bmm and (wasteful or not thin) else by_kernel(problem)
 
 
 def by_kernel(problem: Problem) -> Choice:
-    """The rule's choice between the kernels here alone."""
+    """The rule's choice between the kernels of this package, without torch.bmm."""
     block_m, block_n, block_k, num_warps, num_stages = _blocks(problem)
     order: dict[str, Any] = {"loop_orders": [[2, 1, 0]]} if problem.N <= THIN else {}
     return make(problem, [block_m, block_n, block_k], num_warps=num_warps, num_stages=num_stages, **order)
 
 
 def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None, **options: Any) -> Choice:
-    """The choice with these blocks and options, folded if that is possible, unless `kernel` says otherwise.
+    """The choice with these blocks and options: `kernel`, or by default the folded one if that is possible.
 
-    Memory is accessed as the tensors allow.
+    Tensors are accessed by TMA if they allow it.
     """
     addressing = rules.addressing(problem, problem.tma_A, problem.tma_B, problem.tma_out)
     extents = (problem.M, problem.N, problem.K)
@@ -97,7 +97,7 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
 
 
 def foldable(problem: Problem, block_m: int, block_k: int) -> bool:
-    """Whether tiles of these extents never reach from one group into the next, if the groups are one matrix."""
+    """Whether the groups are stored as one matrix that TMA can read, of which no such tile spans two groups."""
     whole = problem.M % block_m == 0 and problem.K % block_k == 0
     return problem.flat and problem.tma_A and problem.tma_B and whole
 
@@ -110,7 +110,7 @@ def _blocks(problem: Problem) -> tuple[int, int, int, int, int]:
         return (64, 64, 64, 4, 3)
     if problem.M > 64 and problem.N > THIN:
         return (128, 512 // problem.out_dtype.itemsize, 64, 8, 3)
-    # One program on each SM has all its loads under way at once; where there is work for more, two share an SM.
+    # One program per SM has all of its loads in flight at once. With more tiles than SMs, two programs share an SM.
     block_m, block_n, block_k = 64, rules.fitting(64, problem.N), rules.fitting(128, problem.K)
     tiles = problem.G * -(-problem.M // block_m) * -(-problem.N // block_n)
     shared = rules.SHARED_MEMORY // (1 if tiles <= _SMS else 2) - block_m * block_n * problem.out_dtype.itemsize
@@ -119,7 +119,7 @@ def _blocks(problem: Problem) -> tuple[int, int, int, int, int]:
 
 
 def bucket_of(problem: Problem) -> entries.Bucket:
-    """What `problem` is looked up by."""
+    """The key of `problem` among tuned entries."""
     dtype = entries.dtype_label(problem.dtype, problem.tf32, problem.out_dtype)
     return entries.Bucket(dtype, problem.b_columns, problem.M, problem.N, problem.K, problem.G, op="uniform")
 
@@ -132,7 +132,7 @@ def _tuned(problem: Problem) -> Choice | None:
 
 
 def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | None:
-    """The choice of an entry, if it can be used for `problem`."""
+    """The choice of an entry, None if it cannot be used for `problem`."""
     if entry.kernel == "bmm":
         return Choice("bmm", source=source, entry=entry) if problem.bmm else None
     options = dict(entry.config)

@@ -1,4 +1,4 @@
-"""The blocks and config that a varied grouped GEMM gets: tuned for this GPU (see `tuning.entries`), or else by rule.
+"""The choice for a varied grouped GEMM: a tuned entry for this GPU (see `tuning.entries`), or the rule.
 
 The rule was derived from measurements on an H200.
 """
@@ -20,14 +20,14 @@ from moe_kernels.tuning import entries
 if TYPE_CHECKING:
     from moe_kernels.runtime.targets import Gpu
 
-BLOCK_K = {2: 64, 4: 32}  # by the bytes of an element: 128 of them are what shared memory is read in
+BLOCK_K = {2: 64, 4: 32}  # by element size in bytes: 128 bytes, the unit in which shared memory is read
 _Options = tuple[int, int, int, int]  # block_k, num_warps, num_stages, workers per SM
 
 
 class _Blocks(NamedTuple):
-    """Blocks for 16-bit types, and the time of a step along K, relative to that of a 128 x 256 tile."""
+    """Options for 16-bit types, and the time of a step along K, relative to that of a 128 x 256 tile."""
 
-    few: _Options  # for at most `tiles` on an SM: short steps, which begin sooner, or one worker
+    few: _Options  # for at most `tiles` tiles per SM: short steps, which begin sooner, or one worker
     tiles: int
     many: _Options
     average: float
@@ -42,13 +42,13 @@ _BLOCKS = {
     (64, 32): _Blocks((64, 4, 5, 1), 1, (64, 4, 5, 2), average=0.2, alone=0.3),
     (32, 32): _Blocks((128, 4, 4, 1), 1, (128, 4, 4, 1), average=0.24, alone=0.24),
 }
-_FIXED = 512  # steps along K that the beginning and the end of a tile take as long as
+_FIXED = 512  # the time of a tile's beginning and end, in steps along K
 Shapes = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`block_m` and `block_n` are the kernel's arguments of these names."""
+    """The blocks and config for a problem. `block_m` and `block_n` are the kernel's arguments of these names."""
 
     block_m: int
     block_n: int
@@ -63,19 +63,19 @@ class Problem:
 
     shapes: Shapes  # (M, N, K) of each product
     dtype: torch.dtype
-    aligned: bool  # 16 bytes of A and of B can be loaded together
-    b_columns: bool  # each B lies in memory as [N, K]
+    aligned: bool  # A and B can be loaded in units of 16 bytes
+    b_columns: bool  # each B is stored as [N, K]
     num_sms: int
     tf32: bool  # fp32 products may use tf32
     gpu: Gpu | None = None  # None leaves the choice to the rule
 
 
 class Layout(NamedTuple):
-    """What the kernel is compiled for, besides dtypes and blocks: what holds for all problems.
+    """Common properties of all problems that the kernel is compiled for, besides dtypes and blocks.
 
-    contiguous_a, _b, _c: the dimension of A, B and out that is contiguous: 0, 1, or 2 for neither. A unit is what all
-    extents (m, n, k), or all addresses and strides (a, b, c) are multiples of, in elements: 1, 2, 4 or 8. The table
-    holds multiples of it, so that the compiler sees how wide a load may be.
+    contiguous_a, _b, _c: the dimension of A, B and out that is contiguous: 0, 1, or 2 for neither. A unit is a common
+    divisor, in elements, of all extents (m, n, k), or of all addresses and strides (a, b, c): 1, 2, 4 or 8. The table
+    holds the values divided by it, so that the compiler sees how wide a load may be.
     """
 
     contiguous_a: int
@@ -120,7 +120,7 @@ def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_s
 
 @lru_cache(1024)
 def _fastest(shapes: Shapes, num_sms: int) -> tuple[int, int, int, int, int, int]:
-    """The blocks by which the SM with the most work is done first, and their options, as `make` takes them."""
+    """The blocks with which the SM with the most work ends the earliest, and their options, as `make` takes them."""
 
     def time(blocks: tuple[int, int]) -> float:
         longest = max(K for *_, K in shapes) + _FIXED
@@ -134,7 +134,7 @@ def _fastest(shapes: Shapes, num_sms: int) -> tuple[int, int, int, int, int, int
 
 
 def _most_steps(shapes: Shapes, blocks: tuple[int, int], num_sms: int) -> int:
-    """The steps along K of the SM that has most of them; tile t is SM t % num_sms's."""
+    """The steps along K of the SM that has the most. Tile t is computed by SM t % num_sms."""
     every, changes, begin = 0, [0] * (2 * num_sms + 1), 0
     for (m, n), (*_, K) in zip(tile_counts(shapes, *blocks), shapes, strict=True):
         rounds, more = divmod(m * n, num_sms)
@@ -147,7 +147,7 @@ def _most_steps(shapes: Shapes, blocks: tuple[int, int], num_sms: int) -> int:
 
 
 def bucket_of(problem: Problem) -> entries.Bucket | None:
-    """What `problem` is looked up by; None for products that are not all of one size."""
+    """The key of `problem` among tuned entries, None unless all products are of one size."""
     if len(set(problem.shapes)) > 1:
         return None
     M, N, K = problem.shapes[0]
@@ -164,7 +164,7 @@ def _tuned(problem: Problem) -> Choice | None:
 
 
 def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | None:
-    """The choice of an entry, if it is one; see `stored` for what its config is."""
+    """The choice of an entry, None if its config is not of the form that `stored` returns."""
     values: Any = [entry.config.get(name) for name in ("num_warps", "num_stages", "num_sm_multiplier")]
     blocks = entry.config.get("block_sizes")
     if not rules.are_blocks(blocks, 3) or any(type(value) is not int or value < 1 for value in values):
@@ -173,7 +173,7 @@ def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | Non
 
 
 def stored(choice: Choice) -> dict[str, Any]:
-    """What an entry has for `choice`: the arguments of `make`, without P, under the names of `Config`."""
+    """The config of an entry for `choice`: the arguments of `make`, without P, under the names of `Config`."""
     values: Any = choice.config.config
     kept = {name: values[name] for name in ("num_warps", "num_stages", "num_sm_multiplier")}
     return {"block_sizes": [choice.block_m, choice.block_n, values["block_sizes"][1]], **kept}

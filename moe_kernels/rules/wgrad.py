@@ -1,4 +1,4 @@
-"""Which `Config` a product gets that is ragged along the contraction, by rule."""
+"""The kernel and `Config` for a product that is ragged along the contraction, by rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from moe_kernels.rules import block_for, indexing, offsets_block
 from moe_kernels.rules.config import Config
 
-MOST_OFFSETS = 1024  # that a program looks at together; more are clamped beforehand
+MOST_OFFSETS = 1024  # the most that a program processes at once; more are clamped beforehand
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Problem:
     dtype: torch.dtype  # of the product: the operands' common type
     tf32: bool  # fp32 products may use tf32
     tma: bool  # X and Y can be read by TMA
-    tma_out: bool  # a result of 16 bits an element can be written by it
+    tma_out: bool  # the result has 16-bit elements and can be written by TMA
     int64_rows: bool  # addresses in X, Y or the offsets do not fit into 32 bits
-    int64_out: bool  # nor those in one group's result
+    int64_out: bool  # addresses in one group's result do not fit into 32 bits
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`wgrad_persistent`, or `wgrad`; `block_m` and `tma` are the kernels' arguments of these names."""
+    """The kernel, `wgrad_persistent` or `wgrad`, and its config; `block_m` and `tma` are the kernels' arguments."""
 
     persistent: bool
     block_m: int
@@ -39,9 +39,9 @@ class Choice:
     config: Config
 
 
-PERSISTENT_FROM_ROWS = 256  # the mean per group of `wgrad_persistent`; see benchmarks/notes.md
+PERSISTENT_FROM_ROWS = 256  # mean rows per group for `wgrad_persistent`; see benchmarks/notes.md
 PERSISTENT_BLOCK_M = 64
-MOST_BELOW = 8  # tiles of `wgrad_persistent` below each other before those in the next column
+MOST_BELOW = 8  # the most row tiles that `wgrad_persistent` computes in a column before the next column
 LARGE_FROM_ROWS = 1024
 
 
@@ -65,7 +65,7 @@ def rule(problem: Problem) -> Choice:
             block_p, block_q = 256, 128
     elif problem.M // problem.G >= LARGE_FROM_ROWS and problem.Q >= 256:
         block_m, block_p, block_q, num_warps, num_stages = 64, 128, 256, 8, 3
-    else:  # two programs on each SM: the sums are short, and one of them stores while the other multiplies
+    else:  # two programs per SM: sums are short, and one program stores while the other multiplies
         block_m, block_p, block_q, num_warps, num_stages = 32, 128, 128, 4, 5
         options["num_sm_multiplier"] = 2
     if tma_out:

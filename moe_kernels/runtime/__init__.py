@@ -1,1 +1,1 @@
-"""Plans: made once per kind of call, stored in memory and on disk, run as one generated function."""
+"""Plans: created once per kind of call, stored in memory and on disk, run as one generated function."""

@@ -1,4 +1,4 @@
-"""Attributes of modules and classes, mostly Triton's, Helion's and PyTorch's, replaced for a while."""
+"""Temporary replacement of attributes of modules and classes, mostly Triton's, Helion's and PyTorch's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# For Helion and Triton's interpreter. They are not made for several threads, nor is the `ast` of Python 3.11 they use.
+# Held while Helion or Triton's interpreter runs: they are not thread-safe, nor is Python 3.11's `ast`, which they use.
 one_at_a_time = threading.RLock()
 
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """In here, attributes of `owner` that it has got have these values."""
+    """Within the block, give attributes of `owner` these values. Names that it does not have are ignored."""
     there = [name for name in values if hasattr(owner, name)]
-    before = {name: vars(owner)[name] for name in there if name in vars(owner)}  # the others are inherited
+    before = {name: vars(owner)[name] for name in there if name in vars(owner)}  # the rest are inherited
     try:
         for name in there:
             setattr(owner, name, values[name])

@@ -1,9 +1,9 @@
-"""The plan cache: from the tensors of a call to the function that runs it. Looked up in this order:
+"""The plan cache: finds the function that runs a call, from the call's tensors. Lookup order:
 
 replay    the functions of recent calls, guarded in C++
 memory    plans by signature
 disk      plans of other processes
-planner   makes the plan, which imports Helion
+planner   draws the plan, which imports Helion
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.runtime.targets import Gpu
 
 _MOST_PLANS = 4096
-_MOST_REPLAYS = 16  # of an operator, tried one after another
-_MOST_STATES = 8  # of calls that share a plan and have replays of their own
+_MOST_REPLAYS = 16  # per operator, tried one after another
+_MOST_STATES = 8  # replays per plan, one for each state of a call that its signature leaves out
 
 
 @dataclass
@@ -40,12 +40,12 @@ class _Entry:
     run: Callable[..., Any]
     plan: Plan
     launchers: Mapping[str, launch.Launcher]
-    replays: dict[Any, Callable[..., Any] | None] = field(default_factory=dict)  # by what a signature leaves out
+    replays: dict[Any, Callable[..., Any] | None] = field(default_factory=dict)  # by state outside the signature
 
 
 @dataclass
 class PlanCache:
-    """Plans by signature; the least recently used is evicted."""
+    """Plans by signature. The least recently used one is evicted."""
 
     limit: int = _MOST_PLANS
     entries: OrderedDict[tuple[Any, ...], _Entry] = field(default_factory=OrderedDict)
@@ -58,7 +58,7 @@ class PlanCache:
     def get(self, key: tuple[Any, ...]) -> _Entry | None:
         entry = self.entries.get(key)
         if entry is not None:
-            with suppress(KeyError):  # another thread may just have evicted it
+            with suppress(KeyError):  # another thread may have evicted it meanwhile
                 self.entries.move_to_end(key)
         return entry
 
@@ -69,7 +69,7 @@ class PlanCache:
                 self.entries.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all plans, but not the binaries that are loaded."""
+        """Forget all plans, and keep the loaded binaries."""
         with self.lock:
             self.entries.clear()
             self.recent.clear()
@@ -93,7 +93,7 @@ def replay(operator: Operator, tensors: Tensors, asked: Any) -> Any:
 
 
 def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> None:
-    """Make later calls like this one replays. `asked` are its options as given, `options` as resolved."""
+    """Let later calls like this one be replayed. `asked` are its options as given, `options` as resolved."""
     if torch.compiler.is_dynamo_compiling() or not torch_internals.can_bypass_dispatcher(*tensors):
         return
     first = next(x for x in tensors if x is not None)
@@ -122,12 +122,12 @@ def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> 
         plans.recent[operator.name] = made, *others[: _MOST_REPLAYS - 1]
 
 
-_collectors = threading.local()  # other threads' calls are real
+_collectors = threading.local()  # calls of other threads run as usual
 
 
 @contextmanager
 def collecting(collector: Callable[[Operator, Tensors, Any], Any]) -> Iterator[None]:
-    """In here, calls of this thread on meta tensors go to `collector(operator, tensors, options)` instead of a plan."""
+    """Within the block, this thread's calls, also on meta tensors, go to `collector(operator, tensors, options)`."""
     _collectors.current = collector
     try:
         yield
@@ -136,7 +136,7 @@ def collecting(collector: Callable[[Operator, Tensors, Any], Any]) -> Iterator[N
 
 
 def collects() -> bool:
-    """Whether this thread's calls are collected."""
+    """Whether this thread's calls go to a collector."""
     return getattr(_collectors, "current", None) is not None
 
 
@@ -153,7 +153,7 @@ def call(operator: Operator, tensors: Tensors, options: Any) -> Any:
 
 
 def find(operator: Operator, tensors: Tensors, options: Any) -> Callable[..., Any]:
-    """The function that runs calls like this one. The current device has to be that of the tensors."""
+    """Return the function that runs calls like this one. The tensors' device must be the current one."""
     key = signature(operator, tensors, options)
     entry = plans.get(key)
     if entry is None:
@@ -183,7 +183,7 @@ def _load(
     gpu: Gpu,
     device: torch.device,
 ) -> tuple[Plan, dict[str, launch.Launcher]]:
-    """A plan, from the store or new, and the launchers of its binaries."""
+    """Return a plan, from the store or new, and the launchers of its binaries."""
     if gpu.backend == "interpreter":
         from moe_kernels.runtime.interpreter import InterpretedWay
 
@@ -201,7 +201,7 @@ def _load(
 
 
 def _kernel(binary: store.Binary, source: Any, gpu: Gpu) -> Any:
-    """Triton's kernel of a binary; where its class is not as expected, as Triton itself compiles it from its source."""
+    """Return a binary as Triton's kernel. If its class is not as expected, Triton compiles the kernel from `source`."""
     try:
         return launch.compiled_kernel(binary)
     except launch.UNEXPECTED:
@@ -220,11 +220,11 @@ def plan_of(
     gpu: Gpu,
     load: Callable[[Mapping[str, store.Binary], Mapping[str, Any]], None] = lambda binaries, sources: None,
 ) -> tuple[Plan, dict[str, store.Binary]]:
-    """A plan with its binaries for a GPU model, from the store, or new and then stored. The GPU need not be present.
+    """Return a plan and its binaries for a GPU model, from the store, or new and then stored. The GPU may be absent.
 
-    `load` is called with the binaries and, for a new plan, their sources. If it fails on a stored plan, the plan is
-    drawn again, so that `rules.with_fallback` sees its choices; if it fails on a new plan, the plan is not stored.
-    Plans under a forced choice bypass the store.
+    `load` is called with the binaries and, for a new plan, their sources. If it fails on a stored plan, other than for
+    lack of memory, the plan is drawn again, so that `rules.with_fallback` sees its choices. If it fails on a new plan,
+    the plan is not stored. Plans under a forced choice bypass the store.
     """
     kept = rules.forced() is None
 
@@ -254,17 +254,15 @@ def plan_of(
 
 
 _pause = threading.Lock()
-_paused = 0  # blocks that are running without the collector
+_paused = 0  # number of blocks that run without the collector
 
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A block without Python's collector of cycles, which takes a fifth of the time of Helion's import and of the
-    generation of code.
-    """
+    """Disable Python's cyclic garbage collector, which takes a fifth of Helion's import and code generation time."""
     global _paused
     with _pause:
-        pauses = _paused > 0 or gc.isenabled()  # otherwise the caller has disabled it
+        pauses = _paused > 0 or gc.isenabled()  # if neither, the caller has disabled it
         _paused += pauses
         gc.disable()
     try:
@@ -284,7 +282,7 @@ def draw(
     gpu: Gpu,
     begin: Callable[[Any], None] = lambda one: None,
 ) -> tuple[Plan, dict[str, Any]]:
-    """A plan from its planner, and the sources of its binaries; `begin` is called with each source at once."""
+    """Draw a plan, and return it with the sources of its binaries. `begin` gets each source as soon as it exists."""
     from moe_kernels.runtime import compile as compiler  # imports Helion
 
     builder, results = sketch(operator, inputs, options, gpu)
@@ -294,7 +292,7 @@ def draw(
 def sketch(
     operator: Operator, inputs: Sequence[SymbolicTensor | None], options: Any, gpu: Gpu
 ) -> tuple[Builder, Sequence[SymbolicTensor]]:
-    """The steps that a planner draws, with requests in place of binaries; nothing is compiled."""
+    """Return a planner's steps and results, with requests in place of binaries. Nothing is compiled."""
     planner = importlib.import_module(operator.planner)
     builder = Builder(gpu, operator.inputs)
     results = getattr(planner, f"plan_{operator.name}")(builder, inputs, options)
@@ -302,7 +300,7 @@ def sketch(
 
 
 def _checked(plan: Plan, launchers: dict[str, launch.Launcher], device: torch.device) -> Callable[..., Any]:
-    """The function that runs a plan by direct launches. If the first call fails, by Triton's public launches."""
+    """Return the function that runs a plan by direct launches, or by public ones if the first call fails."""
     direct = {name: one for name, one in launchers.items() if isinstance(one, launch.DirectWay)}
     if not direct:
         return emit(plan, launchers, device)
@@ -319,7 +317,7 @@ def _checked(plan: Plan, launchers: dict[str, launch.Launcher], device: torch.de
             raise
         except launch.UNEXPECTED:
             run = emit(plan, public, device)
-            out = run(*tensors)  # or raises what has nothing to do with the way
+            out = run(*tensors)  # raises again if the direct launches were not the cause
             launchers.update(public)
             plans.launchers.update({(name, device): one for name, one in public.items()})
         chosen.append(run)
@@ -329,19 +327,19 @@ def _checked(plan: Plan, launchers: dict[str, launch.Launcher], device: torch.de
 
 
 def clear() -> None:
-    """Forget all plans, as after a change of configs."""
+    """Forget all plans, for example after a change of configs."""
     plans.clear()
 
 
 def reload() -> None:
-    """Read the files of tuned entries again when next needed, and make new plans from them."""
+    """Forget all plans and tuned entries, so that the files of tuned entries are read again when next needed."""
     rules.reload()
     clear()
 
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """In here, all calls make new plans, as in a new process, and do not read those on disk."""
+    """Within the block, draw new plans for all calls, as in a new process, without reading plans on disk."""
     kept, recent, reads_store = plans.entries, plans.recent, plans.reads_store
     plans.entries, plans.recent, plans.reads_store = OrderedDict(), {}, False
     try:

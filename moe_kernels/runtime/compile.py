@@ -1,4 +1,4 @@
-"""Turn a planner's requests into a plan. Besides the kernels, only this file imports Helion and its compiler.
+"""Turn a planner's requests into a plan. Only this file and the kernels import Helion and its compiler.
 
 Helion generates a Triton function and a host function that launches it. The host function is run on symbolic tensors,
 which gives the launch's grid and arguments as expressions. Triton compiles the function for a specialization: the types
@@ -37,9 +37,9 @@ from moe_kernels.runtime.plan import Alloc, Builder, Call, Constant, Descriptor,
 from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, least, most
 from moe_kernels.runtime.targets import Gpu
 
-SAME = "{0}"  # the inline Triton of an operand of a product that is zero where its tile exceeds the tensor
+SAME = "{0}"  # inline Triton of a product's operand that is zero where its tile exceeds the tensor
 _EXAMPLE_NUMBER = 3
-_EXAMPLE_ROWS = 256  # of tensors to compile for; a TMA descriptor's block may not have more rows than its tensor
+_EXAMPLE_ROWS = 256  # rows of example tensors: a TMA descriptor's block may not have more rows than its tensor
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "launch_cooperative_grid", "waves_per_eu")
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -52,8 +52,8 @@ _TYPES = {
     torch.int32: "i32",
 }
 _TRITON = requirements.minor(triton.__version__) or (0, 0)
-# Registers of a thread, by kernel. From Triton 3.9 on, ptxas sets a limit itself for these unless it is given one, and
-# spills a few bytes; for other kernels it finds a better one than any that is given.
+# Register limits per thread, by kernel. From Triton 3.9 on, ptxas chooses a limit for these kernels that spills a few
+# bytes, unless it is given one. For other kernels its own limit is the best.
 _MOST_REGISTERS = (
     {"jagged": 232, "swiglu_persistent": 232, "promoted_persistent": 255, "scaled_wgrad": 255, "quantize_squares": 255}
     if _TRITON >= (3, 9)
@@ -63,7 +63,7 @@ _MOST_REGISTERS = (
 
 @dataclass(frozen=True)
 class _HostDescriptor:
-    """A TMA descriptor, as Helion's host function makes it."""
+    """A TMA descriptor, as Helion's host function creates it."""
 
     base: SymbolicTensor
     shape: Sequence[Any]
@@ -76,7 +76,7 @@ class Specialized:
     """The source of a binary: a Triton function and the types of its arguments."""
 
     key: str
-    function: Any  # of Triton: compiled, or interpreted
+    function: Any  # Triton's JITFunction or InterpretedFunction
     signature: tuple[str, ...]
     constants: Mapping[tuple[int, ...], Any]
     attributes: Mapping[tuple[int, ...], Any]
@@ -86,7 +86,7 @@ class Specialized:
 def finish(
     builder: Builder, results: Sequence[SymbolicTensor], begin: Callable[[Specialized], None] = lambda one: None
 ) -> tuple[Plan, dict[str, Specialized]]:
-    """The plan drawn on `builder`, and the sources of its binaries; `begin` is called with each."""
+    """Return the plan drawn on `builder`, and the sources of its binaries. `begin` is called with each source."""
     steps: list[Alloc | Call | Launch] = []
     specialized: dict[str, Specialized] = {}
     for step in builder.steps:
@@ -104,7 +104,7 @@ def finish(
 
 
 def _uses(step: Alloc | Call | Launch) -> list[int]:
-    """The variables that a step reads or writes, except those that it makes."""
+    """The variables that a call or launch reads or writes; none for an allocation."""
     if isinstance(step, Call):
         return [step.variable, *step.arguments]
     if isinstance(step, Alloc):
@@ -113,7 +113,7 @@ def _uses(step: Alloc | Call | Launch) -> list[int]:
 
 
 def lower(request: Request, gpu: Gpu) -> tuple[Launch, Specialized]:
-    """The launch of `request` as data, and the source of its binary."""
+    """Return the launch of `request` as data, and the source of its binary."""
     host = _host_function(request, gpu)
     made: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = []
     host(*request.arguments, _launcher=lambda fn, grid, *args, **options: made.append((fn, grid, args, options)))
@@ -139,8 +139,8 @@ def _argument(x: Any) -> Any:
 
 
 def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, Any], gpu: Gpu) -> Specialized:
-    """As Triton specializes arguments when it launches, but that integers which change from call to call are of no
-    class: neither 1 nor a multiple of 16.
+    """Specialize on the arguments as Triton does at a launch, except that integers which change from call to call are
+    not specialized as 1 or as multiples of 16.
     """
     kept = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
     if gpu.backend == "interpreter":
@@ -177,7 +177,7 @@ def _type_of(x: Any) -> str:
 
 
 def binary(specialized: Specialized, gpu: Gpu) -> store.Binary:
-    """Compile, unless the store has it."""
+    """Return a binary from the store, or else compile and store it."""
     if (known := store.read_binary(specialized.key)) is not None:
         return known
     compiled = compiled_kernel(specialized, gpu)
@@ -195,7 +195,7 @@ def binary(specialized: Specialized, gpu: Gpu) -> store.Binary:
 
 
 def compiled_kernel(specialized: Specialized, gpu: Gpu) -> Any:
-    """Triton's `CompiledKernel`, from its own cache if that has it."""
+    """Return Triton's `CompiledKernel`, from Triton's own cache if it is there."""
     names = specialized.function.arg_names
     source = ASTSource(
         fn=specialized.function,
@@ -208,8 +208,8 @@ def compiled_kernel(specialized: Specialized, gpu: Gpu) -> Any:
 
 
 class Compiling:
-    """Binaries of a plan, compiled side by side while Helion generates the next kernel's code: Triton's compiler mostly
-    waits for its own threads and for ptxas.
+    """Compiles the binaries of a plan in parallel, while Helion generates the next kernel's code. Triton's compiler
+    mostly waits for its own threads and for ptxas.
     """
 
     def __init__(self, gpu: Gpu):
@@ -221,7 +221,7 @@ class Compiling:
             self.begun[one.key] = self.pool.submit(binary, one, self.gpu)
 
     def binaries(self) -> dict[str, store.Binary]:
-        """All that has begun, by key; waits for them."""
+        """Wait for all compilations that have begun, and return the binaries by key."""
         try:
             return {key: future.result() for key, future in self.begun.items()}
         finally:
@@ -235,10 +235,10 @@ _variants: dict[tuple[Any, ...], Any] = {}
 
 
 def _host_function(request: Request, gpu: Gpu) -> Callable[..., Any]:
-    """Helion's generated host function for arguments like those of `request`, in whatever number of rows."""
+    """Return Helion's generated host function for arguments like those of `request`, with any number of rows."""
     static = request.kernel.settings.static_shapes
     parameters = request.kernel.signature.parameters.values()
-    # Generated code depends on the values of integers that are `hl.constexpr`, and of no others.
+    # Generated code depends on the values of `hl.constexpr` integers only.
     arguments = [
         _EXAMPLE_NUMBER if type(x) is int and "constexpr" not in str(parameter.annotation) else x
         for x, parameter in zip(request.arguments, parameters, strict=True)
@@ -256,8 +256,8 @@ def _host_function(request: Request, gpu: Gpu) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Example:
-    """A tensor to compile for: without dimensions of size 1, on which Helion would specialize, unless all shapes but
-    for the first extents are static.
+    """Example tensor to compile for, without dimensions of size 1, on which Helion would specialize. Exceptions are
+    `few_groups`, `example_shape`, and static shapes beyond the first extent.
     """
 
     dtype: torch.dtype
@@ -265,12 +265,12 @@ class _Example:
     strides: tuple[int, ...]
 
     def dynamic(self, by_tma: bool) -> tuple[Any, ...]:
-        """What generated code depends on unless shapes are static."""
+        """The properties that generated code depends on if shapes are not static."""
         int64_index = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) > INT32_MAX
         if not by_tma:
             return self.dtype, int64_index, tuple(min(s, 2) for s in self.strides)
         strides = tuple(s if s < 2 else (s * self.dtype.itemsize % 16 == 0) for s in self.strides)
-        blocks = tuple(min(n, _EXAMPLE_ROWS) for n in self.shape)  # what a descriptor's block is compared with
+        blocks = tuple(min(n, _EXAMPLE_ROWS) for n in self.shape)  # descriptors' blocks are compared with them
         return self.dtype, int64_index, strides, blocks
 
 
@@ -280,7 +280,7 @@ def _example_of(x: Any, static: bool) -> Any:
     if not isinstance(x, SymbolicTensor):
         return x
     shape = [_EXAMPLE_ROWS if isinstance(n, SymbolicInt) else n for n in x.shape]
-    # One that is no multiple of 16 bytes.
+    # The example of a symbolic stride is not a multiple of 16 bytes.
     strides = tuple(_EXAMPLE_ROWS + 1 if isinstance(n, SymbolicInt) else n for n in x.strides)
     if x.example_shape is not None:
         return _Example(x.dtype, x.example_shape, strides)
@@ -300,7 +300,7 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
         bound = _variant(request.kernel, request.int64_index, request.tf32).bind(args)
         code = bound.to_triton_code(helion.Config(**config))
     module: Any = _import(code)
-    # Helion asks the device for the number of persistent workers, which a plan for another GPU, or a CPU, cannot.
+    # Generated code asks the device for its number of SMs, which is wrong in plans for another GPU or the interpreter.
     module.helion = types.SimpleNamespace(
         runtime=types.SimpleNamespace(get_num_sm=lambda device, **_: gpu.multiprocessors)
     )
@@ -311,13 +311,13 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
 
 @contextmanager
 def _bodies_visited_once() -> Iterator[None]:
-    """In here, Helion finds types in the body of a kernel's grid, and of unrolled loops right in it, once, not twice,
-    if no name in it has a value before: a second visit can find nothing else. Loops inside are visited half as often.
-    If Helion has no such function any more, it takes longer.
+    """Within the block, Helion infers types once instead of twice in the body of a grid loop, and of unrolled loops
+    directly inside, if no name assigned there had a value before: a second visit would find the same types. This
+    halves the visits of inner loops, too. If Helion lacks the function, code generation takes longer.
     """
     propagation = getattr(helion_types, "TypePropagation", None)
     visit = getattr(propagation, "_loop_body", None)
-    found: dict[int, Any] = {}  # the scope that a visit leaves, by the list of statements
+    found: dict[int, Any] = {}  # the scope after a visit, by the id of the list of statements
 
     def loop_body(self: Any, statements: list[ast.stmt]) -> Any:
         assert visit is not None
@@ -338,14 +338,14 @@ def _bodies_visited_once() -> Iterator[None]:
 
 
 def _value_outside(node: Any) -> float | None:
-    """Of inline Triton, where its tile exceeds the tensor. Helion 1.5.1 would set to zero what may be something else
-    there, which takes operands of WGMMA through registers: slow, and not sound with Triton 3.6 (its issue 9433).
+    """Return the value of inline Triton where its tile exceeds the tensor, None if unknown. Helion 1.5.1 masks unknown
+    values, which takes operands of WGMMA through registers: slow, and not sound with Triton 3.6 (Triton's issue 9433).
     """
     return 0 if node.args[0] == SAME else None
 
 
 def _supported(config: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
-    """The options of a config that a GPU supports: Triton's interpreter has neither TMA nor flattened loops."""
+    """Return the options of a config that a GPU supports: Triton's interpreter has neither TMA nor flattened loops."""
     if gpu.backend != "interpreter":
         return dict(config)
     unknown = ("indexing", "host_tensor_descriptors", "range_flattens")
@@ -368,7 +368,7 @@ _folder = tempfile.TemporaryDirectory(prefix="moe_kernels")
 
 
 def _import(code: str) -> types.ModuleType:
-    """The module of generated code, which Triton reads again from its file."""
+    """Import generated code as a module, from a file because Triton reads the source there."""
     name = f"moe_kernels_{hashlib.sha256(code.encode()).hexdigest()[:32]}"
     path = os.path.join(_folder.name, f"{name}.py")
     with open(path, "w") as file:
@@ -383,7 +383,7 @@ def _import(code: str) -> types.ModuleType:
 
 @contextmanager
 def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
-    """A function that makes example tensors. They are fake: nothing is allocated, and no GPU is needed."""
+    """Yield a function that creates example tensors. They are fake: nothing is allocated, and no GPU is needed."""
     device = torch.device("cpu") if gpu.backend == "interpreter" else torch.device(gpu.device_type, 0)
     FakeTensor, FakeTensorMode = torch_internals.fake_tensors()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -405,7 +405,7 @@ def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
         return result
 
     def alignment(value: Any) -> tuple[bool, bool]:
-        """Helion holds fake tensors to be unaligned, and would never choose TMA for them."""
+        """Report tensors as aligned: Helion takes fake tensors to be unaligned, and would never use TMA for them."""
         return (isinstance(value, torch.Tensor),) * 2
 
     def make(x: _Example) -> torch.Tensor:

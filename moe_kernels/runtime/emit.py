@@ -1,6 +1,6 @@
-"""One function of a plan: all that a call does, with its extents and addresses filled in.
+"""Generate one Python function from a plan, which fills in a call's extents and addresses and runs all steps.
 
-The text is generated from integers and from the names below alone.
+The function's source is generated from integers and the names below only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Body:
-    """The statements of a plan, and the values of the names in them."""
+    """The generated statements of a plan, and the values of the names in them."""
 
     def __init__(self, plan: Plan, launchers: Mapping[str, Launcher], device: torch.device):
         self.plan, self.launchers = plan, launchers
@@ -50,7 +50,7 @@ class _Body:
         self.statements.append(f"return {', '.join(f't{i}' for i in plan.results) or 'None'}")
 
     def named(self, kind: str, value: Any) -> str:
-        """A name for `value`."""
+        """Return a name for `value`, and record it."""
         for name, known in self.names.items():
             if known is value and name.startswith(kind):
                 return name
@@ -99,7 +99,7 @@ class _Body:
 
 
 def emit(plan: Plan, launchers: Mapping[str, Launcher], device: torch.device) -> Callable[..., Any]:
-    """The function `run(*inputs)` of `plan`, for tensors on `device`, which has to be the current one."""
+    """Return the function `run(*inputs)` of `plan`, for tensors on `device`, which must be the current one."""
     body = _Body(plan, launchers, device)
     asked = [f"{name} = {value}" for name, value in body.asked.items()]
     return define(f"run({_parameters(plan)})", [*asked, *body.statements], body.names)
@@ -114,15 +114,16 @@ def emit_replay(
     asked: Any,
     bounds: tuple[int, int],
 ) -> Callable[..., Any] | None:
-    """`replay(asked, *inputs)`: what `run` does, or None for a call that is not like this one; None if there is none.
+    """Return `replay(asked, *inputs)`, which runs the plan for matching calls and returns None for others.
 
-    Alike are calls with equal `asked`, from the same device, with the dispatcher as it is now (autocast, inference
-    mode, modes, transforms), and with tensors like these, aligned to 16 bytes. The first of the operator's inputs with
-    rows has rows within `bounds`, and the others as many times as many as these.
+    A call matches if `asked` is equal, the current device and the dispatcher's state (autocast, inference mode, modes,
+    transforms) are those of now, and the tensors are like these and aligned to 16 bytes. The rows of the operator's
+    first input with rows are within `bounds`, and those of the others in the same ratio to them as here. The result is
+    None if such a function cannot be generated.
     """
     present = [i for i, x in enumerate(inputs) if x is not None]
     tensors = [x for x in inputs if x is not None]
-    # What products of float32 may use is a setting, which guards do not see.
+    # Guards do not check the setting that allows tf32 in products of float32.
     if any(
         [
             (x.dtype == torch.float32 and operator.multiplied[i]) or x.data_ptr() % 16
@@ -135,10 +136,10 @@ def emit_replay(
     for i in dynamic:
         sizes[present.index(i)][0] = None
     try:
-        # None: the strides that they have.
+        # None for strides: they must equal those of these tensors.
         guards = torch_internals.tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=None)
         alike = guards.check
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # PyTorch does not promise that there is such a thing
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # a private class of PyTorch
         return None
     body = _Body(plan, launchers, device)
     names = {
@@ -178,7 +179,7 @@ def emit_replay(
 
 
 def _relation(name: str, tensor: Tensor | None, rows_name: str, rows: Tensor | None) -> str | None:
-    """Whether one number of rows is not as many times another as here; None if it is no multiple or divisor."""
+    """Return code that tests if the ratio of two row counts is not as here; None if neither divides the other."""
     assert tensor is not None and rows is not None
     here, n = tensor.size(0), rows.size(0)
     if here and n and here % n == 0:
@@ -191,8 +192,8 @@ def _parameters(plan: Plan) -> str:
 
 
 def define(signature: str, statements: Sequence[str], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function `def signature: statements`, where `names` are known."""
+    """Return the function `def signature: statements`, with `names` as its globals."""
     known = dict(names)
     exec("\n    ".join([f"def {signature}:", *statements]), known)
-    made: Callable[..., Any] = known.pop(signature.partition("(")[0])  # or it would hold itself
+    made: Callable[..., Any] = known.pop(signature.partition("(")[0])  # avoids a reference cycle
     return made

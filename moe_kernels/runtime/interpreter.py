@@ -1,4 +1,4 @@
-"""Launches in Triton's interpreter, on CPU tensors: where CI runs the kernels themselves."""
+"""Launches in Triton's interpreter, on CPU tensors: it lets CI without a GPU run the kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 from moe_kernels.runtime.attributes import one_at_a_time, replaced
 from moe_kernels.runtime.plan import Constant, Launch, Pointer
 
-# Of floats and, where they are not the same, of the arrays that hold their bits.
+# By Triton's type: PyTorch's dtype, and that of the interpreter's array, which may hold only the bits.
 _FP8 = {tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8), tl.float8e5: (torch.float8_e5m2, torch.uint8)}
 _FLOATS = _FP8 | {
     tl.bfloat16: (torch.bfloat16, torch.uint16),
@@ -25,7 +25,7 @@ _FLOATS = _FP8 | {
 
 
 class InterpretedWay:
-    """`function[grid](*arguments)`, where pointers are tensors.
+    """Launcher that calls `function[grid](*arguments)`, with tensors as pointers.
 
     Raises:
         RuntimeError: Triton has no interpreter.
@@ -54,7 +54,7 @@ class InterpretedWay:
 
 
 def _shifted(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """What lies some bytes into `tensor`."""
+    """Return a one-element view that begins `offset` bytes into `tensor`."""
     return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset // tensor.element_size())
 
 
@@ -65,13 +65,14 @@ def _interpret(function: Any, grid: tuple[int, ...], *arguments: Any) -> None:
 
 @contextmanager
 def _lean() -> Iterator[None]:
-    """Triton's interpreter for one launch, without what takes most of its time: it would replace the functions of its
-    language again at every call of a device function, look for overflows that it reports in debug mode only, and make
-    the same types anew for every value. And with exact bfloat16 and fp8 in products, and exact casts of them: it would
-    multiply raw bits of bfloat16, lose the NaN of fp8, and truncate where it should round. Casts to fp8 saturate as a
-    GPU's do. It still adds raw bits, so kernels compute in float32. Masks may be integers, which Triton 3.9 refuses.
+    """Patch Triton's interpreter for one launch: less overhead, and exact bfloat16 and fp8 in products and casts.
+
+    It would patch its language again at every call of a device function, check for overflows that it reports in debug
+    mode only, and create types anew for every value. It would also multiply raw bits of bfloat16, lose the NaN of fp8,
+    and truncate instead of rounding. Casts to fp8 saturate as on GPUs. Additions still use raw bits, so kernels compute
+    in float32. Masks may be integers, which Triton 3.9 refuses.
     """
-    # Without these two private names, which only save time, nothing below calls what takes their place.
+    # If Triton lacks one of these two private names, which only save time, its replacement below is never called.
     replace: Any = getattr(interpreter, "_patch_lang", None)
     dtype_of: Any = getattr(interpreter, "_get_np_dtype", None)
     done: set[int] = set()
@@ -80,7 +81,7 @@ def _lean() -> Iterator[None]:
 
     def replace_once(fn: Callable[..., Any]) -> Any:
         if id(fn.__globals__) in done:
-            return None  # only the launch itself asks for what puts the originals back, and it comes first
+            return None  # only the launch itself, which is the first call, uses the scope that restores the originals
         done.add(id(fn.__globals__))
         return replace(fn)
 
@@ -124,7 +125,7 @@ def _lean() -> Iterator[None]:
 
     dtypes: dict[str, Any] = {}
     blocks: dict[Any, dict[str, Any]] = {}  # the attributes of a block's type
-    values: dict[str, dict[str, Any]] = {}  # those that values of a type share
+    values: dict[str, dict[str, Any]] = {}  # the attributes that all values of a type share
     init_block, init_value = tl.block_type.__init__, tl.tensor.__init__
 
     def dtype_once(of: Any) -> Any:

@@ -1,8 +1,8 @@
 """Launch a compiled Triton kernel: the only file that knows Triton's launcher.
 
-Triton's own way, `kernel[grid](*arguments)`, takes 20 to 40 us of the host to wrap arguments that a plan already has.
-The direct way calls the launcher's C function with just those. It leans on the launchers of Triton 3.6 to 3.9; where
-they look different, launches go Triton's way.
+Triton's public launch, `kernel[grid](*arguments)`, takes the host 20 to 40 us to wrap arguments that a plan already
+has. A direct launch passes them to the launcher's C function. It relies on the launchers of Triton 3.6 to 3.9. If they
+look different, the public launch is used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from moe_kernels import requirements
 from moe_kernels.runtime import store
 from moe_kernels.runtime.plan import Constant, Descriptor, Launch, Pointer
 
-_MOST_ENCODED = 1024  # TMA descriptors of 128 bytes, for each descriptor of a launch
-_DIRECT = ((3, 6), (3, 7), (3, 8), (3, 9))  # the versions of Triton whose launchers are known
+_MOST_ENCODED = 1024  # cached TMA descriptors, of 128 bytes each, per descriptor of a launch
+_DIRECT = ((3, 6), (3, 7), (3, 8), (3, 9))  # the versions of Triton whose launchers are supported
 UNEXPECTED = (
     ArithmeticError,
     AssertionError,
@@ -60,7 +60,7 @@ class Launcher(Protocol):
 
 
 class TritonWay:
-    """`kernel[grid](*arguments)`, the public way of a compiled kernel."""
+    """Launches by `kernel[grid](*arguments)`, the public interface of a compiled kernel."""
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
@@ -83,7 +83,7 @@ class TritonWay:
 
 
 class DirectWay:
-    """The launcher's C function.
+    """Launches by the C function of Triton's launcher.
 
     Raises:
         UNEXPECTED: Triton's launcher is not as expected.
@@ -155,12 +155,12 @@ def _grid(launch: Launch, body: Text) -> str:
 
 
 def _inner(launch: Callable[..., Any]) -> Any:
-    """The C function in what Triton wraps around it for arguments that are descriptors."""
+    """Return the C function inside Triton's wrapper for arguments that are descriptors."""
     return inspect.getclosurevars(launch).nonlocals["launcher"]
 
 
 def _encoder(meta: dict[str, Any], like: Descriptor) -> Callable[..., Any]:
-    """By address and changing extents: the encoded descriptor, kept until others were used more recently."""
+    """Return a function from the address and the changing extents to the encoded descriptor, with an LRU cache."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # not in every build of Triton
     from triton.runtime import driver
 
@@ -201,7 +201,7 @@ def _host_descriptor(
 
 
 def launcher(kernel: Any) -> Launcher:
-    """The direct way to launch a `triton.compiler.CompiledKernel`, or else Triton's own; loads it onto the current GPU.
+    """Load a `triton.compiler.CompiledKernel` onto the current GPU; return its direct launcher, or else the public one.
 
     Raises:
         triton.OutOfResources: the kernel needs more than this GPU has.
@@ -216,7 +216,7 @@ def launcher(kernel: Any) -> Launcher:
 
 
 def compiled_kernel(record: store.Binary) -> Any:
-    """The `triton.compiler.CompiledKernel` of what was compiled before, by this process or another.
+    """Return the `triton.compiler.CompiledKernel` of a binary, compiled by this process or another.
 
     Raises:
         UNEXPECTED: Triton's class is not as expected.
@@ -230,7 +230,7 @@ def compiled_kernel(record: store.Binary) -> Any:
         fn=SimpleNamespace(arg_names=names),
     )
     with tempfile.TemporaryDirectory() as folder:
-        # Triton reads them at once; from here rather than from the store, whose files may change after their check.
+        # Triton reads these copies at once. Files in the store might change after they were checked.
         files = {"kernel.json": record.metadata.encode(), f"kernel.{record.extension}": record.code}
         paths = {}
         for name, content in files.items():
@@ -241,10 +241,10 @@ def compiled_kernel(record: store.Binary) -> Any:
 
 @contextmanager
 def libraries() -> Iterator[None]:
-    """In here, Triton's C libraries, a launcher for each signature, come from our store if they are there.
+    """Within the block, Triton's C libraries, a launcher for each signature, come from the store if it has them.
 
-    Triton asks only for those that its own cache has not got. It loads that cache's files unchecked, so a cache that
-    others may write to gives way to a new folder. What is built is put into the store.
+    Triton requests only those that are not in its own cache. It loads that cache's files unchecked, so a new folder
+    replaces a cache that others may write to. Libraries that are built are added to the store.
     """
     try:
         from triton import knobs
@@ -266,12 +266,12 @@ def libraries() -> Iterator[None]:
 
 @functools.cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """For the libraries that this process loads. It stays, since other threads may use Triton in the meantime."""
+    """Cache folder for Triton in this process. It is kept, since other threads may use it in the meantime."""
     return tempfile.TemporaryDirectory(prefix="moe_kernels")
 
 
 def _library(name: str, src: str, srcdir: str, library_dirs: Any, include_dirs: Any, libraries: Any) -> str:
-    """Triton's hook: the path of the library of the C file `src`."""
+    """Triton's build hook: return the path of the library of the C file `src`."""
     from triton import knobs
     from triton.runtime.build import _build
 
@@ -296,9 +296,9 @@ def _library(name: str, src: str, srcdir: str, library_dirs: Any, include_dirs: 
 
 
 def build_libraries(records: list[store.Binary]) -> int:
-    """Build the launchers of `records`, and Triton's driver library, into the store, without a GPU; how many there are.
+    """Build the launchers of `records` and Triton's driver library into the store, without a GPU. Return their number.
 
-    Where there is no driver, a stub of libcuda is linked against: names are bound when a library is loaded.
+    They are linked against a stub of libcuda, so no driver is needed: names are bound when a library is loaded.
 
     Raises:
         RuntimeError: there is no C compiler, or this Triton builds its libraries in another way.

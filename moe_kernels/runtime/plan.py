@@ -3,7 +3,7 @@
     Plan(inputs, steps, results)    steps: Alloc(variable, shape, dtype), Call(function, ...), Launch(binary, grid, ...)
 
 Variables are numbered, inputs first. Extents of inputs and addresses are symbols, which a call fills in. A planner in
-`kernels/` draws a plan with a `Builder`; `compile` turns what it asks for into binaries; `emit` makes a function of it.
+`kernels/` draws a plan with a `Builder`, `compile` turns its requests into binaries, and `emit` generates a function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_E4M3 = (
     "kernels for float8_e4m3fn need a GPU of compute capability 8.9 or newer, and {} has {}.{}: multiply in bfloat16, "
     "with moe_kernels.dequantize(x, torch.bfloat16) of what is in fp8, and without compute"
 )
-# What a `Call` may ask of PyTorch: the emitter has a function for each.
+# The PyTorch functions that a `Call` may name, as `emit` implements them.
 FUNCTIONS = ("zero", "mm", "bmm", "cast", "contiguous")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -57,15 +57,15 @@ class Call:
     """A call of a PyTorch function, one of FUNCTIONS, whose result is a variable."""
 
     function: str
-    variable: int  # that it writes to, or that its result becomes
+    variable: int  # written to, or set to the result
     arguments: tuple[int, ...]  # variables
-    dtype: torch.dtype | None = None  # of the result, where that is an option
-    groups: int = 0  # that flat operands have, the one below the other
+    dtype: torch.dtype | None = None  # of the result, if the function takes one
+    groups: int = 0  # number of groups in 2-D operands, stacked along the rows
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """The address of a variable, plus some bytes."""
+    """The address of a variable, plus `offset` bytes."""
 
     variable: int
     offset: int
@@ -101,7 +101,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps for `inputs`, by name; returns the variables `results`."""
+    """Steps for inputs of these names. `results` are the variables that are returned."""
 
     inputs: tuple[str, ...]
     steps: tuple[Alloc | Call | Launch, ...]
@@ -140,13 +140,13 @@ class Builder:
         self.variables = len(self.inputs)
 
     def alloc(self, shape: Sequence[Any], dtype: torch.dtype) -> SymbolicTensor:
-        """A new contiguous tensor."""
+        """Allocate a contiguous tensor."""
         made = self._variable(shape, dtype)
         self.steps.append(Alloc(made.variable, tuple(shape), dtype))
         return made
 
     def zero(self, tensor: SymbolicTensor) -> None:
-        """Fill all of a tensor that was allocated here."""
+        """Fill all of a tensor that was allocated here with zeros."""
         self.steps.append(Call("zero", tensor.variable, ()))
 
     def call(
@@ -157,7 +157,7 @@ class Builder:
         dtype: torch.dtype | None = None,
         groups: int = 0,
     ) -> SymbolicTensor:
-        """One of FUNCTIONS, written to `result`, or with a result of that shape and dtype."""
+        """Call one of FUNCTIONS. It writes to the tensor `result`, or returns a new one of that shape and dtype."""
         assert function in FUNCTIONS
         made = result if isinstance(result, SymbolicTensor) else self._variable(*result)
         self.steps.append(Call(function, made.variable, tuple(x.variable for x in arguments), dtype, groups))
@@ -168,8 +168,8 @@ class Builder:
     ) -> None:
         """Launch `kernel`, a `helion.Kernel`, compiled under `config`.
 
-        `int64_index` computes offsets with 64 bits; without it no tensor that is accessed by pointers may need them.
-        `tf32` allows products of float32 to round their operands.
+        `int64_index` computes offsets in 64 bits, which is required if a tensor accessed by pointers needs them.
+        `tf32` allows products of float32 to round their operands to tf32.
 
         Raises:
             RuntimeError: the GPU has no float8_e4m3fn, which the kernel reads or writes.

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor
 
-FEW_TOKENS = 128  # up to so many, rows are moved by more programs of fewer columns each
-RANK_UP_TO = 1024  # slots that are ranked by one launch
+FEW_TOKENS = 128  # up to this number, rows are moved by more programs of fewer columns each
+RANK_UP_TO = 1024  # the most slots that one launch ranks
 _LIMITS = (FEW_TOKENS, RANK_UP_TO)
-MAX_ROWS = 2**30 - 1  # twice as many and one are an int32
+MAX_ROWS = 2**30 - 1  # 2 * MAX_ROWS + 1 is the largest int32
 
 Tensors = Sequence[Tensor | None]
 
@@ -28,19 +28,19 @@ class Counts(NamedTuple):
     """The numbers of rows in a call: `rows` is the first extent of the first of `Operator.rows`."""
 
     rows: int
-    others: tuple[int, ...] = ()  # multiples or divisors of it that rules look at too, such as slots for tokens
-    groups: int = 1  # that share the largest of these
+    others: tuple[int, ...] = ()  # multiples or divisors of `rows` that rules also use, such as slots beside tokens
+    groups: int = 1  # among which the largest of these counts is shared
 
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator with plans."""
+    """An operator that is run by plans."""
 
     name: str
     planner: str  # the module of `kernels` that has `plan_<name>(builder, tensors, options)`
     inputs: tuple[str, ...]
     rows: tuple[str, ...]  # inputs whose first extent changes from call to call
-    counts: Callable[[Any, Any], Counts]  # of the tensors and the options
+    counts: Callable[[Any, Any], Counts]  # from (tensors, options)
 
     @functools.cached_property
     def has_rows(self) -> tuple[bool, ...]:
@@ -48,7 +48,7 @@ class Operator:
 
     @functools.cached_property
     def multiplied(self) -> tuple[bool, ...]:
-        """Inputs that tensor cores may multiply, in tf32 if they are float32 and PyTorch's settings allow it."""
+        """Which inputs tensor cores may multiply, in tf32 if they are float32 and PyTorch's settings allow it."""
         return tuple(name != "topk_weights" and not name.startswith("scales_") for name in self.inputs)
 
 
@@ -119,7 +119,7 @@ def portable(key: tuple[Any, ...]) -> str:
 
 
 def symbolic(operator: Operator, tensors: Tensors, options: Any) -> tuple[SymbolicTensor | None, ...]:
-    """The symbolic tensors that a planner gets for the tensors of a call."""
+    """Return the symbolic tensors that a planner gets for the tensors of a call."""
     counts = operator.counts(tensors, options)
     low, high = rows_bounds(counts)
     made: list[SymbolicTensor | None] = []

@@ -1,7 +1,7 @@
 """Plans and binaries on disk, so that a new process compiles nothing and imports no compiler.
 
     <folder>/<environment>/plans/<key>.json             a plan, and the SHA-256 of each binary that it launches
-    <folder>/<environment>/binaries/<key>.json          what Triton made of a kernel, and the SHA-256 of its code
+    <folder>/<environment>/binaries/<key>.json          types and Triton's metadata of a kernel, and its code's SHA-256
     <folder>/<environment>/binaries/<SHA-256>.cubin     its code
     <folder>/libraries/<ABI>/<key>.json                 the SHA-256 of one of Triton's launchers, by that of its source
     <folder>/libraries/<ABI>/<SHA-256>.so               a launcher, a C extension of one Python ABI
@@ -10,10 +10,10 @@ The folder is MOE_KERNELS_CACHE_DIR, or else moe_kernels/compiled in the user's 
 MOE_KERNELS_CACHE_READONLY, and `compiled` in the installed package, are read after it and never written. An environment
 is a version of this package's kernels and of Triton and Helion; plans do not depend on PyTorch's version.
 
-Everything read is checked: folders and files may be writable by the user and root alone, links in them are not
-followed, contents have to match their SHA-256 and their file's name. Others are ignored with one warning, and made
-again. Nothing is unpickled or evaluated. Files are replaced atomically, and no failure to read or write stops a
-call.
+Everything read is checked: only the user and root may have write access to folders and files, symbolic links in them
+are not followed, and contents must match their SHA-256 and their file's name. Files that fail are ignored with one
+warning, and created again. Nothing is unpickled or evaluated. Files are replaced atomically, and no failure to read or
+write stops a call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from moe_kernels.runtime.targets import Gpu
 
 SCHEMA = 1
 _PACKAGE = Path(__file__).parent.parent
-_SOURCES = (  # what plans are made by; SCHEMA is the version of how they are stored
+_SOURCES = (  # the sources that plans depend on; SCHEMA is the version of the storage format
     "glu.py",
     "kernels",
     "ops",
@@ -58,11 +58,11 @@ _SOURCES = (  # what plans are made by; SCHEMA is the version of how they are st
     "tuning/entries.py",
 )
 _LIMIT_MB = 2048
-_HELION = "1.5.0"  # assumed where none is installed: what was compiled elsewhere runs without it
+_HELION = "1.5.0"  # assumed if Helion is not installed: plans compiled elsewhere run without it
 _EXTENSIONS = ("cubin", "hsaco", "spv", "so")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _FOLDERS = re.compile("[0-9a-f]{16}(/(plans|binaries))?|libraries(/[^/]+)?")
-_ARGUMENT = re.compile(r"\*?\w+|tensordesc<\w+\[[\d, ]+\]>", re.ASCII)  # a type in Triton's words
+_ARGUMENT = re.compile(r"\*?\w+|tensordesc<\w+\[[\d, ]+\]>", re.ASCII)  # a type, as Triton writes it
 _DAMAGE = (LookupError, RecursionError, TypeError, ValueError)
 _T = TypeVar("_T")
 
@@ -73,14 +73,14 @@ class Binary:
 
     key: str
     signature: tuple[str, ...]  # Triton's types of the arguments
-    constants: tuple[int, ...]  # the arguments that are compiled into it
+    constants: tuple[int, ...]  # the indices of the arguments that are compiled into it
     metadata: str  # Triton's, as JSON
     extension: str  # of `code`: "cubin", "hsaco", "spv"
     code: bytes
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of all of it."""
+        """The SHA-256 of all fields."""
         parts = (self.key, *self.signature, *map(str, self.constants), self.metadata, self.extension)
         return _sha256("\0".join(parts).encode() + b"\0" + self.code)
 
@@ -116,7 +116,7 @@ def read_only_folders() -> list[Path]:
 
 
 def public_version(package: str) -> str | None:
-    """The version of an installed package without its local part, None if there is none."""
+    """The version of a package without its local part, None if it is not installed."""
     version = installed(package)
     return None if version is None else version.partition("+")[0]
 
@@ -133,14 +133,12 @@ def environment() -> str:
 
 
 def plan_key(signature: str, gpu: Gpu, tuned: str) -> str:
-    """The key of a plan: of a portable signature, a GPU model, and a digest of the tuned entries for it."""
+    """Return the key of a plan, from a portable signature, a GPU model, and a digest of the tuned entries for it."""
     return _sha256("\0".join((signature, repr(gpu), tuned)).encode())
 
 
 def read_plan(key: str, known: Mapping[str, Binary]) -> tuple[Plan, dict[str, Binary]] | None:
-    """A plan and its binaries, out of those `known` if they are among them; None if something is not there, or is not
-    as it was written.
-    """
+    """Read a plan and its binaries, which come from `known` if possible. None if anything is missing or invalid."""
     name = f"{environment()}/plans/{key}.json"
 
     def accept(_: Path, content: bytes) -> tuple[Plan, dict[str, str]]:
@@ -172,7 +170,7 @@ def write_plan(key: str, plan: Plan, binaries: Mapping[str, Binary]) -> None:
 
 
 def read_binary(key: str, sha256: str | None = None) -> Binary | None:
-    """A binary, the one with this checksum if there is one given; None if it is not there, or not as it was written."""
+    """Read a binary, which must have the checksum if one is given. None if it is missing or invalid."""
     place = f"{environment()}/binaries"
     name = f"{place}/{key}.json"
 
@@ -196,9 +194,9 @@ def read_binary(key: str, sha256: str | None = None) -> Binary | None:
 
 
 def write_binary(binary: Binary) -> Binary:
-    """Keep a binary, unless another process has kept one meanwhile; the one to use, which plans are to name.
+    """Store a binary, unless another process has stored one meanwhile. Return the one to use, which plans must name.
 
-    Two compilations of one kernel may differ, in the paths of its debug information.
+    Two compilations of one kernel may differ in the paths of its debug information.
     """
     place = f"{environment()}/binaries"
     record = {"signature": binary.signature, "constants": binary.constants, "metadata": binary.metadata}
@@ -216,7 +214,7 @@ def _libraries() -> str:
 
 
 def read_library(key: str) -> bytes | None:
-    """A launcher library of this Python's ABI, by the SHA-256 of its source."""
+    """Read a launcher library of this Python's ABI, by the SHA-256 of its source. None if it is missing or invalid."""
     name = f"{_libraries()}/{key}.json"
     return _find(name, lambda root, content: _read_code(root, _libraries(), _payload(name, content)))
 
@@ -228,7 +226,7 @@ def write_library(key: str, content: bytes) -> None:
         _write_payload(f"{_libraries()}/{key}.json", record)
 
 
-# What files hold
+# Contents of files
 
 
 def _sha256(content: bytes) -> str:
@@ -236,12 +234,12 @@ def _sha256(content: bytes) -> str:
 
 
 def _checksum(name: str, payload: Any) -> str:
-    """Of a payload, and of the name of its file: none passes for another's."""
+    """The checksum of a payload and the name of its file, so that no file passes for another."""
     return _sha256(json.dumps([name, payload], sort_keys=True, separators=(",", ":")).encode())
 
 
 def _payload(name: str, content: bytes) -> dict[str, Any]:
-    """What `_write_payload` has put into a file. Raises one of _DAMAGE if that is not what it holds."""
+    """Return the payload in a file by `_write_payload`. Raises one of _DAMAGE if the content is not valid."""
     value = json.loads(content)
     payload: dict[str, Any] = value["payload"]
     if value["schema"] != SCHEMA or value["sha256"] != _checksum(name, payload):
@@ -255,7 +253,7 @@ def _write_payload(name: str, payload: dict[str, Any], replace: bool = True) -> 
 
 
 def _read_code(root: Path, place: str, record: Mapping[str, Any]) -> bytes:
-    """The code that a record names by its checksum. Raises as `_read`, or one of _DAMAGE."""
+    """Return the code that a record names by its checksum. Raises the errors of `_read`, or one of _DAMAGE."""
     digest, extension = record["code"], record["extension"]
     if not _SHA256.fullmatch(digest) or extension not in _EXTENSIONS:
         raise ValueError("no checksum of code")
@@ -266,7 +264,7 @@ def _read_code(root: Path, place: str, record: Mapping[str, Any]) -> bytes:
 
 
 def _write_code(place: str, code: bytes, extension: str, record: dict[str, Any]) -> bool:
-    """Write code under its checksum, so that no other writer replaces it; `record` is to name it."""
+    """Write code to a file named by its checksum, so that no writer replaces other code. Add that name to `record`."""
     record |= {"code": _sha256(code), "extension": extension}
     return _write(f"{place}/{record['code']}.{extension}", code)
 
@@ -275,7 +273,7 @@ def _write_code(place: str, code: bytes, extension: str, record: dict[str, Any])
 
 
 def _find(name: str, accept: Callable[[Path, bytes], _T]) -> _T | None:
-    """What `accept(root, content)` makes of a file, of the first folder where it may be used and checks out."""
+    """Return `accept(root, content)` of the first folder that has a valid file of this name, None if there is none."""
     for root in (folder(), *read_only_folders()):
         try:
             return accept(root, _read(root, name))
@@ -328,7 +326,7 @@ def _check_folder(root: str) -> None:
 
 
 def is_private(folder: str) -> bool:
-    """Whether only the user and root can replace a folder, which need not be there yet, or the files in it."""
+    """Whether only the user and root can replace a folder, which need not exist yet, or the files in it."""
     path = Path(folder).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -344,14 +342,14 @@ def _check_owner(path: Path, status: os.stat_result, is_parent: bool = False) ->
         raise _Refused("is a symbolic link", path)
     if status.st_uid not in (0, os.getuid()):
         raise _Refused("belongs to another user", path)
-    # In a folder with the sticky bit, as /tmp, others cannot rename what is not theirs.
+    # In a folder with the sticky bit, such as /tmp, users cannot rename each other's files.
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (is_parent and status.st_mode & stat.S_ISVTX):
         raise _Refused("can be written to by others (chmod go-w)", path)
 
 
 def _write(name: str, content: bytes, replace: bool = True) -> bool:
-    """Write a file of the store atomically; False, with a warning, if that is not possible, and without one if there
-    is such a file and it is not to be replaced.
+    """Write a file of the store atomically. Return False with a warning if that fails, and False without one if the
+    file exists and `replace` is False.
     """
     root = folder()
     temporary = None
@@ -384,21 +382,21 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
 
 
 def _make_folder(path: Path) -> None:
-    """Make a folder and those above it, none of which others may write to, whatever the umask."""
+    """Create a folder and its missing parents, none of them writable by others, whatever the umask."""
     for part in reversed([part for part in (path, *path.parents) if not os.path.lexists(part)]):
         with suppress(FileExistsError):
             os.mkdir(part, 0o755)
 
 
 def _move(temporary: str, path: Path, replace: bool) -> bool:
-    """Give a file its name; False if there is one of this name, and it is not to be replaced."""
+    """Give a file the name `path`. Return False if that exists and `replace` is False."""
     if not replace:
         try:
-            os.link(temporary, path)  # unlike a replacement, it fails if there is one
+            os.link(temporary, path)  # unlike os.replace, fails if `path` exists
             return True
         except FileExistsError:
             return False
-        except OSError:  # there are file systems without links
+        except OSError:  # the file system has no hard links
             pass
     os.replace(temporary, path)
     return True
@@ -413,7 +411,7 @@ _written = 0
 
 
 def _keep_within_limit(size: int) -> None:
-    """Remove the oldest files when more than MOE_KERNELS_CACHE_LIMIT_MB are kept; looked at now and then."""
+    """Remove the oldest files beyond MOE_KERNELS_CACHE_LIMIT_MB, at the first write and after each 16th of it."""
     global _written
     limit = limit_mb() << 20
     first, _written = _written == 0, _written + size
@@ -440,7 +438,7 @@ def limit_mb() -> int:
 
 
 def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """The store's own files in a folder, in which there may be others."""
+    """Yield the store's own files in a folder, which may contain others."""
     for parent, folders, names in os.walk(root):
         place = os.path.relpath(parent, root)
         folders[:] = [name for name in folders if _FOLDERS.fullmatch(os.path.normpath(f"{place}/{name}"))]
@@ -451,7 +449,7 @@ def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def contents(root: Path) -> dict[str, tuple[int, int]]:
-    """By kind, and "other versions": how many plans, binaries and libraries `root` has, and their bytes."""
+    """Return the number and bytes of plans, binaries and libraries in `root`, by kind; "other versions" is a kind."""
     found: dict[str, tuple[int, int]] = {}
     for path, status in _files(root):
         top, inner, _ = Path(path).relative_to(root).parts
@@ -462,7 +460,7 @@ def contents(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def clear() -> int:
-    """Remove all plans, binaries and libraries of the writable folder; how many files there were."""
+    """Remove all plans, binaries and libraries of the writable folder. Return the number of files."""
     count = 0
     for path, _ in list(_files(folder())):
         _remove(path)
@@ -474,7 +472,7 @@ _warned: set[str] = set()
 
 
 def _warn(path: Path, trouble: str) -> None:
-    """Warn, once for all files with the same trouble."""
+    """Warn about a file, once for all files with the same trouble."""
     _warn_once(f"moe_kernels stores compiled kernels on disk, but {path} {trouble}: it is not used", trouble)
 
 
@@ -485,7 +483,7 @@ def _warn_once(text: str, subject: str | None = None) -> None:
 
 
 def forget() -> None:
-    """Read the environment anew, and warn again: for tests, and after the files of tuned configs changed."""
+    """Forget the environment's name, checked folders and given warnings: for tests."""
     environment.cache_clear()
     _check_folder.cache_clear()
     _warned.clear()

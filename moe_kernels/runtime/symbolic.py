@@ -1,6 +1,6 @@
-"""Symbolic integers and tensors for planners; their values are known only in a call.
+"""Symbolic integers and tensors for planners. Their values are known only in a call.
 
-A plan is made for a kind of call. Calls of one kind differ in the number of rows and in addresses. So an extent is an
+A plan is drawn for a kind of call. Calls of one kind differ in the number of rows and in addresses. So an extent is an
 int, or a `SymbolicInt` with bounds, and a tensor is a `SymbolicTensor`, which has no memory.
 """
 
@@ -27,9 +27,9 @@ _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class SymbolicInt:
-    """`("extent", i, dim)`, an extent of a plan's i-th input, or `(operation, a, b)`; at least 0.
+    """`("extent", i, dim)`, an extent of a plan's i-th input, or `(operation, a, b)`, within `least` and `most`.
 
-    Arithmetic gives another one. Comparing raises TypeError, because a plan must not depend on the value.
+    Arithmetic returns another one. Comparing raises TypeError, because a plan must not depend on the value.
     """
 
     op: str
@@ -86,7 +86,7 @@ def _operation(op: str, a: Any, b: Any) -> SymbolicInt:
         return same
     least_first = (least(b), most(b)) if op not in ("-", "//") else (most(b), least(b))
     bounds = [_OPERATIONS[op](f(a), x) for f, x in zip((least, most), least_first, strict=True)]
-    if op == "|":  # it does not rise with its operands: 3 | 4 is more than 4 | 4
+    if op == "|":  # not monotonic: 3 | 4 is more than 4 | 4
         bounds = [max(least(a), least(b)), (1 << max(most(a), most(b)).bit_length()) - 1]
     return SymbolicInt(op, (a, b), *bounds)
 
@@ -102,7 +102,7 @@ def most(n: Any) -> int:
 
 
 def text(n: Any, extent: Callable[[int, int], str]) -> str:
-    """The Python expression of `n`, in which `extent` names the extents."""
+    """Return the Python expression of `n`, in which `extent` names the extents."""
     if not isinstance(n, SymbolicInt):
         return str(int(n))
     if n.op == "extent":
@@ -115,10 +115,10 @@ def int_to_json(n: Any) -> Any:
 
 
 def int_from_json(value: Any) -> Any:
-    """Inverse of `int_to_json`, less the bounds.
+    """Inverse of `int_to_json`, without the bounds.
 
     Raises:
-        ValueError: anything else than validated integers and the operations of `SymbolicInt`.
+        ValueError: `value` is neither an integer nor a valid operation of `SymbolicInt`.
     """
     if type(value) is int:
         return value
@@ -132,31 +132,31 @@ def int_from_json(value: Any) -> Any:
 
 
 def contiguous_strides(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, as PyTorch has them; all extents but the first have to be known."""
+    """Strides of a contiguous tensor, as in PyTorch. All extents except the first must be integers."""
     return tuple(math.prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def lies_transposed(matrices: torch.Tensor | SymbolicTensor) -> bool:
-    """Whether `[.., a, b]` lies in memory as `[.., b, a]`."""
+    """Whether `matrices [.., a, b]` are stored as `[.., b, a]`."""
     return matrices.stride(-2) == 1 != matrices.stride(-1)
 
 
 @dataclass(frozen=True)
 class SymbolicTensor:
-    """A tensor of a plan: the variable that holds it, and where in its memory this view begins.
+    """A tensor of a plan: a view of a variable's memory that begins `offset` bytes into it.
 
-    A planner makes views of it as of a `torch.Tensor`, and Helion's generated host functions take it in place of one.
+    A planner takes views of it as of a `torch.Tensor`, and Helion's generated host functions accept it as one.
     """
 
     variable: int  # the plan's numbering: inputs first
     dtype: torch.dtype
     shape: tuple[Any, ...]  # int or SymbolicInt
-    strides: tuple[Any, ...]  # likewise; SymbolicInt only for what is accessed by pointers
+    strides: tuple[Any, ...]  # int, or SymbolicInt if the tensor is accessed by pointers
     aligned: bool  # to 16 bytes
     offset: int = 0  # in bytes from the variable's address; below 0 only for `tma_clipped`
     tma_clipped: bool = False  # read or written out of bounds on purpose; TMA returns zeros, or writes nothing
-    few_groups: bool = False  # kernels are compiled for at most two of the first extent
-    example_shape: tuple[int, ...] | None = None  # what kernels are compiled for, in place of the shape
+    few_groups: bool = False  # kernels are compiled for a first extent of min(2, n), not n
+    example_shape: tuple[int, ...] | None = None  # the shape that kernels are compiled for, if not `shape`
     device: str = field(default="cuda", repr=False)
 
     def dim(self) -> int:
@@ -186,7 +186,7 @@ class SymbolicTensor:
         return self.as_strided(shape, self.strides, start * self.strides[dim])
 
     def __getitem__(self, index: tuple[Any, slice]) -> SymbolicTensor:
-        """`[..., start::2]`, of a last extent that is even."""
+        """The view `[..., start::2]`. The last extent must be even."""
         _, every_other = index
         start = every_other.start or 0
         assert index[0] is Ellipsis and every_other == slice(every_other.start, None, 2)
@@ -212,7 +212,7 @@ class SymbolicTensor:
         return self.as_strided(shape, strides, index * self.strides[dim])
 
     def flatten(self) -> SymbolicTensor:
-        """One dimension; for contiguous tensors."""
+        """Return a one-dimensional view. The tensor must be contiguous."""
         n: Any = 1
         for size in self.shape:
             n = size * n
@@ -225,7 +225,7 @@ class SymbolicTensor:
         return replace(self, shape=tuple(shape), strides=tuple(strides), offset=self.offset + moved, aligned=aligned)
 
     def is_contiguous(self) -> bool:
-        """Whether the strides are those of a new tensor, dimensions of size 1 aside."""
+        """Whether the strides are those of a contiguous tensor, apart from dimensions of size 1."""
         expected = contiguous_strides(self.shape)
         return all(
             size_is_one(size) or stride == wanted
@@ -239,7 +239,7 @@ def size_is_one(n: Any) -> bool:
 
 
 def extent(tensor: SymbolicTensor) -> int:
-    """The distance in elements from the first to the last element of `tensor` in memory, at most."""
+    """Upper bound of the distance in elements from the first to the last element of `tensor` in memory."""
     return sum(
         (max(most(size), 1) - 1) * most(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True)
     )
@@ -251,7 +251,7 @@ def needs_int64(*tensors: SymbolicTensor | None) -> bool:
 
 
 def value(n: Any, extents: Sequence[Sequence[int]]) -> int:
-    """`n` where the inputs have these extents."""
+    """Return the value of `n` for inputs of these extents."""
     if not isinstance(n, SymbolicInt):
         return int(n)
     if n.op == "extent":

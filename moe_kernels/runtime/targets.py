@@ -22,7 +22,7 @@ class Gpu:
     arch: int | str
     multiprocessors: int
     shared_memory: int  # bytes that a program can have
-    slow_memory: bool = False  # weights come slowly, for what it multiplies: an H100 reads 3.35 TB/s, an H200 4.8
+    slow_memory: bool = False  # relative to its tensor cores: an H100 reads 3.35 TB/s, an H200 4.8
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -31,7 +31,7 @@ class Gpu:
 
     @property
     def has_tma(self) -> bool:
-        """Whether kernels use TMA: what they have under way by it takes more shared memory than GPUs of sm120 have."""
+        """Whether kernels use TMA. Their loads in flight need more shared memory than GPUs of sm120 have."""
         return self.backend == "cuda" and self.capability >= (9, 0) and self.shared_memory >= 200 << 10
 
     @property
@@ -45,11 +45,11 @@ class Gpu:
 
     @property
     def device_type(self) -> str:
-        """PyTorch's."""
+        """PyTorch's type of the device."""
         return {"interpreter": "cpu", "xpu": "xpu"}.get(self.backend, "cuda")
 
 
-# Those that `compile --gpu` knows without having one.
+# The GPU models that `compile --gpu` accepts on any machine.
 KNOWN = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", "cuda", 80, 108, 166912),
     "l40s": Gpu("NVIDIA L40S", "cuda", 89, 142, 101376),
@@ -63,7 +63,7 @@ INTERPRETER = Gpu("interpreter", "interpreter", "cpu", INTERPRETED_WORKERS, 1 <<
 
 @functools.cache
 def of_device(kind: str, index: int) -> Gpu:
-    """The model of a device of this machine, by PyTorch's type and index; the interpreter if that is on."""
+    """The model of a device, by PyTorch's type and index; INTERPRETER for CPUs, and where TRITON_INTERPRET is on."""
     if kind == "cpu" or requirements.interpreted():
         return INTERPRETER
     if kind == "xpu":
@@ -73,7 +73,7 @@ def of_device(kind: str, index: int) -> Gpu:
     count = int(found.multi_processor_count)
     if torch.version.hip is not None:
         return Gpu(found.name, "hip", found.gcnArchName.split(":")[0], count, 65536)
-    kilobits = 2 * found.memory_clock_rate * found.memory_bus_width  # a second: two on each line and clock
+    kilobits = 2 * found.memory_clock_rate * found.memory_bus_width  # per second: two transfers per line and clock
     return Gpu(
         name=found.name,
         backend="cuda",
@@ -85,5 +85,5 @@ def of_device(kind: str, index: int) -> Gpu:
 
 
 def of_tensor(tensor: torch.Tensor) -> Gpu:
-    """The model of the GPU that `tensor` is on; the interpreter for a CPU."""
+    """The model of the GPU that `tensor` is on; INTERPRETER for CPUs, and where TRITON_INTERPRET is on."""
     return of_device(tensor.device.type, tensor.device.index or 0)

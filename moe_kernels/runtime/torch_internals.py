@@ -1,7 +1,7 @@
-"""All private names of PyTorch in this package, and the public replacement for each one that is missing.
+"""All private names of PyTorch in this package, each with a public replacement in case it is missing.
 
-They save the host's time, or answer what PyTorch has no public question for. Those of code generation, at the end, have
-no replacement: the error names the version. Of a PyTorch that was not tested none of its C++ names is used.
+They save host time, or provide what PyTorch has no public function for. Those for code generation, at the end, have no
+replacement: the error names the version. C++ names are used only with tested versions of PyTorch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def _missing(answer: Any) -> Callable[..., Any]:
     return lambda *_: answer
 
 
-# What torch.compile's own code allocates by.
+# The allocator of the code that torch.compile generates.
 empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
-# By these torch.compile tells whether the arguments of a call are like those that it has compiled for.
+# The guards by which torch.compile checks whether a call's arguments match those that it has compiled for.
 tensor_guards: Any = getattr(_guards, "TensorGuards", None)
 
 current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
-# A profiler that shows operators by their names is on.
+# Whether a profiler that shows operators by their names is on.
 profiled: Callable[[], bool] = getattr(getattr(_C, "_autograd", None), "_profiler_enabled", _missing(False))
 autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", _missing(True))
 _dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", _missing(1))
@@ -42,7 +42,7 @@ _functorch_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stac
 _FUNCTIONALIZE = getattr(getattr(_functorch, "TransformType", None), "Functionalize", "Functionalize")
 _jit_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _missing(None))
 _key_included: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_included", _missing(False))
-# What torch.autograd.grad(is_grads_batched=True) runs a backward pass in; it is none of torch.func's transforms.
+# The mode in which torch.autograd.grad(is_grads_batched=True) runs a backward pass. It is no transform of torch.func.
 _VMAP_MODE = getattr(_C, "_dispatch_key_parse", _missing(None))("VmapMode")
 unpack_dual: Callable[..., Any] = _forward_ad.unpack_dual
 below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowAutograd", torch.no_grad)
@@ -56,21 +56,21 @@ def _no_forward_mode(_: bool) -> Any:
 
 
 enable_forward_mode: Callable[[bool], Any] = getattr(_forward_ad, "_set_fwd_grad_enabled", _no_forward_mode)
-PLAIN = frozenset((Tensor, torch.nn.Parameter))  # types of tensors that stand for no other one
+PLAIN = frozenset((Tensor, torch.nn.Parameter))  # types of tensors that do not wrap another one
 
 
 def reshaped(result: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A result that nothing else refers to, in another shape, and not as a view.
+    """Return a result that nothing else refers to in another shape, not as a view.
 
-    FSDP2 gathers a module's weights for the backward from a hook on its result, which an in-place operation on a view
-    takes out of the graph.
+    FSDP2 gathers a module's weights for the backward pass in a hook on the module's result. An in-place operation on a
+    view would remove that hook from the graph.
     """
     viewed: Tensor = result.reshape(shape).clone() if _unsafe_view is None else _unsafe_view(result, shape)
     return viewed
 
 
 def break_graph(reason: str) -> None:
-    """Let torch.compile end its graph here; with fullgraph=True its error gives the reason.
+    """Make torch.compile end its graph here. With fullgraph=True its error gives the reason.
 
     Raises:
         RuntimeError: in torch.export, which cannot have more than one graph.
@@ -87,7 +87,7 @@ def on_current_device(tensor: Tensor) -> bool:
 
 
 def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """What makes tensors of a shape, strides and dtype on `device`, while that is the current one."""
+    """Return the function that allocates a tensor of a shape, strides and dtype on `device`, the current one."""
     if device.type == "cuda" and empty_strided_cuda is not None:
         made: Callable[..., Tensor] = empty_strided_cuda
         return made
@@ -109,10 +109,10 @@ def differentiated(*tensors: Tensor | None) -> bool:
 
 
 def eager(*tensors: Tensor | None) -> bool:
-    """Whether nothing traces or transforms a call; autograd may still record it, and a profiler show it.
+    """Whether nothing traces or transforms a call. Autograd may still record it, and a profiler show it.
 
-    Nor is one of the tensors a view that PyTorch negates before an operator gets it, such as the imaginary part of a
-    conjugate.
+    False for tensor subclasses, and for views that PyTorch negates before an operator gets them, such as the imaginary
+    part of a conjugate.
 
     Raises:
         NotImplementedError: torch.compile traces in forward mode, whose tangents torch.library's operators would drop
@@ -154,12 +154,12 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     return any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
 
 
-# Those that the kernels or the references run on. Not all versions of Dynamo can trace `is_autocast_available`.
+# The devices that kernels or references run on. Not all versions of Dynamo can trace `is_autocast_available`.
 _AUTOCAST_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
 
 def autocast(*operands: Any) -> tuple[Any, ...]:
-    """The operands of a product, cast as by torch.autocast; None, float64 and other than floats are unchanged."""
+    """Cast the operands of a product as torch.autocast does. None, float64 and other than floats are unchanged."""
     if not (torch.compiler.is_dynamo_compiling() or autocast_enabled()):
         return operands
     cast = []
@@ -172,7 +172,7 @@ def autocast(*operands: Any) -> tuple[Any, ...]:
     return tuple(cast)
 
 
-# For the generation of code, which imports these.
+# For code generation. Functions import the names that they need.
 
 
 def fake_tensors() -> tuple[Any, Any]:
@@ -189,7 +189,7 @@ def fake_tensors() -> tuple[Any, Any]:
 
 
 def without_modes() -> Any:
-    """A context in which no mode sees the operators that are called.
+    """A context in which no dispatch mode is active.
 
     Raises:
         RuntimeError: this PyTorch has none.
@@ -203,8 +203,8 @@ def without_modes() -> Any:
 
 @contextmanager
 def without_symmetric_memory() -> Iterator[None]:
-    """Once there is a process group, Helion asks PyTorch which tensors are in symmetric memory. Where PyTorch cannot
-    tell, as in 2.11, it would take all for such, and compile every grid as a loop of one program per SM.
+    """Report no tensor as being in symmetric memory if PyTorch cannot tell, as in 2.11. Once there is a process group,
+    Helion would otherwise assume it of all tensors, and compile every grid as a loop of one program per SM.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -244,7 +244,7 @@ def pretend(properties: Any, arch: Any) -> None:
     torch.version.cuda = torch.version.cuda or "13.0"
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
-    # A CUDA build of PyTorch would make a tensor on the GPU before the first fake one.
+    # A CUDA build of PyTorch would create a tensor on the GPU before the first fake one.
     module: Any = fake_tensor
     module.init_gpu_context = lambda device: None
     described = DeviceProperties(

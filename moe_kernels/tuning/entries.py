@@ -1,6 +1,6 @@
-"""Tuned configs as data: one JSON file per GPU model, found again by the nearest problem.
+"""Tuned configs as data: one JSON file per GPU model, with a lookup by the nearest problem.
 
-Files are looked for in the folder that MOE_KERNELS_CONFIG_DIR names, in the user's cache folder, and beside this
+Files are searched in the folder that MOE_KERNELS_CONFIG_DIR names, then in the user's cache folder, then beside this
 module: `<gpu>.json`, e.g. nvidia-h200.json, before `<compute capability>.json`, e.g. nvidia-sm90.json.
 """
 
@@ -25,13 +25,13 @@ import torch
 from moe_kernels.runtime.targets import Gpu
 
 SCHEMA = 1
-LIMIT = 1.0  # farther than a factor of two in one of rows, N, K and G, the rule is the better guess
+LIMIT = 1.0  # beyond a factor of two in total over rows, N, K and G, the rule is the better guess
 TUNE = "python -m moe_kernels tune"
 BUNDLED = Path(__file__).parent
 
 
 def family(gpu: Gpu) -> str:
-    """The name under which files for all GPUs of this compute capability go."""
+    """Return the name for files that serve all GPUs of this compute capability."""
     return f"NVIDIA sm{gpu.capability[0]}{gpu.capability[1]}"
 
 
@@ -39,16 +39,16 @@ def family(gpu: Gpu) -> str:
 class Bucket:
     """The problems that share a tuned config."""
 
-    dtype: str  # of `dtype_label`: "bfloat16", "tf32" for float32 multiplied in tf32, "bfloat16 to float32" and so on
-    transposed: bool  # B lies in memory as [G, N, K]
+    dtype: str  # from `dtype_label`: "bfloat16", "tf32" for float32 multiplied in tf32, "bfloat16 to float32", ...
+    transposed: bool  # the memory layout of B is [G, N, K]
     rows: int  # mean rows per group, rounded down to a power of two; 0 if less than 1
     N: int
     K: int
     G: int
-    op: str = "grouped_gemm"  # or "uniform" or "varied": rows are those of each group or problem then
+    op: str = "grouped_gemm"  # or "uniform" or "varied", for which `rows` is that of each group or problem
 
     def distance(self, other: Bucket) -> float:
-        """How many factors of two lie between the two, over rows, N, K and G; inf for another op, dtype or layout."""
+        """Return the sum of |log2(ratio)| over rows, N, K and G; inf for another op, dtype or layout."""
         if (self.op, self.dtype, self.transposed) != (other.op, other.dtype, other.transposed):
             return math.inf
         pairs = zip((self.rows, self.N, self.K, self.G), (other.rows, other.N, other.K, other.G), strict=True)
@@ -65,7 +65,7 @@ class Versions:
 
     @property
     def minor(self) -> tuple[str, str]:
-        """The minor versions, which have to be equal for an entry to be used."""
+        """The minor versions of triton and helion; an entry is used only if both match."""
         triton, helion = (".".join(version.split(".")[:2]) for version in (self.triton, self.helion))
         return triton, helion
 
@@ -74,21 +74,21 @@ class Versions:
 class Entry:
     """One tuned config, and how it was found."""
 
-    kernel: str  # "basic", "persistent" or "tails", "folded", "batched" or "bmm", "varied"
+    kernel: str  # "basic", "persistent", "tails"; uniform: "folded", "batched", "bmm"; varied: "varied"
     bucket: Bucket
     block_m: int
-    tma: list[str]  # which of "A", "B" and "out" TMA read or wrote; the config is for problems where it does the same
-    config: dict[str, Any]  # of the `helion.Config`
-    us: float  # a call's microseconds, the geometric mean over the routings
-    rule_us: float  # those of the rule's config, in turns with it
-    M: int  # rows in all when it was measured
+    tma: list[str]  # which of "A", "B", "out" used TMA; the entry is only for problems with the same ones
+    config: dict[str, Any]  # arguments of the `helion.Config`
+    us: float  # microseconds per call, the geometric mean over the routings
+    rule_us: float  # the same for the rule's config, timed in turns with it
+    M: int  # total rows in the measurement
     versions: Versions
     date: str
     command: str
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The key of an entry in a file."""
+        """The key of the entry, unique within a file."""
         b = self.bucket
         return b.op, b.dtype, b.transposed, b.N, b.K, b.G, b.rows, self.versions.minor
 
@@ -103,32 +103,32 @@ class Found:
 
 
 def installed_versions() -> Versions:
-    """Those of the packages that are installed."""
+    """Return the versions of the installed packages."""
     return Versions(*(metadata.version(package) for package in ("torch", "triton", "helion")))
 
 
 def dtype_label(dtype: torch.dtype, tf32: bool, out_dtype: torch.dtype | None = None) -> str:
-    """The `Bucket.dtype` of a product of `dtype`, and of its result's if that is another."""
+    """Return the `Bucket.dtype` of a product in `dtype`, with the dtype of its result if it differs."""
     name = "tf32" if tf32 else str(dtype).removeprefix("torch.")
     return name if out_dtype in (None, dtype) else f"{name} to {str(out_dtype).removeprefix('torch.')}"
 
 
 def cache_folder() -> Path:
-    """Where `tune` writes unless told otherwise."""
+    """Return the folder to which `tune` writes by default."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "moe_kernels" / "configs"
 
 
 def file_in(folder: Path, gpu: str) -> Path:
-    """The file for a GPU model or a compute capability."""
+    """Return the file for a GPU model or a compute capability."""
     return folder / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
 def files_for(gpu: Gpu) -> list[tuple[Path, str]]:
-    """The files that may hold entries for `gpu`, the preferred first, and the GPU that each has to name."""
+    """Return the files that may hold entries for `gpu`, preferred first, each with the GPU name it must contain."""
     named = os.environ.get("MOE_KERNELS_CONFIG_DIR")
     folders = [Path(named)] if named else []
-    with suppress(RuntimeError):  # a user without a home
+    with suppress(RuntimeError):  # the user has no home directory
         folders.append(cache_folder())
     folders.append(BUNDLED)
     return [(file_in(folder, name), name) for folder in folders for name in (gpu.name, family(gpu))]
@@ -139,7 +139,7 @@ class Skipped(ValueError):
 
 
 def read(file: Path, gpu: str) -> list[Entry]:
-    """The entries of `file`, of all versions; [] if there is no such file. Raises Skipped."""
+    """Return the entries of `file` for all versions, or [] if it does not exist; raise Skipped if it is invalid."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -161,9 +161,9 @@ def read(file: Path, gpu: str) -> list[Entry]:
 
 
 def write(file: Path, gpu: str, entries: Sequence[Entry]) -> None:
-    """Add `entries` to `file`, in place of those for the same bucket and versions, and keep the others.
+    """Add `entries` to `file`, replacing those for the same bucket and versions.
 
-    Readers see the old file or the new one, and two writers wait for each other. What cannot be read is put aside.
+    The file is replaced atomically, under a lock. A file that cannot be read is renamed to `<file>.bad`.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file.with_name(f".{file.name}.lock"), "w") as lock:
@@ -178,7 +178,7 @@ def write(file: Path, gpu: str, entries: Sequence[Entry]) -> None:
         merged |= {entry.key: entry for entry in entries}
         made = {"schema": SCHEMA, "gpu": gpu, "entries": [_to_json(merged[key]) for key in sorted(merged)]}
         text = json.dumps(made, indent=2)
-        # Lists of numbers and words on one line each.
+        # Write each list of numbers and words on one line.
         text = re.sub(r"\[\n[^\[\]{}]*\n\s*\]", _on_one_line, text)
         temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -191,7 +191,7 @@ _warned: set[str] = set()
 
 
 def load(gpu: Gpu) -> list[tuple[Path, Entry]]:
-    """All usable entries for `gpu`, the preferred first; read once per process."""
+    """Return all usable entries for `gpu`, preferred first; the files are read once per process."""
     if gpu.name not in _loaded:
         _loaded[gpu.name] = [(file, entry) for file, name in files_for(gpu) for entry in _usable(file, name)]
         if not _loaded[gpu.name] and not _warned:
@@ -201,7 +201,7 @@ def load(gpu: Gpu) -> list[tuple[Path, Entry]]:
 
 
 def digest(gpu: Gpu) -> str:
-    """Of all files that may hold entries for `gpu`, as they were when they were first needed."""
+    """Return a digest of all files that may hold entries for `gpu`, computed at the first request."""
     if gpu.name not in _digests:
         found = hashlib.sha256()
         for file, _ in files_for(gpu):
@@ -214,20 +214,20 @@ def digest(gpu: Gpu) -> str:
 
 
 def near(gpu: Gpu, bucket: Bucket) -> list[Found]:
-    """The entries within LIMIT of `bucket`: the nearest first, and of equally near ones the preferred file's."""
+    """Return the entries within LIMIT of `bucket`, nearest first; at equal distance those of the preferred file."""
     found = [Found(entry, file, bucket.distance(entry.bucket)) for file, entry in load(gpu)]
     return sorted((f for f in found if f.distance <= LIMIT), key=lambda f: f.distance)
 
 
 def reload() -> None:
-    """Forget what has been read and warned of."""
+    """Clear the entries and digests read so far, and the record of warnings."""
     _loaded.clear()
     _digests.clear()
     _warned.clear()
 
 
 def warn_once(file: Path | str, text: str) -> None:
-    """Warn of `file`, unless that has been done before."""
+    """Warn about `file`, once."""
     if str(file) not in _warned:
         _warned.add(str(file))
         _warn(f"{file} {text}")
@@ -258,7 +258,7 @@ def _on_one_line(match: re.Match[str]) -> str:
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:
-    """`entry` as one flat object, what people look for first in front."""
+    """Return `entry` as one flat object, the kernel and bucket first."""
     fields = asdict(entry)
     bucket, versions = fields.pop("bucket"), fields.pop("versions")
     return {"kernel": fields.pop("kernel"), **bucket, **fields, **versions}

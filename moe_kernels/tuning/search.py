@@ -1,9 +1,9 @@
 """`python -m moe_kernels tune`: search configs for the layers of a model on this GPU, and keep them as data.
 
-A task of any operator gives a problem, choices to try for it, and what calls it under a choice. The choices are timed
-in turns. Then come those that are near to the fastest, or what Helion's autotuner finds from there within its share of
-the time, over several routings at once. The best take turns with the rule's config once more. The fastest is kept if
-it is faster than the rule's; else the rule's is, so that the next process knows that this was looked at.
+A task of any operator has a problem, choices to try for it, and calls under a choice. The choices are timed in turns.
+Then follow choices near the fastest, or the result of Helion's autotuner, which starts from these and has a share of
+the time, over several routings at once. The best choices are timed in turns with the rule's config once more. The
+fastest is stored if it is faster than the rule's; otherwise the rule's is, which marks the problem as tuned.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 TOKENS = (16, 512, 8192)
 ROUTINGS: tuple[SizeKind, ...] = ("softmax", "zipf", "uniform")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-GAIN = 1.01  # a config has to be this much faster than the rule's to replace it
+GAIN = 1.01  # the speedup over the rule's config that a config needs to replace it
 FIRST_ROUNDS, ROUNDS = 7, 21
 _FINALISTS = 5
-_LEAST_SEARCH = 20  # seconds; what Helion's first round of configs takes
+_LEAST_SEARCH = 20  # seconds that Helion's first round of configs takes
 
 HELP = """\
 Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU. The fastest config, or the
@@ -83,7 +83,7 @@ class Task:
     K: int
     dtype: str
     transposed: bool
-    op: str = "grouped_gemm"  # for "uniform" and "varied" M is the rows of each group or product
+    op: str = "grouped_gemm"  # for "uniform" and "varied", M is the number of rows per group or product
 
     def __str__(self) -> str:
         layout = "[G, N, K] transposed" if self.transposed else "[G, K, N]"
@@ -91,7 +91,7 @@ class Task:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `tune`."""
+    """Add the arguments of `tune`."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", choices=MODELS, help="both GEMMs of this model's experts, for several token counts")
     what.add_argument(
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
     if (reason := _no_gpu()) is not None:
         print(f"tune needs a CUDA GPU: {reason}.", file=sys.stderr)
         return 2
@@ -138,7 +138,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
-    """The tasks of the command line, without duplicates."""
+    """Return the tasks of the command line, without duplicates."""
     shapes: list[tuple[int, int, int, int]] = options.shapes or []
     if options.model:
         H, width, E, top_k = MODELS[options.model]
@@ -148,7 +148,7 @@ def tasks(options: argparse.Namespace) -> list[Task]:
 
 
 def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budget: float, force: bool = False) -> int:
-    """Tune `todo` within `budget` seconds and write each result to `file` at once; the exit code."""
+    """Tune `todo` within `budget` seconds, write each result to `file` immediately, and return the exit code."""
     begun = time.monotonic()
     deadline = begun + budget
     print(f"Tuning {len(todo)} problems for {gpu} within {_duration(budget)}, into {file}", flush=True)
@@ -191,18 +191,18 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
 
 @dataclass(frozen=True)
 class Workload:
-    """The functions of an operator that tuning needs. Choices are those of its rules."""
+    """The parts of an operator that tuning needs. A choice is a `Choice` of the operator's rules."""
 
     problem: Any
-    rows: int  # in all
+    rows: int  # in total
     choices: Sequence[Any]  # to try; the first is the rule's
-    calls: Callable[[Any], Sequence[Call]]  # under a choice, one for each routing; each returns the result
-    near: Callable[[Sequence[Any], float], Iterable[Any]]  # more to try until then, by those that work, fastest first
-    stored: Callable[[Any], dict[str, Any]]  # what an entry has of a choice: kernel, block_m, tma and config
+    calls: Callable[[Any], Sequence[Call]]  # choice -> its calls, one per routing; each returns the result
+    near: Callable[[Sequence[Any], float], Iterable[Any]]  # working choices, fastest first, and deadline -> more
+    stored: Callable[[Any], dict[str, Any]]  # choice -> kernel, block_m, tma and config of its entry
 
 
 def tune_one(task: Task, device: torch.device, share: float) -> Entry:
-    """The best entry for `task` that is found in about `share` seconds."""
+    """Return the best entry for `task` that is found in about `share` seconds."""
     until = time.monotonic() + share
     work = WORKLOADS[task.op](task, device)
     turns = Turns(work, device, until)
@@ -234,7 +234,7 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
 
 
 class Turns:
-    """Choices by number, and calls of those that work, which can take turns."""
+    """Numbered choices, and the calls of those that work, to be timed in turns."""
 
     def __init__(self, work: Workload, device: torch.device, until: float):
         self.work, self.device, self.until = work, device, until
@@ -243,9 +243,9 @@ class Turns:
         self.expected: list[Tensor] = []
 
     def add(self, choices: Iterable[Any], at_least: int) -> list[int]:
-        """Make calls of those that are new; the numbers of those that work, and have the result of the first that did.
+        """Prepare calls of the new choices; return the numbers of those that work with the result of the first one.
 
-        The first `at_least` are timed even if the time is over.
+        The first `at_least` new choices are tried even after the deadline.
         """
         listed = list(unique(choices, self.work.stored, known=self.choices))
         added = []
@@ -278,7 +278,7 @@ class Turns:
         return calls
 
     def times(self, rounds: int, numbers: Iterable[int] | None = None) -> dict[int, float]:
-        """By number: a call's microseconds, the geometric mean over the routings of medians, all in turns."""
+        """Map choice numbers to microseconds per call: geometric means, over routings, of medians, timed in turns."""
         chosen = [i for i in dict.fromkeys(self.calls if numbers is None else numbers) if i in self.calls]
         calls = {(i, j): call for i in chosen for j, call in enumerate(self.calls[i])}
         medians = interleaved(calls, rounds, self.device)
@@ -287,7 +287,7 @@ class Turns:
 
 @contextmanager
 def _poisoned() -> Iterator[None]:
-    """In here, new tensors of plans hold NaN, so that a config that leaves out an element is noticed."""
+    """Fill new floating-point tensors of plans with NaN in this context, to detect configs that skip elements."""
     allocator = torch_internals.allocator
 
     def poisoned(device: torch.device) -> Callable[..., Tensor]:
@@ -304,9 +304,9 @@ def _poisoned() -> Iterator[None]:
 
 
 def check_close(actual: Any, expected: Any) -> None:
-    """Raise AssertionError if one config's result differs from another's by more than roundings.
+    """Raise AssertionError if one config's result differs from another's by more than rounding.
 
-    Helion compares the result, and then all arguments, of which `out` is the only one that changes and is the result.
+    Helion also calls this for the tuple of all arguments, which is ignored: only `out` changes, which is the result.
     """
     if not isinstance(actual, Tensor):
         return
@@ -317,7 +317,7 @@ def check_close(actual: Any, expected: Any) -> None:
 
 
 def unique(choices: Iterable[Any], stored: Callable[[Any], dict[str, Any]], known: Iterable[Any] = ()) -> Iterator[Any]:
-    """Each choice once, whatever its source, and none of those `known`."""
+    """Yield each choice once, except those in `known`; choices that differ only in their source are equal."""
     seen = {json.dumps(stored(choice), sort_keys=True) for choice in known}
     for choice in choices:
         key = json.dumps(stored(choice), sort_keys=True)
@@ -327,7 +327,7 @@ def unique(choices: Iterable[Any], stored: Callable[[Any], dict[str, Any]], know
 
 
 def asked(operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Any:
-    """The problem that a rule is asked for in a plan of `operator`; nothing is compiled."""
+    """Return the problem for which a plan of `operator` first requests a choice; nothing is compiled."""
     first = next(x for x in tensors if x is not None)
     with rules.record() as made:
         cache.sketch(operator, symbolic(operator, tensors, options), options, targets.of_tensor(first))
@@ -335,7 +335,7 @@ def asked(operator: Operator, tensors: Sequence[Tensor | None], options: Any) ->
 
 
 def run_under(choice: Any, operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Callable[..., Any]:
-    """What runs calls like this one under `choice`; no other call finds it."""
+    """Return the function that runs such calls with `choice` forced; it stays out of the plan cache."""
     with cache.set_aside(), rules.force(choice):
         return cache.find(operator, tensors, options)
 
@@ -353,16 +353,16 @@ class Inputs:
             sizes[0], task.N, task.K, dtype=dtype, device=device, transposed=task.transposed
         )
         self.offsets = [group_offsets_from_sizes(torch.tensor(s, dtype=torch.int32, device=device)) for s in sizes]
-        # A variant for which one weight is no dense product.
+        # Variant "auto" computes a single weight by one dense product instead of a kernel.
         self.options = (dtype, "persistent")
 
     def tensors(self) -> list[tuple[Tensor, Tensor, Tensor, None]]:
-        """The arguments of a call, for each routing."""
+        """Return the arguments of a call, for each routing."""
         return [(self.A, self.B, offsets, None) for offsets in self.offsets]
 
 
 def grouped_workload(task: Task, device: torch.device) -> Workload:
-    """The workload of `grouped_gemm`."""
+    """Return the workload of `grouped_gemm`."""
     G, M = fitting_groups(task, device)
     if (G, M) != (task.G, task.M):
         print(f"  reduced to G={G} M={M}, so that the weights fit into memory")
@@ -370,7 +370,7 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
     problem = replace(asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options), transposed=task.transposed)
 
     def near(best: Sequence[rules.Choice], until: float) -> list[rules.Choice]:
-        # `jagged_tails` has one config, which another kernel's has to be better than.
+        # `jagged_tails` has a single config, so the search starts from another kernel's.
         start = next((choice for choice in best if choice.variant != "tails"), None)
         if start is None:
             return []
@@ -399,19 +399,19 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
 
 
 def calls_under(choice: rules.Choice, inputs: Inputs) -> list[Call]:
-    """Calls of `grouped_gemm` under `choice`, one for each routing."""
+    """Return calls of `grouped_gemm` with `choice` forced, one per routing."""
     run = run_under(choice, GROUPED_GEMM, inputs.tensors()[0], inputs.options)
     return [partial(run, *tensors) for tensors in inputs.tensors()]
 
 
 def stored(choice: rules.Choice) -> dict[str, Any]:
-    """The fields of an entry for a choice of `grouped_gemm`."""
+    """Return the fields of an entry for a choice of `grouped_gemm`."""
     config = concise(choice.config.config)
     return {"kernel": choice.variant, "block_m": choice.block_m, "tma": choice.addressing.tma, "config": config}
 
 
 def alternatives(problem: rules.Problem) -> list[rules.Choice]:
-    """The rule's choices for `problem` at other heights, and by the other kernel."""
+    """Return the rule's choices for `problem` with each kernel and several tile heights."""
     found = [rules.rule(problem, "persistent", block_m) for block_m in (64, 128) if problem.rows >= 32]
     tails = rules.rule(problem, "tails")
     found += [tails] if problem.rows >= 32 and tails.addressing.tma_out else []
@@ -422,7 +422,7 @@ def alternatives(problem: rules.Problem) -> list[rules.Choice]:
 
 
 def neighbours(choice: rules.Choice, problem: rules.Problem) -> list[rules.Choice]:
-    """Configs near that of `choice`, of the same kernel and height."""
+    """Return choices with configs near that of `choice`, of the same kernel and tile height."""
     values: dict[str, Any] = choice.config.config
     n, k = (0 if choice.variant == "persistent" else 1), -1
     found = [_with(choice, l2_groupings=[size]) for size in (1, 4, 8, 16)]
@@ -435,12 +435,12 @@ def neighbours(choice: rules.Choice, problem: rules.Problem) -> list[rules.Choic
 
 
 def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs, budget: int) -> rules.Choice:
-    """What Helion's autotuner finds in about `budget` seconds, for the kernel and height of the first of `seeds`."""
+    """Return the result of Helion's autotuner after about `budget` seconds, with the kernel and height of seeds[0]."""
     import helion
 
     seed, tma_out = seeds[0], seeds[0].addressing.tma_out
     if tma_out:
-        # Helion copies arguments, of which windows overlap: it searches with masked stores.
+        # Helion copies arguments, which the overlapping windows of TMA stores forbid: search with masked stores.
         problem = replace(problem, tma_out=False)
         seeds = [storing(choice, tma_out=False) for choice in seeds]
     start = seeds[0]
@@ -448,7 +448,7 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
     kept = {name: start.config.config[name] for name in _ADDRESSING if name in start.config.config}
 
     def usable(config: helion.Config) -> helion.Config | None:
-        # `block_m` is in the arguments: as a constant, or as the number of tiles.
+        # `block_m` is fixed by the arguments, as a constant or through the number of tiles.
         return config if rules.why_illegal(replace(start, config=Config(**config.config)), problem) is None else None
 
     def baseline(*args: Any) -> Any:
@@ -459,19 +459,19 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
         static_shapes=False,
         index_dtype=torch.int64 if start.addressing.int64_index else torch.int32,
         dot_precision="tf32" if problem.tf32 else "ieee",
-        autotune_effort="quick",  # small rounds: the clock is looked at between them
+        autotune_effort="quick",  # small rounds, because the clock is checked only between them
         autotune_max_generations=50,
         autotune_budget_seconds=budget,
         autotune_initial_population_strategy="from_random",
         autotune_seed_configs=[helion.Config(**seed.config.config) for seed in seeds],
         autotune_config_overrides=kept,
         autotune_config_filter=usable,
-        # A grid that the device counts has to be walked by a fixed number of workers.
+        # The device computes the number of tiles, so a fixed number of workers must loop over them.
         autotune_force_persistent=start.variant == "persistent",
         autotune_baseline_fn=baseline,
         autotune_baseline_accuracy_check_fn=check_close,
-        # `out` is written in place, which Helion's separate benchmark process cannot do. No config of these kernels
-        # reaches out of bounds, so none takes this process down.
+        # `out` is written in place, which Helion's separate benchmark process does not support. No config of these
+        # kernels accesses memory out of bounds, so none crashes this process.
         autotune_benchmark_subprocess=False,
         autotune_precompile="fork",
         autotune_ignore_errors=True,
@@ -485,9 +485,9 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
 
 
 def kernel_calls(choice: rules.Choice, inputs: Inputs) -> tuple[Any, list[tuple[Any, ...]]]:
-    """The Helion kernel that multiplies under `choice`, and its arguments for each routing, with zeros for a result.
+    """Return the Helion kernel that multiplies under `choice`, and its arguments for each routing, with a zero `out`.
 
-    A search compares what was there before with what a config left.
+    Helion detects the arguments that a kernel writes by comparing them before and after a call.
     """
     first = inputs.tensors()[0]
     given = symbolic(GROUPED_GEMM, first, inputs.options)
@@ -506,14 +506,14 @@ def kernel_calls(choice: rules.Choice, inputs: Inputs) -> tuple[Any, list[tuple[
     return request.kernel, arg_sets
 
 
-# The plan of `grouped_gemm` up to its last launch.
+# The plan of `grouped_gemm` without its last launch.
 _ARGUMENTS = replace(GROUPED_GEMM, name="arguments", planner=__name__)
 
 
 def plan_arguments(
     builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, str]
 ) -> tuple[SymbolicTensor, ...]:
-    """The tensors that the kernel of a plan of `grouped_gemm` takes, in place of its launch."""
+    """Plan `grouped_gemm` without its last launch, and return the tensors that this launch takes."""
     from moe_kernels.kernels.grouped_gemm import plan_grouped_gemm
 
     plan_grouped_gemm(builder, tensors, options)
@@ -527,7 +527,7 @@ def _last_launch(builder: Builder) -> Request:
 
 
 def _view(x: SymbolicTensor, memory: Tensor, extents: Sequence[tuple[int, ...]]) -> Tensor:
-    """What `x` is of the variable that lies there. Only windows, which a search does without, begin elsewhere."""
+    """Return the view of `memory` that `x` describes. Only windows, which a search does not use, have an offset."""
     assert x.offset == 0
     return memory.as_strided([value(n, extents) for n in x.shape], x.strides)
 
@@ -536,7 +536,7 @@ _ADDRESSING = ("indexing", "host_tensor_descriptors")
 
 
 def concise(values: dict[str, Any]) -> dict[str, Any]:
-    """A config without memory addressing, and without options that repeat Helion's defaults."""
+    """Return a config without memory addressing and without options that repeat Helion's defaults."""
     neutral: dict[str, tuple[Any, ...]] = {
         "range_unroll_factors": (0,),
         "range_num_stages": (0,),
@@ -560,14 +560,14 @@ def concise(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def storing(choice: rules.Choice, *, tma_out: bool, epilogue_subtile: int | None = None) -> rules.Choice:
-    """`choice` with or without TMA stores, in so many parts."""
+    """Return `choice` with or without TMA stores, split into `epilogue_subtile` parts."""
     addressing = choice.addressing._replace(tma_out=tma_out)
     indexing = rules.indexing_of(choice.variant, False, addressing)
     return _with(replace(choice, addressing=addressing), epilogue_subtile=epilogue_subtile, **indexing)
 
 
 def _with(choice: rules.Choice, *, block: tuple[int, int] | None = None, **changed: Any) -> rules.Choice:
-    """`choice` with something of its config changed; `block` is (index, size)."""
+    """Return `choice` with changed options of its config, None to remove one; `block` is (index, size)."""
     values = {name: given for name, given in {**choice.config.config, **changed}.items() if given is not None}
     blocks = list(values["block_sizes"])
     if block is not None:
@@ -580,7 +580,7 @@ def _with(choice: rules.Choice, *, block: tuple[int, int] | None = None, **chang
 
 
 def uniform_workload(task: Task, device: torch.device) -> Workload:
-    """The workload of `uniform_grouped_gemm`."""
+    """Return the workload of `uniform_grouped_gemm`."""
     A, (B,) = _operands(task, device, [(task.G,)])
     tensors, options = (A, B), (task.G, A.dtype)
     problem = asked(UNIFORM_GROUPED_GEMM, tensors, options)
@@ -601,7 +601,7 @@ def uniform_workload(task: Task, device: torch.device) -> Workload:
 
 
 def uniform_grid(problem: uniform.Problem) -> Iterator[uniform.Choice]:
-    """torch.bmm and configs of the kernels that fit into an H200's shared memory."""
+    """Yield torch.bmm, if possible, and kernel configs that fit into an H200's shared memory."""
     if problem.bmm:
         yield uniform.BMM
     yield uniform.by_kernel(problem)
@@ -619,14 +619,14 @@ def uniform_grid(problem: uniform.Problem) -> Iterator[uniform.Choice]:
 
 
 def uniform_variations(choice: uniform.Choice) -> Iterator[uniform.Choice]:
-    """`choice` with the tiles in other orders."""
+    """Yield `choice` with other orders of tiles."""
     if choice.kernel != "bmm":
         for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
             yield replace(choice, config=Config(**{**choice.config.config, "loop_orders": [order]}))
 
 
 def varied_workload(task: Task, device: torch.device) -> Workload:
-    """The workload of `varied_grouped_gemm`, for products of one size."""
+    """Return the workload of `varied_grouped_gemm`, for products of one size."""
     A, group_B = _operands(task, device, [()] * task.G)
     group_A = list(A)
     outs = A.new_empty(task.G, task.M, task.N)
@@ -661,7 +661,7 @@ def varied_workload(task: Task, device: torch.device) -> Workload:
 
 
 def varied_grid(problem: varied.Problem) -> Iterator[varied.Choice]:
-    """Tiles from 32 x 32 to 256 x 128, by one or two workers per SM."""
+    """Yield tiles from 32 x 32 to 128 x 256 and 256 x 128, with one or two workers per SM."""
     size = problem.dtype.itemsize
     for block_m, block_n, block_k in itertools.product((128, 64, 32, 256), (256, 128, 64, 32), (64, 32, 128)):
         block_k = block_k * 2 // size
@@ -673,7 +673,7 @@ def varied_grid(problem: varied.Problem) -> Iterator[varied.Choice]:
 
 
 def _operands(task: Task, device: torch.device, leading: list[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:
-    """`A [G, M, K]`, and for each of `leading` a B with these extents before K and N; results are O(1)."""
+    """Return `A [G, M, K]`, and for each of `leading` a `B [*leading, K, N]`; the products are O(1)."""
     dtype = DTYPES[task.dtype]
     A = torch.randn(task.G, task.M, task.K, device=device).to(dtype)
     shape = (task.N, task.K) if task.transposed else (task.K, task.N)
@@ -689,7 +689,7 @@ WORKLOADS: dict[str, Callable[[Task, torch.device], Workload]] = {
 
 
 def bucket(task: Task, device: torch.device) -> Bucket:
-    """What the entry for `task` is found by."""
+    """Return the bucket of the entry for `task`."""
     dtype = DTYPES[task.dtype]
     name = entries.dtype_label(dtype, rules.tf32_allowed(dtype))
     G, rows = task.G, task.M
@@ -700,17 +700,17 @@ def bucket(task: Task, device: torch.device) -> Bucket:
 
 
 def _known(task: Task, file: Path, gpu: str, device: torch.device) -> Entry | None:
-    """The entry for `task` that `file` has for the versions installed."""
+    """Return the entry for `task` and the installed versions in `file`, or None."""
     wanted, minor = bucket(task, device), entries.installed_versions().minor
     try:
         found = entries.read(file, gpu)
     except entries.Skipped:
-        return None  # `write` says so, and puts the file aside
+        return None  # `write` warns about it, and renames the file
     return next((entry for entry in found if entry.bucket == wanted and entry.versions.minor == minor), None)
 
 
 def fitting_groups(task: Task, device: torch.device) -> tuple[int, int]:
-    """G and M, both halved until B has no more elements than Helion reads by TMA, and a search fits into memory."""
+    """Return G and M, both halved until B has at most INT32_MAX elements, as Helion's TMA needs, and a search fits."""
     memory = torch.cuda.get_device_properties(device).total_memory
     G, M = task.G, task.M
     while G > 1:
@@ -723,7 +723,7 @@ def fitting_groups(task: Task, device: torch.device) -> tuple[int, int]:
 
 
 def seconds(text: str) -> float:
-    """The seconds in "90s", "10m", "2h" or "90"."""
+    """Parse "90s", "10m", "2h" or "90" as seconds, for argparse."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"expected a time such as 90s, 10m or 2h, got {text!r}")
@@ -731,7 +731,7 @@ def seconds(text: str) -> float:
 
 
 def command(task: Task) -> str:
-    """A command that tunes this problem alone."""
+    """Return a command that tunes only this problem."""
     shape = f"{task.G},{task.M},{task.N},{task.K}"
     layout = "gnk" if task.transposed else "gkn"
     op = [] if task.op == "grouped_gemm" else ["--op", task.op]

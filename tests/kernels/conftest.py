@@ -1,6 +1,6 @@
-"""The tests of the kernels themselves: on a GPU, or in Triton's interpreter on a CPU (test_interpreter.py starts that).
+"""Tests of the kernels themselves, on a GPU or, started by test_interpreter.py, on a CPU in Triton's interpreter.
 
-Here new memory is filled with NaN, so an output element that a kernel forgets shows.
+New memory is filled with NaN here, so that an output element that a kernel does not write is detected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dty
 
 
 if _empty_strided_cuda is not None:
-    torch_internals.empty_strided_cuda = _poisoned  # before there is a plan: its function holds the allocator
+    torch_internals.empty_strided_cuda = _poisoned  # before any plan: its function holds the allocator
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,13 +50,13 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def _same_numbers_each_time() -> None:
-    """A number beside a discontinuity, such as the limit of a clamp, may be rounded to its other side."""
+    """Fix the random numbers: near a discontinuity, such as the limit of a clamp, rounding can change the side."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _leave_memory_to_other_workers() -> Iterator[None]:
-    """Processes that share a GPU cannot use what PyTorch keeps in another."""
+    """Free PyTorch's cached memory, which other processes on the same GPU cannot use."""
     yield
     if not INTERPRETED and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
@@ -64,7 +64,7 @@ def _leave_memory_to_other_workers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _poison_uninitialised_memory() -> Iterator[None]:
-    """What PyTorch itself allocates, and in the interpreter plans too."""
+    """Fill memory that PyTorch itself allocates, which in the interpreter includes that of plans."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -72,7 +72,7 @@ def _poison_uninitialised_memory() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plans are made anew, and kept for this test alone: for tests that change what a plan depends on."""
+    """Create plans anew and store them for this test only, for tests that change what a plan depends on."""
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "plans"))
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
     with cache.set_aside():
@@ -81,7 +81,7 @@ def fresh_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Without plans at first. Once it is called with an operator's name, calls of this fail unless they are replays."""
+    """Start without plans; return a function that makes calls of the named operator fail unless they are replays."""
     call = cache.call
 
     def only(name: str) -> None:
@@ -98,7 +98,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the kernels for one token in the interpreter, which takes long for many; and some rounds of their loops."""
+    """In the interpreter, let kernels for one token use few programs, since many are slow, and several loop rounds."""
     if not INTERPRETED:
         return
     from moe_kernels.kernels import one_token  # imports Helion
@@ -114,7 +114,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tf32(fresh_plans: None) -> Iterator[None]:
-    """PyTorch's setting allows tf32 for products of float32."""
+    """Let PyTorch's setting allow tf32 for products of float32."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     yield

@@ -1,4 +1,4 @@
-"""Run what a planner draws, alone: into tensors of a test, or for views that no operator is given."""
+"""Run a planner by itself: into tensors of a test, or for views that no operator gets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Draw = Callable[..., "SymbolicTensor | tuple[SymbolicTensor, ...] | None"]
 
 
 def draw(
-    steps: Draw,  # of a builder, and a symbolic tensor for each of `tensors`
+    steps: Draw,  # takes a builder, and a symbolic tensor for each of `tensors`
     tensors: Mapping[str, torch.Tensor | None],
-    rows: tuple[str, ...] = (),  # the tensors whose first extent is a symbol, the first of which has the rows
+    rows: tuple[str, ...] = (),  # tensors whose first extent is a symbol; that of the first one is the number of rows
     groups: int = 1,
 ) -> tuple[Plan, dict[str, compiler.Specialized]]:
-    """The plan for `tensors`, and what its binaries are compiled from."""
+    """Return the plan for `tensors`, and the kernels with their specializations, from which binaries are compiled."""
     given = tuple(tensors.values())
     counts = Counts(len(_first(tensors[name] for name in rows[:1])) if rows else 0, groups=groups)
     operator = Operator("drawn", "", tuple(tensors), rows, lambda *_: counts)
@@ -39,12 +39,12 @@ def run(
     rows: tuple[str, ...] = (),
     groups: int = 1,
 ) -> Any:
-    """What `steps` return, for `tensors`."""
+    """Return the results of `steps` for `tensors`."""
     return function(*draw(steps, tensors, rows, groups), _first(tensors.values()).device)(*tensors.values())
 
 
 def function(plan: Plan, specialized: Mapping[str, compiler.Specialized], device: torch.device) -> Callable[..., Any]:
-    """The function of a plan, launched as calls launch it."""
+    """Return the function of a plan, which launches kernels as calls do."""
     gpu = targets.of_device(device.type, device.index or 0)
     launchers: dict[str, launch.Launcher]
     if gpu.backend == "interpreter":

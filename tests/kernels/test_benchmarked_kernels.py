@@ -1,4 +1,4 @@
-"""What `benchmarks` takes from the launchers, and on a GPU the whole command."""
+"""The launches that `benchmarks` makes itself, and on a GPU the whole command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_kernel_without_its_table(device: str, layout: str) -> None:
 
 @pytest.mark.gpu
 def test_the_kernels_of_fp8_by_themselves(device: str) -> None:
-    """Quantising in permute, and weights' gradients of operands quantised beforehand; zeros would be wrong."""
+    """Quantising in permute, and weights' gradients of prequantised operands, overwrite results set to zero."""
     [case], where = fp8.TINY_LAYERS, torch.device(device)
     layer = fp8.layer_of(case, where)
     calls = fp8.layer_calls(layer) | fp8.training_calls(layer)
@@ -54,7 +54,7 @@ def test_smoke(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["ffn", "ffn-train"])
 def test_layers(name: str) -> None:
-    """Both timings of ours, forward and backward captured into a graph, and the memory."""
+    """Eager and graph timings of our provider, with forward and backward captured, and peak memory."""
     operator, where = OPERATORS[name], torch.device("cuda")
     case = layer("small", 100, 256, 128, 8, 2)
     inputs = operator.inputs(case, operator.weights(case, where), where)

@@ -25,12 +25,12 @@ _Spread = Callable[[Tensor], Tensor]
 
 @pytest.fixture
 def spread(device: str, tmp_path: Path) -> Iterator[_Spread]:
-    """What gives the same values in a view of more than 2^31 elements."""
+    """Return a function that copies its argument into a view that spans more than 2^31 elements."""
 
     def spread(x: Tensor) -> Tensor:
         row = (2**31 // (len(x) - 1) // 16 + 1) * 16
         elements = (len(x) - 1) * row + x[0].numel()
-        if device == "cpu":  # a file without contents takes no memory
+        if device == "cpu":  # a sparse file takes no memory
             memory = torch.from_file(str(tmp_path / "memory"), shared=True, size=elements, dtype=x.dtype)
         else:
             torch.use_deterministic_algorithms(False)  # filling this with NaN takes long
@@ -38,7 +38,7 @@ def spread(device: str, tmp_path: Path) -> Iterator[_Spread]:
         return memory.as_strided(x.shape, (row, *x[0].stride())).copy_(x)
 
     yield spread
-    torch.cuda.empty_cache()  # there are other tests at the same time
+    torch.cuda.empty_cache()  # other tests run at the same time
 
 
 ROWS = pytest.mark.parametrize("rows", [5, 250], ids=["basic", "persistent"])
@@ -109,7 +109,7 @@ def test_rows_that_are_quantised(spread: _Spread, device: str) -> None:
 
 
 def assert_as(function: Callable[..., Tensor], out: Tensor, *args: Any) -> None:
-    """`out` is what `function` gives."""
+    """Assert that `out` agrees with `function(*args)`."""
     in_float64 = (x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
     exact = function(*in_float64)
     assert_within_budget(out, function(*args), exact, scale=16 * exact.abs().amax().item())

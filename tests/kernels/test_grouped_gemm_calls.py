@@ -1,4 +1,4 @@
-"""How the kernels are reached: Helion's own entry, presets instead of searches, refusals, and what a GPU adds."""
+"""Calls of the kernels: Helion's own entry point, presets instead of searches, refusals, and features of a GPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_transforms_of_torch_func(device: str) -> None:
     d_out = torch.randn_like(out)
     given = [x.clone().requires_grad_() for x in (A, B)]
     expected = torch.autograd.grad(product(*given), given, d_out)
-    assert all(map(torch.equal, pullback(d_out), expected))  # the transform has ended
+    assert all(map(torch.equal, pullback(d_out), expected))  # called after the transform has ended
     both = torch.stack([A, -A])
     assert torch.equal(torch.func.vmap(product, (0, None))(both, B), torch.stack([out, -out]))
     tangent = torch.func.jvp(product, (A, B), (A, B))[1]
@@ -216,7 +216,7 @@ def test_a_new_number_of_rows_makes_no_plan(variant: str, device: str, monkeypat
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first call"])
 def test_graph_capture_and_replay_with_other_offsets(variant: str, warm: bool, device: str) -> None:
     G, M = 16, 2000
-    N = 192 if warm else 320  # kernels of its own
+    N = 192 if warm else 320  # 320 has kernels of its own
     A, B, group_offsets = make_inputs(group_sizes_for("softmax", G, M), N, 128, dtype=torch.bfloat16, device=device)
     if warm:
         grouped_gemm(A, B, group_offsets, variant=variant)
@@ -327,14 +327,14 @@ def test_fp32_follows_pytorchs_tf32_setting(variant: str, tf32: bool, device: st
         torch.backends.cuda.matmul.allow_tf32 = before
     exact = torch.cat([A[:90].double() @ B[0].double(), A[90:].double() @ B[2].double()])
     error = (out.double() - exact).abs().max().item()
-    # Triton truncates to tf32 where cuBLAS rounds: 3.2e-3 against 1.2e-3 were seen.
+    # Triton truncates to tf32 where cuBLAS rounds: errors of 3.2e-3 and 1.2e-3 were measured.
     assert (1e-4 < error < 6e-3) if tf32 else (error < 1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("G", [1024, 4096, 65536])
 def test_very_many_groups(G: int, device: str) -> None:
-    torch.use_deterministic_algorithms(False)  # repeat_interleave
+    torch.use_deterministic_algorithms(False)  # for repeat_interleave
     sizes = torch.zeros(G, dtype=torch.int64, device=device)
     sizes[:: G // 512] = 3
     sizes[-1] = 300
@@ -386,7 +386,7 @@ def test_more_than_2_to_the_31_elements(
 def test_a_process_group_changes_nothing_in_a_kernel(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a torch that cannot tell which tensors are in symmetric memory, too."""
+    """This also holds with a torch that cannot tell which tensors are in symmetric memory."""
     made: list[str] = []
 
     def imported(code: str) -> Any:

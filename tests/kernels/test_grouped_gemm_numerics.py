@@ -80,7 +80,7 @@ def test_mixed_and_output_dtypes(
 @variants
 @pytest.mark.usefixtures("tf32")
 def test_left_operands_cast_for_tf32(variant: str, device: str) -> None:
-    """Of bfloat16 and float16, whose values tf32 has all of."""
+    """tf32 represents all values of bfloat16 and float16."""
     A, B, group_offsets = make_inputs([20, 30], 32, 48, dtype=torch.bfloat16, device=device)
     for left in (A, A.t().contiguous().t(), A[:, :1].expand(50, 48)):
         out = grouped_gemm(left, B.half(), group_offsets, variant=variant)
@@ -156,7 +156,7 @@ def test_nan_stays_in_its_group(variant: str, K: int, poison: float, device: str
     first, end = group_offsets[2:4].tolist()
     A[first:end] = poison
     A[group_offsets[-1] :] = poison
-    B[1] = poison  # of an empty group
+    B[1] = poison  # the weight of an empty group
     B[3] = poison
     out = grouped_gemm(A, B, group_offsets, variant=variant)
     assert_grouped_gemm_close(out, A, B, group_offsets)

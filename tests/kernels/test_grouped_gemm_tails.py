@@ -1,4 +1,4 @@
-"""The persistent kernel with tiles of two heights: what it lists, and that every tile is computed, whoever walks it."""
+"""The persistent kernel with tiles of two heights: the list of tiles, and that every tile is computed by a worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed
 from moe_kernels.testing import assert_grouped_gemm_close, make_inputs
 
-SIZES = {  # of 10 or of 42 groups: a kernel is compiled for their number
+SIZES = {  # 10 or 42 groups: a kernel is compiled for each number of groups
     "tails and whole tiles": [300, 20, 0, 128, 65, 64, 1, 129, 192, 193],
     "tails alone": [40, 3, 64, 0, 50, *[0] * 5],
     "no tails": [128, 256, 100, 65, *[0] * 6],
@@ -30,7 +30,7 @@ SIZES = {  # of 10 or of 42 groups: a kernel is compiled for their number
 def product(
     A: torch.Tensor, B: torch.Tensor, group_offsets: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """By `jagged_tails`, whatever the rule would choose; through TMA on a GPU that has it, and pointers elsewhere."""
+    """Multiply with `jagged_tails`, whatever the rule would choose, by TMA on a GPU that has it, else by pointers."""
 
     def steps(builder: Builder, A: SymbolicTensor, B: SymbolicTensor, offsets: Any, bias: Any, out: Any) -> None:
         transposed = lies_transposed(B)
@@ -47,7 +47,7 @@ def product(
     tensors = {"A": A, "B": B, "offsets": group_offsets, "bias": bias, "out": out}
     multiply = function(*draw(steps, tensors, rows=("A", "out"), groups=group_offsets.size(0) - 1), A.device)
     multiply(*tensors.values())
-    if A.is_cuda or A.size(0) < 400:  # the interpreter, which has one order of programs, takes long
+    if A.is_cuda or A.size(0) < 400:  # the interpreter is slow, and has only one order of programs
         again = torch.full_like(out, torch.nan)
         multiply(A, B, group_offsets, bias, again)
         assert torch.equal(out, again)
@@ -65,7 +65,7 @@ def table_with_tails(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Te
 @pytest.mark.parametrize("transposed", [True, False], ids=["B [G, N, K] viewed", "B [G, K, N]"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_sizes_and_layouts(sizes: list[int], transposed: bool, device: str) -> None:
-    N = 768 if transposed else 320  # in pieces of 128, and of 64, the last three of which lie past N
+    N = 768 if transposed else 320  # stored in pieces of 128, or of 64, the last three of which lie past N
     A, B, group_offsets = make_inputs(sizes, N, 80, dtype=torch.float16, device=device, transposed=transposed)
     assert_grouped_gemm_close(product(A, B, group_offsets), A, B, group_offsets)
 
@@ -102,7 +102,7 @@ def test_rows_outside_are_zeros_and_what_is_beside_stays_out(values: list[int], 
 
 
 def test_the_heights_that_a_routing_calls_for(device: str) -> None:
-    """Each group's tiles, by its rows: what the device decides for one plan, whatever the mean."""
+    """A group's rows determine its tiles, which the device lists for one plan, whatever the mean."""
     sizes = [300, 20, 0, 128, 64, 65, 129, 193, 256, 384, 385, 449, 500]
     group_offsets = torch.tensor([2, *sizes], device=device).cumsum(0).int()
     M, starts = int(group_offsets[-1]) + 7, group_offsets.tolist()

@@ -26,7 +26,7 @@ NAN = float("nan")
 def make(
     offsets: list[int], M: int, K: int, N: int, device: str, dtype: torch.dtype = torch.float16
 ) -> list[torch.Tensor]:
-    """Operands scaled so that the largest group's result has variance 1; rows in no group are NaN."""
+    """Return operands scaled so that the largest group's result has variance 1; rows in no group are NaN."""
     group_offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
     clamped = clamp_offsets(group_offsets, M).tolist()
     largest = max([end - start for start, end in pairwise(clamped)] + [1])
@@ -40,7 +40,7 @@ def make(
 def assert_wgrad_close(out: torch.Tensor, A: torch.Tensor, D: torch.Tensor, group_offsets: torch.Tensor) -> None:
     plain = reference.grouped_gemm_wgrad(A, D, group_offsets, out_dtype=out.dtype)
     exact = reference.grouped_gemm_wgrad(A.double(), D.double(), group_offsets)
-    # Twice, because thousands of rows are added up one after another in float32, which cuBLAS splits.
+    # Doubled, because thousands of rows are added sequentially in float32, whereas cuBLAS splits the sum.
     scale = 2 * reference.grouped_gemm_wgrad(A.double().abs(), D.double().abs(), group_offsets)
     assert out.shape == exact.shape
     for g in range(len(out)):
@@ -49,7 +49,7 @@ def assert_wgrad_close(out: torch.Tensor, A: torch.Tensor, D: torch.Tensor, grou
 
 
 def in_one_loop(A: torch.Tensor, D: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
-    """By `wgrad_persistent`, which on a GPU gets its operands by TMA."""
+    """Multiply with `wgrad_persistent`, by TMA on a GPU that has it."""
 
     def steps(builder: Builder, A: SymbolicTensor, D: SymbolicTensor, offsets: SymbolicTensor) -> SymbolicTensor:
         out = builder.alloc((offsets.size(0) - 1, A.size(1), D.size(1)), A.dtype)
@@ -80,7 +80,7 @@ def test_one_loop_over_the_steps_of_all_tiles(offsets: list[int], device: str) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", ["empty", "zipf", "none"])
 def test_one_loop_over_many_tiles(sizes: Any, device: str) -> None:
-    """Also of groups that have no rows, whose tiles are a step each."""
+    """Groups without rows are included, each of whose tiles takes one step."""
     G, M, P, Q = 16, 16384, 2048, 3072
     counts = [0] * G if sizes == "none" else group_sizes_for(sizes, G, M)
     A, D, group_offsets = make([0, *torch.tensor(counts).cumsum(0).tolist()], M, P, Q, device, torch.bfloat16)

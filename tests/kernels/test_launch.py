@@ -1,4 +1,4 @@
-"""The text of a launch, by Triton's launcher itself and by Triton; and that calls go on without what is private."""
+"""The generated code of a launch, by Triton's launcher or by Triton; calls also work without the private names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ M = SymbolicInt.extent(0, 0, 1, 1000)
 
 
 class Kernel:
-    """In place of Triton's `CompiledKernel`: notes what its launcher is given, and what it is called with itself."""
+    """Stand-in for Triton's `CompiledKernel`: records the arguments of its launcher, and those of its own calls."""
 
     def __init__(self, version: str = "3.6", descriptors: bool = True, pdl: bool = True):
         self.seen: list[Any] = []
@@ -64,7 +64,7 @@ class Kernel:
 
 @pytest.fixture(params=["3.6", "3.7", "3.8", "3.9"])
 def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A driver that only notes what it is given, in place of that of this version of Triton."""
+    """Replace the driver of this version of Triton by one that only records its arguments."""
     encode = "fill_tma_descriptor" if request.param == "3.6" else "fill_tma_descriptor_tiled"
     utils = SimpleNamespace(**{encode: lambda address, *encoding: (address, *encoding)})
     active = SimpleNamespace(utils=utils, get_current_stream=lambda device: f"of {device}")
@@ -75,7 +75,7 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def descriptors() -> list[Descriptor]:
-    """Of A `[M, 64]`, B `[3, 64, 64]`, and windows of out `[M, 64]`, as Helion makes them."""
+    """Return descriptors of A `[M, 64]`, B `[3, 64, 64]`, and windows of out `[M, 64]`, in Helion's form."""
     half = torch.float16
     out = windows(SymbolicTensor(3, half, (M, 64), (64, 1), aligned=True), 16)
     shape = (16, out.shape[2], 64)  # Helion puts columns last
@@ -133,7 +133,7 @@ def test_what_the_launcher_is_given(version: str) -> None:
 
 
 def test_tritons_own_launcher_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher of the installed Triton, around a C function that only notes its arguments."""
+    """The launcher of the installed Triton is put around a C function that only records its arguments."""
     seen: list[Any] = []
     utils = SimpleNamespace(
         launch=lambda *args: seen.append(args),
@@ -196,7 +196,7 @@ def test_a_profiler_is_told_of_a_launch(listens: bool, version: str, monkeypatch
     kernel = Kernel(version, descriptors=False, pdl=False)
     step = Launch("kernel", (M * 4,), (Pointer(0, 0), M))
     run = emit(Plan(("A",), (step,), ()), {"kernel": DirectWay(kernel)}, CPU)
-    enter.calls += [print] * listens  # a plan that there is already notices it
+    enter.calls += [print] * listens  # a plan that exists already notices it
     tensor = torch.ones(5, 2)
     run(tensor)
     told = (("of", (20, 1, 1), "of 0"), enter, leave) if listens else (None, None, None)
@@ -257,7 +257,7 @@ def test_launchers_of_other_versions_are_left_to_triton(
 def test_a_known_call_is_one_function(
     variant: str, rows: int, N: int, layout: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the basic kernel, also by a tile for each row, of the persistent one, and of the one with tails apart."""
+    """The basic kernel, also with a tile for each row, the persistent kernel, and the one with separate tails."""
     G = 4 if rows > 2 else 16
 
     def inputs(M: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -340,7 +340,7 @@ def without_encoder(patch: _Patch) -> None:
     patch.setattr(launch, "_encoder", encoder)
 
 
-TAKEN: dict[str, tuple[Callable[[_Patch], None], set[type]]] = {  # and how kernels are launched then
+TAKEN: dict[str, tuple[Callable[[_Patch], None], set[type]]] = {  # what takes it away, and the remaining ways to launch
     "IndexError": (without_direct_launch(IndexError("list index out of range")), {TritonWay}),
     "ValueError": (without_direct_launch(ValueError("not enough values to unpack")), {TritonWay}),
     "RuntimeError": (without_direct_launch(RuntimeError("no such launcher")), {TritonWay}),

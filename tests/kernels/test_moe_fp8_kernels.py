@@ -1,4 +1,4 @@
-"""Layers with fp8 weights: what their kernels quantise on the way, bit for bit, and the results against the twin."""
+"""Layers with fp8 weights: the data that their kernels quantise, bit for bit, and results against the twin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_kernels.testing import assert_within_budget
 
 FORMATS = ("rowwise", "128x128")
 NAN, INF = float("nan"), float("inf")
-FC = {"w1": (256, 128), "w3": (256, 128), "w2": (128, 256)}  # inputs and outputs of an expert's parts
+FC = {"w1": (256, 128), "w3": (256, 128), "w2": (128, 256)}  # inputs and outputs of an expert's linear layers
 SILU = GLUSpec("silu", True, False, 1.702, 7.0)
 LAYERS: dict[str, dict[str, Any]] = {
     "SwiGLU": {},
@@ -46,7 +46,7 @@ def make(
     options: dict[str, Any],
     bias: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `moe_mlp`: every 7th id is dropped, and no token picks the last expert."""
+    """Return arguments of `moe_mlp`: every 7th id is dropped, and no token picks the last expert."""
     W = 2 * I if options.get("gated", True) else I
     ids = torch.randint(0, max(1, E - 1), (T, top_k), dtype=torch.int64)
     ids.view(-1)[3::7] = E
@@ -64,7 +64,7 @@ def make(
 
 
 def exactly(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """The layer of the dequantised weights in float64; what the twin quantises on the way is, here, too."""
+    """Compute the layer of the dequantised weights in float64, quantising the same intermediates as the twin."""
     topk_weights, parts = arguments["topk_weights"], parts_of(arguments["w_gate_up"].format)
     w_in, w_out = (dequantize(arguments[name], torch.float64).mT for name in ("w_gate_up", "w_down"))
     b_in, b_out = (arguments[name].double() if name in arguments else None for name in ("gate_up_bias", "down_bias"))
@@ -81,10 +81,10 @@ def exactly(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
 
 
 def assert_near_twin(out: Tensor, arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    """Within twice the twin's error, both against float64: of all elements, of all tokens, and of each token.
+    """Assert errors against float64 of at most twice the twin's: of all elements, of all tokens, and of each token.
 
-    A token is judged beside the one where the twin's error is largest: most of both errors is of roundings to fp8 that
-    fall the other way, few for each token. What is added to the budgets is of results rounded the other way.
+    A token's budget comes from the token where the twin's error is largest: both errors mostly come from few values per
+    token that fp8 rounds the other way. The terms added to the budgets allow for results rounded the other way.
     """
     right, twin = exactly(arguments, options), reference.scaled_moe_mlp(**arguments, **options)
     assert (out.shape, out.dtype) == (twin.shape, twin.dtype)
@@ -135,7 +135,7 @@ def test_as_the_twin(
 def test_calls_like_an_earlier_one_are_replays(
     T: int, format: str, device: str, replays: Callable[[str], None], few_programs: None
 ) -> None:
-    """Each with tensors of its own, and other numbers of tokens. Other options are not taken for them."""
+    """Each call has new tensors, perhaps with another number of tokens; calls with other options are not replays."""
     for tokens in (T, T, T + (T > 1)):
         arguments = make(tokens, 200, 72, 6, 2, format, device, {}, True)
         out = moe_mlp(**arguments)
@@ -152,7 +152,7 @@ def test_calls_like_an_earlier_one_are_replays(
 
 
 def assert_exact_but_for_weights(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """Within twice the error of plain PyTorch with dequantised weights: nothing but the weights is quantised."""
+    """Assert at most twice the error of plain PyTorch with dequantised weights: only the weights are quantised."""
 
     def layer(dtype: torch.dtype, device: str) -> Tensor:
         given = {name: x.to(device) for name, x in arguments.items() if not isinstance(x, ScaledTensor)}
@@ -170,7 +170,7 @@ def assert_exact_but_for_weights(arguments: dict[str, Any], options: dict[str, A
 
 @pytest.fixture
 def launched(fresh_plans: None, few_programs: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels of the plans that are made."""
+    """Record the kernels in the plans that are created."""
     names: list[str] = []
     launch = Builder.launch
 
@@ -202,7 +202,7 @@ def test_one_token(
     launched: list[str],
     device: str,
 ) -> None:
-    """Blocks of up that begin within a square, a dropped slot, an expert chosen twice; the others may not be read."""
+    """Blocks of up begin within a square, a slot is dropped, an expert is chosen twice; others must not be read."""
     options = LAYERS[name]
     arguments = make(1, H, I, 5, 4, format, device, options, bias)
     arguments["hidden"] = arguments["hidden"].to(dtype)
@@ -237,7 +237,7 @@ def test_one_token_of_small_extents_and_odd_strides(format: str, launched: list[
 @torch.no_grad()
 @pytest.mark.parametrize("format", ["fp8_rowwise", "fp8_block"])
 def test_quantized_layer(format: str, device: str) -> None:
-    """Of modules; and beside the layer of the dequantised weights, whose activations are not quantised."""
+    """A layer made from modules, also compared with the dequantised weights' layer, which quantises no activations."""
     experts = [torch.nn.ModuleDict({n: torch.nn.Linear(*x, bias=False) for n, x in FC.items()}) for _ in range(4)]
     router, options = torch.randn(4, 256), {"top_k": 2, "renormalize": True, "activation": "silu"}
     plain, made = (MoE.from_experts(experts, router, **options).to(device, torch.bfloat16) for _ in range(2))
@@ -255,7 +255,7 @@ def test_quantized_layer(format: str, device: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_nan_of_a_token_stays_there(format: str, device: str) -> None:
-    """And leaves zeros of a token whose slots are dropped."""
+    """A token whose slots are all dropped stays zero even if it holds NaN."""
     arguments = make(5, 200, 72, 2, 2, format, device, {}, bias=True)
     arguments["topk_ids"][:] = 0
     arguments["topk_ids"][2] = -1
@@ -269,7 +269,7 @@ def test_nan_of_a_token_stays_there(format: str, device: str) -> None:
 
 
 def run(name: str, tensors: dict[str, Tensor], draw: Any) -> tuple[Tensor, ...]:
-    """What a part of a plan makes of these tensors."""
+    """Return the results of a part of a plan for these tensors."""
     first = next(iter(tensors.values()))
     operator = Operator(name, __name__, tuple(tensors), tuple(tensors)[:1], lambda *_: Counts(first.size(0)))
     globals()[f"plan_{name}"] = lambda builder, inputs, _: draw(builder, *inputs)
@@ -285,7 +285,7 @@ def assert_same_bits(made: tuple[Tensor, ...], right: ScaledTensor) -> None:
 
 @pytest.mark.parametrize("format", ["rowwise", "1x128"])
 def test_gathered_rows_are_those_of_quantize(format: str, device: str, fresh_plans: None) -> None:
-    """Also of tokens that hold NaN, infinity, zeros and subnormals, and of dropped slots."""
+    """This includes tokens with NaN, infinity, zeros and subnormals, and dropped slots."""
     long = [(rules.AT_ONCE + 8, torch.bfloat16)] if format == "rowwise" else []
     for H, dtype in [(16, torch.float32), (200, torch.bfloat16), (200, torch.float16), *long]:
         hidden = (torch.randn(9, H) * 2.0 ** torch.randint(-9, 5, (9, 1))).to(dtype).to(device)
@@ -307,9 +307,9 @@ def test_gathered_rows_are_those_of_quantize(format: str, device: str, fresh_pla
 @pytest.mark.parametrize("format", ["rowwise", "1x128"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_activation_is_quantised(name: str, format: str, device: str, fresh_plans: None) -> None:
-    """Bits as `quantize` makes of act; where f is exact those of the twin, else no further from float64 than twice it.
+    """The bits are those of `quantize` for act; if f is exact, the twin's, else the error is at most twice the twin's.
 
-    Also for rows that hold zeros, as those in no group do, subnormals, infinity and NaN.
+    This includes rows with zeros, as rows in no group have, subnormals, infinity and NaN.
     """
     spec = SILU._replace(**LAYERS[name])
     for width in (72, 200, *((rules.AT_ONCE + 8,) if (name, format) == ("SwiGLU", "rowwise") else ())):
@@ -319,7 +319,7 @@ def test_activation_is_quantised(name: str, format: str, device: str, fresh_plan
         preact[3] *= 2.0**-60
         for row, value in enumerate((NAN, INF, -INF), start=4):
             preact[row, 4] = value
-            preact[row + 3, -1] = value  # of up, where there is one
+            preact[row + 3, -1] = value  # of up, if there is a gate
 
         def draw(builder: Builder, x: SymbolicTensor) -> Any:
             act = activation.write_activation(builder, x, None, spec, torch.float32)
@@ -363,7 +363,7 @@ def test_sizes_of_models(T: int, H: int, I: int, E: int, top_k: int, format: str
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [40, 2048])
 def test_fast_accumulation(T: int, device: str) -> None:
-    """Other sums than the exact ones, as near to float64; the same bits on repeat."""
+    """The sums differ from exact ones, are as close to float64, and have the same bits on repeat."""
     arguments = make(T, 4096, 1024, 8, 2, "rowwise", device, {})
     exact, fast = moe_mlp(**arguments), moe_mlp(**arguments, fast_accumulation=True)
     assert_near_twin(fast, arguments, {})

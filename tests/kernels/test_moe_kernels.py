@@ -1,4 +1,4 @@
-"""Experts and their layer by the kernels, forward and every gradient, against fp64."""
+"""Experts and their layer with the kernels, forward and all gradients, against fp64."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(
     dtype: torch.dtype,
     kind: str = "uniform",
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, Any]]:
-    """Tensors, ids of which some are dropped, and options; scaled so that the outputs are O(1)."""
+    """Return tensors, ids, some of them dropped, and options; scaled so that the outputs are O(1)."""
     options = dict(layer)
     two, bias = options.pop("two", False), options.pop("bias", False)
     transposed = options.get("transposed", False)
@@ -92,7 +92,7 @@ def with_gradients(
 
 
 def in_float64(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """On the CPU, where the references take it."""
+    """Return the tensors in float64 on the CPU, where the references accept it."""
     return {key: value.cpu().double() for key, value in tensors.items()}
 
 
@@ -102,8 +102,8 @@ def assert_layer_close(tensors: dict[str, torch.Tensor], ids: torch.Tensor, opti
     plain = with_gradients(reference.moe_mlp, tensors, ids, options, upstream)
     exact = with_gradients(reference.moe_mlp, in_float64(tensors), ids.cpu(), options, upstream.cpu().double())
     for name, value in ours.items():
-        # In fp32 the sums are long, and those of absolute values some ten times as large as the result; for a gate,
-        # a hundred times, since what it weights and its upstream gradient are nearly orthogonal.
+        # Sums in fp32 are long, and those of absolute values about ten times as large as the result; for topk_weights a
+        # hundred times, since an expert's result and the upstream gradient are nearly orthogonal.
         scale = (128 if name == "topk_weights" else 16) * exact[name].abs().max().item()
         assert_within_budget(value, plain[name], exact[name].to(value.device), scale=scale, name=name)
         assert value.stride() == plain[name].stride() or name == "out" or value.is_contiguous()
@@ -127,7 +127,7 @@ def test_results_of_other_layers_and_dtypes(name: str, dtype: torch.dtype, devic
 
 
 def test_few_tokens(device: str) -> None:
-    # In float32: rounding is a matter of luck where an expert has a row or two.
+    # In float32, because the rounding of an expert with a row or two depends on chance.
     tensors, ids, options = make({}, 2, 24, 40, 5, 4, device, torch.float32)
     ids[ids == 5] = 0
     assert_layer_close(tensors, ids, options)
@@ -135,7 +135,7 @@ def test_few_tokens(device: str) -> None:
 
 @pytest.fixture
 def of_one_token(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtype of each plan that is made with the kernels for one token."""
+    """Record the dtype of each plan created with the kernels for one token."""
     made: list[torch.dtype] = []
 
     def multiply(builder: Any, hidden: Any, *rest: Any) -> None:
@@ -158,7 +158,7 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        # The interpreter emulates bfloat16, and takes long.
+        # The interpreter emulates bfloat16, which is slow.
         pytest.param(name, dtype, marks=[pytest.mark.gpu] * (dtype == torch.bfloat16 and name != "SwiGLU"))
         for name in ONE_TOKEN
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -167,7 +167,7 @@ ONE_TOKEN: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.usefixtures("few_programs")
 def test_one_token(name: str, dtype: torch.dtype, of_one_token: list[torch.dtype], device: str) -> None:
-    """One dropped slot, an expert chosen twice, and weights of the others that must not be read."""
+    """A slot is dropped, an expert is chosen twice, and the weights of the other experts must not be read."""
     H, I = (1100, 72) if device == "cuda" else (40, 24)  # noqa: E741
     tensors, ids, options = make(ONE_TOKEN[name], 1, H, I, 5, 4, device, dtype)
     ids.copy_(torch.tensor([[3, -1, 1, 3]]))
@@ -179,7 +179,7 @@ def test_one_token(name: str, dtype: torch.dtype, of_one_token: list[torch.dtype
             value[[0, 2, 4]] = NAN
     exact = run(reference.moe_mlp, in_float64(plain), ids.cpu(), options).to(device)
     expected = run(reference.moe_mlp, plain, ids, options)
-    for _ in range(3 if device == "cuda" else 1):  # the second and third call may be replays
+    for _ in range(3 if device == "cuda" else 1):  # the second and third calls may be replays
         out = run(moe_mlp, tensors, ids, options)
         assert_within_budget(out, expected, exact, scale=16 * exact.abs().max().item())
     assert of_one_token == [dtype]
@@ -209,7 +209,7 @@ def test_one_token_of_small_extents_and_odd_strides(
 @pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize("name", ["hidden", "topk_ids", "topk_weights", "down_bias"])
 def test_one_token_with_a_long_span(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses are computed in 64 bits also where a small tensor is a view that spans more than 2^31 elements."""
+    """Addresses have 64 bits even if a small tensor is a view that spans more than 2^31 elements."""
     int64_index = []
 
     def lowered(request: Any, gpu: Any) -> Any:
@@ -237,7 +237,7 @@ def test_one_token_with_a_long_span(name: str, device: str, monkeypatch: pytest.
 def test_one_token_overflows_as_others_do(of_one_token: list[torch.dtype], device: str) -> None:
     tensors, ids, options = make({"bias": True}, 1, 24, 16, 3, 2, device, torch.float16)
     ids.copy_(torch.tensor([[0, 2]]))
-    tensors["w_down"][2] *= 2e4  # a row's results are over 65504 here and there; a tenth of them is not
+    tensors["w_down"][2] *= 2e4  # some results of a row exceed 65504; a tenth of them does not
     tensors["topk_weights"].copy_(torch.tensor([[1.0, 0.1]]))
     expected = run(reference.moe_mlp, tensors, ids, options)
     out = run(moe_mlp, tensors, ids, options)
@@ -250,7 +250,7 @@ def test_one_token_overflows_as_others_do(of_one_token: list[torch.dtype], devic
 def test_one_token_with_many_slots(
     of_one_token: list[torch.dtype], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For more than a few, the kernels of one token would take long to compile."""
+    """The kernels for one token would take long to compile for more than a few."""
     monkeypatch.setattr(rules, "_MOST_SLOTS", 2)
     for top_k, plans in ((3, 0), (2, 1)):
         tensors, ids, options = make({}, 1, 16, 8, 3, top_k, device, torch.float16)
@@ -284,7 +284,7 @@ def test_without_gradients_it_gives_the_same_bits(device: str) -> None:
     [("SwiGLU", True), ("gpt-oss", True), ("two weights, biases", True), ("two weights, biases", False)],
 )
 def test_calls_like_an_earlier_one(name: str, up_bias: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with tensors of its own, and other numbers of tokens; those without a second weight are replays."""
+    """Each call has new tensors, perhaps with another number of tokens; without a second weight they are replays."""
     monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
     layer = LAYERS[name] | {"bias": True, "interleaved": False}
     with set_aside():
@@ -302,7 +302,7 @@ def test_calls_like_an_earlier_one(name: str, up_bias: bool, device: str, monkey
 
 
 def test_a_second_weight_that_lies_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gate and up may be read as one tensor if one lies behind the other, and in the next call they may not."""
+    """Gate and up can be read as one tensor if they are adjacent in memory, which may not hold in the next call."""
     monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
     E, I, H = 2, 16, 24  # noqa: E741
     tensors, ids, options = make({}, 130, H, I, E, 2, device, torch.float16)
@@ -370,7 +370,7 @@ def test_one_tensor_for_two_arguments_and_then_two(device: str) -> None:
     for tensors in ((gate, gate, d), (gate, up, gate), (gate, up, up), (gate, up, d)):
         expected = reference.activate_backward(*tensors, None, None, None, spec)[:2]
         torch.testing.assert_close(activate_backward(*tensors, None, None, None, False, *spec)[:2], expected)
-    w_gate, w_up = torch.randn(2, 3, 24, 40, device=device) * 24**-0.5  # as the kernel takes them
+    w_gate, w_up = torch.randn(2, 3, 24, 40, device=device) * 24**-0.5  # the layout that the kernel takes
     rows = torch.randn(30, 24, device=device)
     offsets = group_offsets_from_sizes(torch.tensor([10, 0, 20], device=device))
     for up in (w_gate, w_up):
@@ -398,7 +398,7 @@ def test_at_the_size_of_models(name: str, T: int, kind: str, device: str) -> Non
     dtype = torch.bfloat16 if T > 64 else torch.float32
     layer = LAYERS[name]
     if T > 64 and "limit" in layer:
-        layer = layer | {"limit": 100.0}  # bfloat16 may round past a limit, where the gradient ends
+        layer = layer | {"limit": 100.0}  # bfloat16 may round past a limit, where the gradient becomes zero
     for H, I, E, top_k in ((512, 384, 8, 4), (360, 720, 32, 2)) if T > 64 else ((1024, 384, 64, 8), (1440, 720, 16, 4)):  # noqa: E741
         assert_layer_close(*make(layer, T, H, I, E, top_k, device, dtype, kind))
 
@@ -458,7 +458,7 @@ def test_graph_capture_of_one_token(of_one_token: list[torch.dtype], device: str
     with torch.cuda.graph(graph):
         captured = run(moe_mlp, tensors, ids, options)
     assert of_one_token == [torch.bfloat16]
-    for first in (0, 3, 14):  # then some ids are none of an expert
+    for first in (0, 3, 14):  # at the end, some ids belong to no expert
         ids.copy_(torch.arange(first, first + 4)[None])
         tensors["hidden"].normal_()
         graph.replay()

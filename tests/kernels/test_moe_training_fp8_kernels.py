@@ -1,4 +1,4 @@
-"""Layers with `compute`: results and gradients of the kernels against those of the twins, and against float64."""
+"""Layers with `compute`: results and gradients of the kernels, against their twins and against float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(
     device: str,
     bias: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `moe_mlp`: every 7th id is dropped, and no token picks the last expert."""
+    """Return arguments of `moe_mlp`: every 7th id is dropped, and no token picks the last expert."""
     hidden, topk_ids, topk_weights = make_tokens(T, H, E - 1, top_k, dtype=dtype, device=device)
     topk_ids.view(-1)[3::7] = E
     w_gate_up, w_down = make_experts(E, H, I, dtype=dtype, device=device)
@@ -45,7 +45,7 @@ def make(
 def by_twins(
     arguments: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[str, Tensor]:
-    """The same on a CPU, without kernels."""
+    """Return what `run` returns on a CPU, without kernels."""
     with monkeypatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "0")
         return run({name: x.cpu() for name, x in arguments.items()}, d_out.cpu(), **options)
@@ -54,10 +54,10 @@ def by_twins(
 def assert_as_twins(
     arguments: dict[str, Any], d_out: Tensor, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[str, Tensor]:
-    """Within twice the error of the twins in their dtype, against float64: of elements, of all together, and of each.
+    """Assert errors against float64 of at most twice the twins': the largest, their norm, the median, and each row's.
 
-    Tensor cores of Hopper add up products of fp8 in about 14 bits. So on a GPU another element of act may be rounded to
-    the other of two numbers: by up to 2^-4 of the element, which may be most of a token's result.
+    Hopper's tensor cores add products of fp8 in about 14 bits. So on a GPU an element of act may be rounded to the
+    other of two fp8 numbers: this is up to 2^-4 of the element, which may be most of a token's result.
     """
     made = run(arguments, d_out, **options)
     twins = by_twins(arguments, d_out, monkeypatch, **options)
@@ -74,14 +74,14 @@ def assert_as_twins(
         typical = 2 * twins_error.median() + slack * 2**-6 * size.median()
         assert error.median() <= typical, f"{name}: median error {error.median()}, budget {typical}"
         assert 0 < budget < size.norm() / 5, name  # a clamp's gradient jumps where rounding crosses the limit
-        # Of each token, or each expert's weight.
+        # One row per token, or per expert's weight.
         each = 2 * twins_error + slack * 0.15 * size + budget / 4
         assert (error <= each).all(), f"{name}: errors {error}, of {size}"
         assert x.stride() == twins[name].stride(), name
     return made
 
 
-# Of one dtype and one size, so that they share kernels: most of the time goes into generating these.
+# One dtype and one size, so that tests share kernels: generating these takes most of the time.
 SIZES: dict[str, Any] = {"H": 136, "I": 40, "E": 3, "dtype": torch.float16}
 
 
@@ -94,7 +94,7 @@ SIZES: dict[str, Any] = {"H": 136, "I": 40, "E": 3, "dtype": torch.float16}
     ids=["rowwise, SwiGLU", "block, gpt-oss"],
 )
 def test_as_the_twins(compute: str, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second with biases."""
+    """The second case has biases."""
     arguments = make(T=10, top_k=2, **SIZES, device=device, bias=bool(options))
     d_out = torch.randn(10, 136, device=device)
     made = assert_as_twins(arguments, d_out, monkeypatch, compute=compute, **options)
@@ -102,7 +102,7 @@ def test_as_the_twins(compute: str, options: dict[str, Any], device: str, monkey
 
 
 def test_whole_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more than 128 tokens of an expert, and strided weights of tokens."""
+    """An expert has more than 128 tokens, and topk_weights are strided."""
     arguments = make(T=150, top_k=2, H=136, I=128, E=3, dtype=torch.float16, device=device)
     arguments["topk_weights"] = arguments["topk_weights"].T.contiguous().T
     d_out = torch.randn(150, 136, device=device)
@@ -112,7 +112,7 @@ def test_whole_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("compute", "I"), [("fp8_rowwise", 40), ("fp8_block", 128)])
 def test_nan_of_a_token_stays_there(compute: str, I: int, device: str) -> None:  # noqa: E741
-    """Of its hidden state, and of its gradient; in weights' gradients with its experts. All else has the same bits."""
+    """NaN affects the token's results and gradients, and its experts' gradients; all else has the same bits."""
     arguments = make(T=6, top_k=2, **{**SIZES, "I": I}, device=device)
     arguments["topk_ids"][:] = torch.tensor([[0, 0], [0, 0], [0, 0], [1, 1], [-1, 3], [2, 2]])
     d_out = torch.randn(6, 136, device=device)
@@ -130,7 +130,7 @@ def test_nan_of_a_token_stays_there(compute: str, I: int, device: str) -> None: 
 
 
 def test_strides_and_unquantised_weights_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states by columns, weights in the other memory order, one gradient for all tokens."""
+    """Hidden states by columns, weights in the other memory order, one upstream gradient for all tokens."""
     arguments = make(T=10, top_k=2, **SIZES, device=device)
     for name in ("hidden", "w_gate_up", "w_down"):
         arguments[name] = arguments[name].mT.contiguous().mT
@@ -151,7 +151,7 @@ def test_no_tokens(device: str) -> None:
 
 
 def test_weights_are_kept_in_the_other_order(device: str) -> None:
-    """Bit for bit, with their scales."""
+    """Data and scales have the same bits."""
     arguments = make(T=10, top_k=2, **SIZES, device=device)
     routing = reference.route(arguments["topk_ids"], arguments["topk_weights"], 3)
     weights = arguments["w_gate_up"].mT, arguments["w_down"].mT
@@ -168,7 +168,7 @@ def test_weights_are_kept_in_the_other_order(device: str) -> None:
 
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
 def test_products_of_any_offsets(rowwise: bool, device: str) -> None:
-    """Of rows, with offsets that are not those of a routing: zeros outside all groups."""
+    """The product of rows is zero outside all groups, for offsets that do not come from a routing."""
     A, B = torch.randn(50, 136, device=device).half(), torch.randn(3, 40, 136, device=device).half().mT
     group_offsets = torch.tensor([-3, 20, 7, 44], dtype=torch.int32, device=device)
     out = quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, False, torch.float16)
@@ -199,7 +199,7 @@ def test_other_layers(compute: str, name: str, top_k: int, device: str, monkeypa
 @pytest.mark.gpu
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_the_same_bits_in_other_modes(compute: str, device: str) -> None:
-    """With frozen halves, checkpoints, autocast and without gradients; and the gradient of a sum."""
+    """Frozen halves, checkpoints, autocast, no gradients, and the gradient of a sum."""
     arguments = make(T=24, top_k=2, **SIZES, device=device, bias=True)
     d_out = torch.ones((), dtype=torch.float16, device=device).expand(24, 136)
     right = run(arguments, d_out.contiguous(), compute=compute)
@@ -252,7 +252,7 @@ def test_compiled(compute: str, device: str) -> None:
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
 @pytest.mark.parametrize(("M", "K", "N", "G"), [(600_000, 4096, 32, 4), (600_000, 4095, 32, 4), (256, 4096, 2048, 270)])
 def test_products_of_more_than_2_to_the_31_elements(M: int, K: int, N: int, G: int, rowwise: bool, device: str) -> None:
-    """Rows, or weights, are quantised and multiplied: the last rows' results."""
+    """Rows, or weights, are quantised and multiplied; the results of the last rows are compared."""
     torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
     A = torch.empty(M, K, dtype=torch.bfloat16, device=device).normal_()
     B = torch.empty(G, N, K, dtype=torch.bfloat16, device=device).normal_(std=K**-0.5).mT
@@ -266,7 +266,7 @@ def test_products_of_more_than_2_to_the_31_elements(M: int, K: int, N: int, G: i
 
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements(device: str) -> None:
-    """Of what the first product returns, and of its gradient: tokens' results are those of fewer tokens."""
+    """The first product's result and gradient have more; tokens' results equal those in smaller batches."""
     torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
     T, parts = 300_000, 3
     arguments = make(T, 128, 2048, 4, 2, torch.bfloat16, device)
@@ -286,7 +286,7 @@ def test_more_than_2_to_the_31_elements(device: str) -> None:
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """In the norm, relative to `b`."""
+    """Return the norm of the difference, relative to that of `b`."""
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
@@ -304,14 +304,14 @@ def test_sizes_of_models(
     compute: str,
     device: str,
 ) -> None:
-    """Against the layer in bfloat16, which is nearer to float64 than fp8 is by far."""
+    """The layer in bfloat16 is the reference, because it is far closer to float64 than fp8 is."""
     arguments = make(T, H, I, E, top_k, torch.bfloat16, device)
     d_out = torch.randn(T, H, device=device)
     made, right = run(arguments, d_out, compute=compute), run(arguments, d_out)
     for name, x in made.items():
         error, size = (y.double().flatten(1).norm(dim=1) for y in (x - right[name], right[name]))
         assert error.norm() < (0.3 if x.numel() <= 8 else 0.08) * size.norm(), name  # sums of few terms may cancel
-        # Of each token, or each expert's weight; gradients of few terms, which may cancel, beside the largest.
+        # For each token, or expert's weight; gradients of few terms, which may cancel, are compared with the largest.
         assert (error < 0.25 * size + 0.05 * size.max()).all(), name
     for _ in range(3):
         again = run(arguments, d_out, compute=compute)
@@ -320,7 +320,7 @@ def test_sizes_of_models(
 
 @pytest.mark.gpu
 def test_fast_accumulation(device: str) -> None:
-    """Of the products of both passes: other sums than the exact ones, and as near to bfloat16."""
+    """Sums in both passes differ from exact ones, and are as close to bfloat16."""
     arguments, d_out = make(1024, 2048, 1024, 8, 2, torch.bfloat16, device), torch.randn(1024, 2048, device=device)
     options: dict[str, Any] = {"compute": "fp8_rowwise"}
     made, exact = run(arguments, d_out, **options, fast_accumulation=True), run(arguments, d_out, **options)
@@ -349,13 +349,13 @@ def test_the_host_never_waits(compute: str, fp8_wgrad: bool, device: str) -> Non
 
 
 def most_held(arguments: dict[str, Any], results: int, compute: str, fp8_wgrad: bool) -> int:
-    """The bytes that a step in bfloat16 has to hold at once: in its forward pass, or for the gradient of w_down.
+    """Return the bytes that a step in bfloat16 must hold at once: in its forward pass, or for the gradient of w_down.
 
-    Rows of groups are padded to multiples of 128 in the operands of weights' gradients alone, in fp8.
+    Rows of groups are padded to multiples of 128 only in the operands of weights' gradients, in fp8.
     """
     (T, H), (E, _, I), R = arguments["hidden"].shape, arguments["w_down"].shape, arguments["topk_ids"].numel()  # noqa: E741
     weights = 3 * E * H * I * (1 if compute == "fp8_rowwise" else 2)  # in fp8, "fp8_block" in both orders
-    forward = weights + R * (H + I) + 2 * (R * 2 * I + R * H + T * H)  # operands in fp8, and what products return
+    forward = weights + R * (H + I) + 2 * (R * 2 * I + R * H + T * H)  # operands in fp8, and results of products
     columns = sum(-(-n // 128) * 128 for n in (H, I))
     operands = 128 * (R // 128 + E) * columns if fp8_wgrad else 2 * R * H
     return max(forward, results + 2 * R * I + operands)
@@ -365,7 +365,7 @@ def most_held(arguments: dict[str, Any], results: int, compute: str, fp8_wgrad: 
 @pytest.mark.parametrize("fp8_wgrad", [True, False])
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_memory(compute: str, fp8_wgrad: bool, device: str) -> None:
-    """With some 16 rows in a group: what has to be held, and a tenth of that for scales and tables."""
+    """With about 16 rows per group: the bytes that must be held, plus a tenth of them for scales and tables."""
     arguments, options = make(1024, 128, 64, 512, 8, torch.bfloat16, device), {"fp8_wgrad": fp8_wgrad}
     d_out = torch.randn(1024, 128, device=device).bfloat16()
     results = sum(x.nbytes for x in run(arguments, d_out, compute=compute, **options).values())

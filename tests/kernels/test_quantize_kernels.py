@@ -1,4 +1,4 @@
-"""Quantising, bit for bit as its twin does: sizes, strides, and values at the ends of what floats hold."""
+"""Quantising, bit for bit as its twin does: sizes, strides, and values at the limits of the floating-point range."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assert_as_twin(x: Tensor, format: str, **options: Any) -> ScaledTensor:
 
 
 def spread(R: int, K: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Random, in each row and column of another magnitude."""
+    """Return random values with a different magnitude in each row and column."""
     powers = torch.randint(-6, 6, (R, 1)) + torch.randint(-3, 3, (1, K))
     return (torch.randn(R, K) * 2.0**powers).to(dtype).to(device)
 
@@ -82,7 +82,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     ids=["float32", "bfloat16", "float16"],
 )
 def test_special_values(format: str, dtype: torch.dtype, interpreted: tuple[dict[str, Any], ...], device: str) -> None:
-    """In a row each, and for squares in a group each; in "1x128" the second part of a row is ordinary."""
+    """Each kind has a row, or for squares a group; in "1x128" the second part of a row is ordinary."""
     rows = []
     for values in SPECIAL.values():
         row = torch.tensor(values).repeat(-(-129 // len(values)))[:129]
@@ -152,7 +152,7 @@ def test_more_than_2_to_the_31_elements(format: str, device: str) -> None:
     R, K = 600_000, 4099
     x = torch.randn(100, K, device=device, dtype=torch.bfloat16).expand(R // 100, 100, K).reshape(R, K)
     made = quantize(x, format)
-    last = R // 128 * 128 - 128 * 100  # where a block begins, past 2^31 elements
+    last = R // 128 * 128 - 128 * 100  # the start of a block, past 2^31 elements
     start = quantize(x[last:], format)
     assert torch.equal(made.data[last:].view(torch.uint8), start.data.view(torch.uint8))
     assert torch.equal(made.scales[last // 128 if format == "128x128" else last :], start.scales)

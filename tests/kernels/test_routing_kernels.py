@@ -1,4 +1,4 @@
-"""The counting sort and the moves, exactly: order, dropped slots, any sizes; and that sums are made as documented."""
+"""The counting sort and the moves, exactly: order, dropped slots, any sizes; and sums as documented."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 def random_ids(T: int, top_k: int, num_experts: int, device: str, kind: str = "uniform") -> torch.Tensor:
-    """Some of them dropped."""
+    """Return ids, some of which are dropped."""
     if kind == "one":
         ids = torch.full((T, top_k), num_experts // 2)
     elif kind == "skewed":
@@ -114,7 +114,7 @@ def test_unpermute_adds_in_float32_in_order_and_rounds_once(dtype: torch.dtype, 
     routing.topk_weights[0, 0] = NAN if routing.slot_to_row[0] >= routing.group_offsets[-1] else 0.5
     out = unpermute(rows, routing, weighted=weighted)
     expected = reference.unpermute(rows, routing, weighted=weighted)
-    if weighted:  # a multiplication and an addition may be fused
+    if weighted:  # the multiplication and addition may be fused
         at_home = type(routing)(*(part.cpu() for part in routing))
         exact = reference.unpermute(rows.cpu().double(), at_home._replace(topk_weights=at_home.topk_weights.double()))
         eps = torch.finfo(dtype).eps / 2
@@ -165,9 +165,9 @@ def test_strided_operands_and_weights(device: str) -> None:
 
 
 def test_strides_of_indices_in_turn(device: str) -> None:
-    """A plan for contiguous indices is none for others."""
+    """A plan for contiguous indices does not serve others."""
     apart = torch.randint(0, 5, (40, 2), device=device)
-    one = apart.T[:1, :1].T  # with a stride, of no importance to its single element
+    one = apart.T[:1, :1].T  # with a stride that does not matter for its single element
     for ids in (one, apart[:, :1].contiguous(), apart[:, :1], apart[:, 1:].contiguous()):
         assert_routed(route(ids, torch.rand(ids.shape, device=device), 5), ids, 5)
 

@@ -1,4 +1,4 @@
-"""The kernels of fp8 products with scales against float64 on the dequantised operands."""
+"""The kernels of fp8 products with scales, against float64 products of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECIPES_OF = {
     "rowwise": (RECIPES.RowWise, RECIPES.RowWise),
     "block": (RECIPES.BlockWise1x128, RECIPES.BlockWise128x128),
 }
-# What a call is asked for: the format of its operands, variant, fast_accumulation.
+# Options of a call: the format of its operands, variant, fast_accumulation.
 KERNELS = [
     ("rowwise", "basic", False),
     ("rowwise", "basic", True),
@@ -48,7 +48,7 @@ def operands(
     shared: bool = False,
     outside: int = 0,
 ) -> tuple[ScaledTensor, ScaledTensor, torch.Tensor]:
-    """A `[M + outside, K]`, B `[G, K, N]` or `[K, N]`, and offsets for groups of these sizes."""
+    """Return A `[M + outside, K]`, B `[G, K, N]` or `[K, N]`, and offsets for groups of these sizes."""
     generator = torch.Generator().manual_seed(K + N)
     A = torch.randn(sum(sizes) + outside, K, generator=generator)
     W = torch.randn(*(() if shared else (len(sizes),)), N, K, generator=generator) * max(K, 1) ** -0.5
@@ -76,7 +76,7 @@ def product(
 def test_calls_like_an_earlier_one_are_replays(
     rows: int, format: str, device: str, replays: Callable[[str], None]
 ) -> None:
-    """Each with tensors of its own, and other numbers of rows. Other formats and options are not taken for them."""
+    """Each call has new tensors, perhaps with other numbers of rows; other formats and options are not replays."""
 
     def given(M: int) -> tuple[ScaledTensor, ScaledTensor, torch.Tensor]:
         return operands([M // 4 - 1, 0, M // 4 + 1, M - 2 * (M // 4)], 64, 200, format, device)
@@ -92,7 +92,7 @@ def test_calls_like_an_earlier_one_are_replays(
     A, B, group_offsets = tensors
     with pytest.raises(ValueError, match="A_packed, B: expected the formats"):
         grouped_gemm(A._replace(format="128x128"), B, group_offsets)
-    for scales in (A.scales.mT.flatten(), A.scales.contiguous().mT):  # as many, and by columns
+    for scales in (A.scales.mT.flatten(), A.scales.contiguous().mT):  # as many, but flat or transposed
         with pytest.raises(ValueError, match=r"A_packed.scales: expected shape \[M, "):
             grouped_gemm(A._replace(scales=scales), B, group_offsets)
 
@@ -120,7 +120,7 @@ def test_group_sizes(kernel: tuple[str, str, bool], sizes: list[int], shared: bo
 
 @kernels
 def test_dtypes(kernel: tuple[str, str, bool], device: str) -> None:
-    """Gradients in e5m2, of which an infinity stays in its group, and a result in float32."""
+    """Gradients in e5m2, where an infinity stays in its group, and a result in float32."""
     A, B, group_offsets = operands([20, 0, 75], 48, 160, kernel[0], device, dtypes=(E5M2, E4M3))
     out = product(kernel, A, B, group_offsets, torch.float32)
     assert out.dtype == torch.float32
@@ -150,7 +150,7 @@ def test_malformed_offsets(kernel: tuple[str, str, bool], device: str) -> None:
 
 @kernels
 def test_nan_stays_in_its_group(kernel: tuple[str, str, bool], device: str) -> None:
-    """In data and in scales, of rows in other groups, of other weights, and of rows in none; so do infinite scales."""
+    """NaN in data or scales of other groups' rows, other weights, or rows in no group; and infinite scales."""
     sizes = [30, 50, 9, 0]
     A, B, group_offsets = operands(sizes, 48, 160, kernel[0], device, outside=7)
     expected = product(kernel, A, B, group_offsets)
@@ -168,7 +168,7 @@ def test_nan_stays_in_its_group(kernel: tuple[str, str, bool], device: str) -> N
 
 @kernels
 def test_layouts_and_repeats(kernel: tuple[str, str, bool], device: str) -> None:
-    """Others than tensor cores take are copied, scales may have any strides, and what lies beside K is not read."""
+    """Layouts that tensor cores do not take are copied, scales may have any strides, memory beside K is not read."""
     A, B, group_offsets = operands([20, 0, 45], 48, 160, kernel[0], device)
     expected = product(kernel, A, B, group_offsets)
     for _ in range(2 if device == "cpu" else 20):
@@ -187,14 +187,14 @@ def test_layouts_and_repeats(kernel: tuple[str, str, bool], device: str) -> None
 
 
 def pytorchs(A: ScaledTensor, B: ScaledTensor, format: str) -> tuple[Any, ...]:
-    """The operands as `scaled_grouped_mm` takes them."""
+    """Return the operands in the form that `scaled_grouped_mm` takes."""
     scales = (A.scales[..., 0], B.scales[..., 0, :]) if format == "rowwise" else (A.scales, B.scales)
     return A.data, B.data, scales[0], RECIPES_OF[format][0], scales[1], RECIPES_OF[format][1]
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS[:1], *KERNELS[2:]], ids=str)
 def test_bias(kernel: tuple[str, str, bool], device: str) -> None:
-    """Added in float32, to rows in groups alone; of another dtype than the result, and of any strides."""
+    """It is added in float32, only to rows in groups, and may have another dtype than the result, and any strides."""
     format, variant, fast = kernel
     A, B, group_offsets = operands([20, 0, 75], 51, 160, format, device, outside=5)
     out_dtype = torch.float32 if format == "rowwise" else torch.bfloat16
@@ -224,7 +224,7 @@ def test_bias(kernel: tuple[str, str, bool], device: str) -> None:
 
 @pytest.mark.parametrize("format", ["rowwise", pytest.param("block", marks=gpu)])
 def test_bias_alone(format: str, device: str) -> None:
-    """Without a contraction."""
+    """The result without a contraction is the bias."""
     A, B, group_offsets = operands([4, 0, 3], 20, 0, format, device, outside=2)
     bias = torch.randn(3, 20, device=device)
     out = scaled_grouped_mm(*pytorchs(A, B, format), bias=bias, offs=group_offsets[1:], output_dtype=torch.float32)
@@ -252,13 +252,13 @@ def test_nothing_to_multiply(kernel: tuple[str, str, bool], M: int, K: int, N: i
 @pytest.mark.parametrize("rows", [3, 20, 50, 130])
 @formats
 def test_the_rule(format: str, rows: int, device: str) -> None:
-    """Few and many rows per group, with the variant left open."""
+    """Few and many rows per group, with the variant chosen by the rule."""
     A, B, group_offsets = operands([rows, 2 * rows], 48, 160, format, device)
     assert_scaled_grouped_gemm_close(grouped_gemm(A, B, group_offsets), A, B, group_offsets)
 
 
 def test_kernels_called_directly(device: str) -> None:
-    """They have configs of their own."""
+    """They use their own configs."""
     if device == "cpu":
         pytest.skip("Helion launches no kernel on a CPU")
     A, B, group_offsets = operands([64, 100], 64, 128, "rowwise", device)
@@ -274,7 +274,7 @@ def test_kernels_called_directly(device: str) -> None:
         assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
 
 
-FORMS = {  # of scaled_grouped_mm: the shapes of mat_a and mat_b, and whether there are offs
+FORMS = {  # forms of scaled_grouped_mm: shapes of mat_a and mat_b, and whether offs are given
     "grouped rows": ((75, 161), (3, 161, 51), True),
     "grouped columns": ((3, 40, 161), (161, 75), True),
     "grouped contraction": ((39, 75), (75, 51), True),
@@ -288,7 +288,7 @@ FORMS = {  # of scaled_grouped_mm: the shapes of mat_a and mat_b, and whether th
     [*(("rowwise", form) for form in FORMS), ("block", "grouped rows"), ("block", "without offs")],
 )
 def test_scaled_grouped_mm(format: str, form: str, ends: list[int], device: str) -> None:
-    """All forms that it has; the groups have other scales where the contraction is grouped. Of any strides."""
+    """All its forms, with any strides; if the contraction is grouped, the groups have different scales."""
     shape_a, shape_b, has_offs = FORMS[form]
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator).to(device) for shape in (shape_a, shape_b))
@@ -309,7 +309,7 @@ def test_scaled_grouped_mm(format: str, form: str, ends: list[int], device: str)
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_beside_pytorch(form: str, fast: bool, device: str) -> None:
-    """Sizes that PyTorch takes, too."""
+    """PyTorch supports these sizes, too."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("PyTorch's kernels are for compute capability 9.0")
     M, N, K, G = 208, 256, 1024, 3
@@ -338,7 +338,7 @@ def test_beside_pytorch(form: str, fast: bool, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [KERNELS[i] for i in (2, 3, 5)], ids=str)
 def test_sizes_of_models(kernel: tuple[str, str, bool], device: str) -> None:
-    """The last blocks of K and N are halves."""
+    """The last blocks of K and N are half full."""
     A, B, group_offsets = operands([700, 0, 1300, 33], 2880, 2880, kernel[0], device)
     out = product(kernel, A, B, group_offsets)
     assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
@@ -350,7 +350,7 @@ def test_sizes_of_models(kernel: tuple[str, str, bool], device: str) -> None:
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
 @pytest.mark.parametrize("K", [7168, 14336])
 def test_exact_sums_are_closer_than_fast_ones(K: int, variant: str, device: str) -> None:
-    """In 14 bits fast ones are off by more than 2^-12 of the largest sum of magnitudes, exact ones by 2^-17."""
+    """Fast sums, in 14 bits, differ by over 2^-12 of the largest sum of magnitudes, exact ones by 2^-17."""
     A, B, group_offsets = operands([300, 0, 212], 256, K, "rowwise", device)
     left, right = dequantize(A).double(), dequantize(B).double()
     exact = reference.grouped_gemm(left, right, group_offsets)
@@ -412,7 +412,7 @@ def test_graphs_of_scaled_grouped_mm_replay_with_other_offsets(form: str) -> Non
 def test_more_than_2_to_the_31_elements(
     kernel: tuple[str, str, bool], M: int, N: int, K: int, G: int, device: str
 ) -> None:
-    """The last rows, and one in the middle."""
+    """The last rows and one in the middle are compared."""
     torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
     left, right = FORMATS[kernel[0]]
     A = quantize(torch.empty(M, K, dtype=torch.bfloat16, device=device).normal_(), left)
@@ -433,7 +433,7 @@ def test_more_than_2_to_the_31_elements(
 def test_one_plan_for_all_numbers_of_rows_of_a_class(
     variant: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although the strides of scales depend on the number of rows where these lie next to each other in memory."""
+    """Strides of scales that are adjacent along the rows depend on the number of rows, but the plan does not."""
     seen: set[Any] = set()
     call = cache.call
 

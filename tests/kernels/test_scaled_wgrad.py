@@ -1,4 +1,4 @@
-"""Weights' gradients in fp8: what is quantised along the rows, bit for bit, and the products against float64."""
+"""Weights' gradients in fp8: quantising along the rows, bit for bit, and the products against float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OFFSETS = {
 
 
 def spread(R: int, C: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Random, in each column of another magnitude."""
+    """Return random values with a different magnitude in each column."""
     return (torch.randn(R, C) * 2.0 ** torch.randint(-5, 5, (1, C))).to(dtype).to(device)
 
 
@@ -40,7 +40,7 @@ def offsets_of(values: list[int], device: str) -> Tensor:
 
 
 def columns(x: Tensor, group_offsets: Tensor, row_to_slot: Tensor | None, squares: bool) -> tuple[Tensor, Tensor]:
-    """The data and scales in slots that a plan makes of `x`."""
+    """Return the data and scales, in slots, that a plan computes from `x`."""
     rows = x if row_to_slot is None else row_to_slot
     G = len(group_offsets) - 1
 
@@ -71,7 +71,7 @@ def columns(x: Tensor, group_offsets: Tensor, row_to_slot: Tensor | None, square
 def test_columns_are_quantised_bit_for_bit(
     name: str, gathered: bool, dtype: torch.dtype, squares: bool, device: str, fresh_plans: None
 ) -> None:
-    """Also those that hold NaN, infinity, zeros or subnormals, and those of few rows; of rows, and of tokens."""
+    """Columns of rows or of tokens, with NaN, infinity, zeros or subnormals, and few rows."""
     M, C = 260, 300
     x = spread(M, C, dtype, device)
     x[140, 3], x[150, 4], x[:, 5] = NAN, -float("inf"), 0
@@ -94,7 +94,7 @@ def test_columns_are_quantised_bit_for_bit(
 def assert_right(
     out: Tensor, X: Tensor, Y: Tensor, group_offsets: Tensor, x_slots: Tensor | None, y_slots: Tensor | None
 ) -> None:
-    """Group by group against the product in float64 of what was quantised; empty groups are exact zeros."""
+    """Compare each group with the float64 product of the quantised operands; empty groups are exact zeros."""
     plain = reference.quantized_wgrad(X, Y, group_offsets, x_slots, y_slots, out.dtype)
     x, y = (
         rows if slots is None else rows[slots.long() // (len(slots) // len(rows))]
@@ -142,7 +142,7 @@ def test_of_tokens_in_the_other_memory_order(device: str) -> None:
 
 
 def test_nan_of_a_group_stays_there(device: str) -> None:
-    """In a column of X, in 128 columns of Y, and in rows of no group."""
+    """NaN affects a column of X, or 128 columns of Y; in rows of no group it has no effect."""
     X, Y = (spread(220, C, torch.bfloat16, device) for C in (72, 140))
     group_offsets = offsets_of([10, 140, 200, 210], device)
     right = quantized_wgrad(X, Y, group_offsets, None, None, False, torch.float32)
@@ -173,11 +173,11 @@ def test_more_groups_than_a_program_looks_at(device: str) -> None:
         (600, 600, 4099, 2047, 270),
         (600_000, 600_000, 4096, 64, 4),  # X has 2.5e9 elements
         (600_000, 600_000, 4095, 64, 4),
-        (600_000, 1000, 4096, 64, 4),  # of few tokens
+        (600_000, 1000, 4096, 64, 4),  # X has few tokens
     ],
 )
 def test_more_than_2_to_the_31_elements(M: int, T: int, P: int, Q: int, G: int, device: str) -> None:
-    """The last group's product, and the last columns of the one before it."""
+    """The last group's product and the last columns of the one before it are compared."""
     torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
     X = torch.empty(T, P, device=device, dtype=torch.bfloat16).normal_()
     Y = torch.empty(M, Q, device=device, dtype=torch.bfloat16).normal_()

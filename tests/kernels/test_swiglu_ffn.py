@@ -1,4 +1,4 @@
-"""The kernels that make both products of an expert's first half and its activation, against fp64."""
+"""The kernels that compute both products of an expert's first half and its activation, against fp64."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def multiply_into(
 
 
 def assert_launch_close(
-    rows: torch.Tensor,  # [M, H]: what A's rows are
+    rows: torch.Tensor,  # [M, H]: the rows that A provides
     weight: torch.Tensor,  # [E, 2I, H]
     group_offsets: torch.Tensor,
     spec: GLUSpec,
@@ -128,7 +128,7 @@ def test_gathered(T: int, top_k: int, E: int, device: str) -> None:
 @pytest.mark.parametrize(("H", "I"), [(1, 4), (4, 1), (1, 1)])
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_extents_of_1_with_many_rows(H: int, I: int, top_k: int, device: str) -> None:  # noqa: E741
-    """Nothing beside the tensors is read, though shapes are static from 128 rows per expert on."""
+    """Nothing beside the tensors is read, although shapes are static for 128 or more rows per expert."""
     M, group_offsets = 256, offsets([0, 128, 256], device)
     weight, bias = torch.randn(2, 2 * I, H, device=device), torch.randn(2, 2 * I, device=device)
     hidden = torch.randn(M // max(top_k, 1), H, device=device)
@@ -188,7 +188,7 @@ def test_more_than_2_to_the_31_elements(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_pytorchs_tf32_setting_decides_for_float32_weights(dtype: torch.dtype, device: str) -> None:
-    """Whatever the dtype of the rows, and also for tensors that there has been a plan for."""
+    """The dtype of the rows does not matter, and neither does an existing plan for the same tensors."""
     rows = torch.randn(20, 32, device=device).to(dtype)
     w = torch.randn(2, 32, 32, device=device) * 32**-0.5
     before = torch.backends.cuda.matmul.fp32_precision
@@ -215,7 +215,7 @@ def test_rows_cast_for_tf32(M: int, device: str) -> None:
 
 
 def test_weights_of_two_dtypes_in_one_memory(device: str) -> None:
-    """They are not read as one tensor, although one lies where the other half of one would."""
+    """They are not read as one tensor, although `up` is where the second half of one would be."""
     I, H = 16, 24  # noqa: E741
     both = torch.randn(2, 2 * I, H, device=device).half()
     gate, up = both[:, :I], both[:, I:].view(torch.bfloat16)

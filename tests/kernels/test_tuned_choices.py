@@ -1,4 +1,4 @@
-"""What `tune` asks of the runtime: kernels under a choice, and their arguments. On a GPU a whole search, too."""
+"""The runtime as `tune` uses it: kernels with a given choice, and their arguments. On a GPU, also a whole search."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_kernel_calls(device: str, variant: str, transposed: bool) -> None:
         if device == "cuda":
             run_by_helion(kernel, choice, args)
             search.check_close(out, reference.grouped_gemm(A, B, offsets))
-    assert len(results) == len(arg_sets)  # one does not overwrite another's
+    assert len(results) == len(arg_sets)  # the results do not overwrite each other
 
 
 def place(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -81,7 +81,7 @@ def tiles_of(offsets: torch.Tensor, block_m: int) -> list[list[int]]:
 
 
 def run_by_helion(kernel: Any, choice: rules.Choice, args: tuple[Any, ...]) -> None:
-    """As the autotuner does to know what is right."""
+    """Run the kernel as Helion's autotuner does for its reference result."""
     import helion
 
     bound = helion.kernel(kernel.fn, static_shapes=False, index_dtype=torch.int32, dot_precision="ieee").bind(args)
@@ -89,7 +89,7 @@ def run_by_helion(kernel: Any, choice: rules.Choice, args: tuple[Any, ...]) -> N
 
 
 def test_calls_under_a_choice_are_right(device: str) -> None:
-    """Also with a height that the rule does not give, which changes the table of tiles."""
+    """This includes a height that the rule does not give, which changes the table of tiles."""
     inputs = search.Inputs(TASK, torch.device(device))
     choices = search.alternatives(asked(inputs))
     assert len({(choice.variant, choice.block_m) for choice in choices}) >= 3
@@ -130,7 +130,7 @@ def test_a_forced_choice_of_a_uniform_product(device: str) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("op", ["grouped_gemm", "uniform", "varied"])
 def test_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, op: str, transposed: bool) -> None:
-    """Without time the rule's config and two more take turns, here by a clock for which the third is the fastest."""
+    """Without time the rule's config and two more are timed, here by a clock for which the third is the fastest."""
     task = search.Task(3, 96 if op == "grouped_gemm" else 32, 32, 48, "float32", transposed, op)
     where = torch.device(device)
     clock = {0: 3.0, 1: 2.0, 2: 1.0}
@@ -162,7 +162,7 @@ def test_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, 
 
 @pytest.mark.parametrize("op", ["grouped_gemm", "uniform", "varied"])
 def test_what_a_config_leaves_out_shows(monkeypatch: pytest.MonkeyPatch, device: str, op: str) -> None:
-    """As if the second choice launched nothing, in memory that has the right result from the first."""
+    """The second choice launches nothing, in memory that has the right result of the first."""
     if device == "cpu":
         memory = types.SimpleNamespace(total_memory=2**37)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -245,7 +245,7 @@ def test_an_entry_of_more_shared_memory_than_there_is(
         assert len(caught) == 1 and "shared memory" in str(caught[0].message)
         search.check_close(out, search.calls_under(by_rule, inputs)[0]())
         cache.reload()
-        with warnings.catch_warnings():  # the plan that is kept is the rule's
+        with warnings.catch_warnings():  # the stored plan is the rule's
             warnings.simplefilter("error")
             assert torch.equal(grouped_gemm(A, B, offsets), out)
     finally:

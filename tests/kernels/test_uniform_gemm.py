@@ -1,4 +1,4 @@
-"""The uniform kernel against fp64: sizes, dtypes, layouts, NaN isolation, gradients, and what a GPU adds."""
+"""The uniform kernel against fp64: sizes, dtypes, layouts, NaN isolation, gradients, and features of a GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_close(out: Tensor, A: Tensor, B: Tensor) -> None:
 
 @pytest.fixture
 def no_bmm(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels here also where the rule prefers torch.bmm."""
+    """Use the kernels even if the rule prefers torch.bmm."""
     monkeypatch.setattr(uniform_rules, "choose", uniform_rules.by_kernel)
 
 
@@ -125,7 +125,7 @@ def test_flat_views(device: str) -> None:
 
 
 def views(x: Tensor) -> dict[str, Tensor]:
-    """`x [G, _, _]` as other views of memory whose gaps hold NaN."""
+    """Return `x [G, _, _]` as other views of memory, whose gaps hold NaN."""
     G, rows, cols = x.shape
     wide = torch.full((G, rows, cols + 9), NAN, dtype=x.dtype, device=x.device)
     every_second = torch.full((2 * G, rows, cols), NAN, dtype=x.dtype, device=x.device)
@@ -216,7 +216,7 @@ def test_only_the_gradients_that_are_needed(monkeypatch: pytest.MonkeyPatch, dev
     noted = lambda a, *rest: computed.append(a.shape) or product(a, *rest)  # noqa: E731
     monkeypatch.setattr(batched, "uniform_grouped_gemm", noted)
     out.backward(torch.ones_like(out).expand_as(out))
-    assert computed == [out.shape]  # dA = d_out @ B^T alone
+    assert computed == [out.shape]  # only dA = d_out @ B^T
     assert B.grad is None
 
 
@@ -247,7 +247,7 @@ def test_the_kernel_object_takes_the_rule(device: str) -> None:
 
 @pytest.mark.parametrize("columns", [(False, False), (True, True)], ids=str)
 def test_groups_folded_into_rows(columns: tuple[bool, bool], device: str) -> None:
-    """The kernel object by itself: on a CPU no choice leads to it, because there is no TMA."""
+    """The kernel object is called directly, because without TMA, on a CPU, no choice leads to it."""
     G, M, N, K = 3, 64, 40, 128
     A, B = make(G, M, N, K, device, columns=columns)
     out = torch.empty(G * M, N, dtype=A.dtype, device=device)
@@ -286,7 +286,7 @@ def test_large_ones(
         request.getfixturevalue("no_bmm")
     for out_dtype in (None, torch.float32):
         A, B = make(G, M, N, K, device, torch.bfloat16, columns)
-        for _ in range(2):  # the second time by a replay
+        for _ in range(2):  # the second call is a replay
             assert_close(uniform_grouped_gemm(A, B, G, out_dtype=out_dtype), A, B)
         flat = [x.reshape(-1, x.size(2)) for x in (A, B)]
         assert_close(uniform_grouped_gemm(*flat, G, out_dtype=out_dtype).view(G, M, N), A, B)
@@ -317,7 +317,7 @@ def test_wide_outputs_are_cublas(N: int, expected: str, device: str) -> None:
     with rules.record() as made:
         assert_close(uniform_grouped_gemm(A, B, 2), A, B)
     assert [choice.kernel for _, choice in made] == [expected]
-    overlapping = A.as_strided((2, 256, 512), (512, 1, 2))  # what torch.bmm would copy
+    overlapping = A.as_strided((2, 256, 512), (512, 1, 2))  # torch.bmm would copy it
     with rules.record() as made:
         out = uniform_grouped_gemm(overlapping, B, 2)
     assert [choice.kernel for _, choice in made] == ["batched"]
@@ -326,7 +326,7 @@ def test_wide_outputs_are_cublas(N: int, expected: str, device: str) -> None:
 
 @pytest.mark.gpu
 def test_launches_in_a_row_wait_for_each_other(device: str) -> None:
-    """Each launch may begin before the one that it reads the result of has ended."""
+    """A launch may begin before the launch whose result it reads has ended."""
     A, B = make(4, 512, 512, 512, device, torch.bfloat16)
     results = []
     for synchronised in (True, False):

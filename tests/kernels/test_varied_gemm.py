@@ -1,4 +1,4 @@
-"""The varied kernel against fp64: sizes, dtypes, layouts, addresses, plans, gradients, and what a GPU adds."""
+"""The varied kernel against fp64: sizes, dtypes, layouts, addresses, plans, gradients, and features of a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(
     columns: tuple[bool, bool] = (False, False),
     seed: int = 0,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Random lists of `[M, K]` and `[K, N]`, each a transposed view if `columns`."""
+    """Return random lists of `[M, K]` and `[K, N]`, each a transposed view if `columns`."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def one(rows: int, cols: int, transposed: bool) -> Tensor:
@@ -79,7 +79,7 @@ def test_layouts_and_dtypes(columns: tuple[bool, bool], dtype: torch.dtype, devi
 
 
 def views(x: Tensor) -> dict[str, Tensor]:
-    """`x` as other views of memory whose gaps hold NaN."""
+    """Return `x` as other views of memory, whose gaps hold NaN."""
     rows, cols = x.shape
     wide = torch.full((rows, cols + 9), NAN, dtype=x.dtype, device=x.device)
     sparse = torch.full((rows, 3 * cols), NAN, dtype=x.dtype, device=x.device)
@@ -94,7 +94,7 @@ def views(x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("names", [("misaligned", "row gaps"), ("gaps in both", "a row for all"), ("transposed", None)])
 def test_strides(names: tuple[str, str | None], device: str) -> None:
-    """One name for the first problem, another, or none, for the second."""
+    """The first name is for the first problem; the second, if any, for the second problem."""
     A, B = make([(40, 24, 32), (20, 40, 48)], device)
 
     def view(tensors: list[Tensor]) -> list[Tensor]:
@@ -279,7 +279,7 @@ def test_graph_capture_of_a_plan(given_out: bool, device: str) -> None:
 def test_the_host_never_waits(device: str) -> None:
     A, B = make([(200, 64, 512), (64, 264, 128)], device, torch.bfloat16)
     varied_grouped_gemm(A, B)
-    plan = plan_varied_grouped_gemm(A, B)  # it waits for its table, which launches from any stream may need
+    plan = plan_varied_grouped_gemm(A, B)  # waits for the copy of its table, which launches on any stream may read
     torch.cuda.set_sync_debug_mode("error")
     try:
         outs = varied_grouped_gemm(A, B)
@@ -330,7 +330,7 @@ def test_autograd_notices_that_what_it_saved_was_written_to(planned: bool, devic
 
 
 def test_views_that_are_negated_when_they_are_read(device: str) -> None:
-    """What takes their addresses has to refuse them."""
+    """Functions that take addresses must refuse such views."""
     A, B, out = (torch.randn(8, 8, dtype=torch.complex64, device=device).conj().imag for _ in range(3))
     assert A.is_neg() and B.is_neg() and out.is_neg()
     plain_A, plain_B = A.resolve_neg(), B.resolve_neg()

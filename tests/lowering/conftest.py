@@ -1,4 +1,4 @@
-"""These tests make torch believe in a GPU: ../test_lowering.py starts them in a process of their own."""
+"""These tests make torch report a GPU, so ../test_lowering.py starts them in separate processes."""
 
 import os
 

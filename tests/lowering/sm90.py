@@ -1,7 +1,7 @@
-"""Compile kernels for an H200 on a machine without one, and count what the compiler made of them.
+"""Compile kernels for an H200 on a machine without one, and count features of the compiled code.
 
-Importing this makes torch believe that there is an H200, so it needs a process of its own. Nothing is executed; of
-tensors, which are on the meta device, only shapes, strides and dtypes matter.
+Importing this makes torch report an H200, so it needs a process of its own. Nothing is executed: tensors are on the
+meta device, and only their shapes, strides and dtypes matter.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from moe_kernels.runtime.compile import Specialized, lower, pretend
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import Operator, symbolic
 
-# A WGMMA instruction after whose accumulator comes a list of registers, not the descriptor of shared memory.
+# A WGMMA instruction whose accumulator is followed by a list of registers, not by a shared memory descriptor.
 FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^;{]*\{[^;}]*\},\s*\{")
 TRITON_3_6 = (requirements.minor(triton.__version__) or (0, 0)) <= (3, 6)
 TRITON_3_9 = (requirements.minor(triton.__version__) or (0, 0)) >= (3, 9)
 HELION_1_5_0 = requirements.installed("helion") == "1.5.0"
-# Bytes of a thread's registers that ptxas keeps in memory in fp8 kernels at most.
+# The most bytes per thread that ptxas may spill from registers to memory in fp8 kernels.
 FP8_STACK = 24 if TRITON_3_9 else 0
 H200 = targets.KNOWN["h200"]
 pretend(H200)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor of a call. It has no memory, and counts as aligned to 16 bytes."""
+    """Return a tensor for a call. It has no memory, and counts as aligned to 16 bytes."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def requests(
     operator: Operator, tensors: Sequence[torch.Tensor | None], options: Any, unaligned: Collection[str] = ()
 ) -> list[Request]:
-    """What a call has compiled, launch by launch, with the inputs that `unaligned` names at odd addresses."""
+    """Return what a call compiles, launch by launch, with the inputs named in `unaligned` at odd addresses."""
     inputs = [
         x if x is None or name not in unaligned else replace(x, aligned=False)
         for name, x in zip(operator.inputs, symbolic(operator, tensors, options), strict=True)
@@ -56,7 +56,7 @@ def requests(
 
 
 def lowered(request: Request) -> dict[str, Any]:
-    """The `report` of a request, with the `name` of its kernel and the `grid` of its launch."""
+    """Return the `report` of a request, with the `name` of its kernel and the `grid` of its launch."""
     launch, specialized = lower(request, H200)
     return {**report(specialized), "name": request.kernel.name, "grid": launch.grid}
 
@@ -65,14 +65,14 @@ _reports: dict[str, dict[str, Any]] = {}
 
 
 def report(specialized: Specialized) -> dict[str, Any]:
-    """What Triton's compiler makes of a kernel; each is compiled once.
+    """Return properties of the code that Triton's compiler generates for a kernel; each is compiled once.
 
-    Returns `shared` (bytes), `regs` and `stack` (bytes spilled) of a thread, the counts of `tma_load`, `tma_store`,
-    `cp_async`, `wgmma` and `mma_sync` instructions, under `code` the kernel's generated source, and under `ptx` what
-    it became.
+    Returns `shared` (bytes), `regs` and `stack` (bytes spilled) per thread, the numbers of `tma_load`, `tma_store`,
+    `cp_async`, `wgmma` and `mma_sync` instructions, under `code` the kernel's generated source, and under `ptx` its
+    PTX.
 
     Raises AssertionError for a WGMMA whose left operand is in registers: Triton 3.6 overwrites them while the
-    instruction, which is asynchronous, may still read them.
+    asynchronous instruction may still read them.
     """
     if specialized.key not in _reports:
         _reports[specialized.key] = _compile(specialized)
@@ -98,7 +98,7 @@ def _compile(specialized: Specialized) -> dict[str, Any]:
         usage = _run("cuobjdump", "--dump-resource-usage", f.name)
         used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
         assert used is not None, usage
-        # A frame may be there that nothing is stored in.
+        # A stack frame may exist without any spill to it.
         spills = used[2] != "0" and re.search(r"\b(STL|LDL)\b", _run("nvdisasm", f.name)) is not None
     return {
         "shared": made.metadata.shared,
@@ -115,7 +115,7 @@ def _compile(specialized: Specialized) -> dict[str, Any]:
 
 
 def ptxas_says(ptx: str) -> str:
-    """What the assembler has to say of `ptx`, such as that it keeps WGMMA instructions from overlapping."""
+    """Return the assembler's messages for `ptx`, such as that WGMMA instructions cannot overlap."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
         f.write(ptx)
         f.flush()
@@ -125,7 +125,7 @@ def ptxas_says(ptx: str) -> str:
 
 
 def _run(tool: str, *arguments: str) -> str:
-    """What one of the tools that come with Triton prints."""
+    """Return the output of a tool that is part of Triton."""
     path = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin", tool)
     done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What the compiler makes of the configs that the rule gives: WGMMA, TMA loads, no spills, shared memory that fits."""
+"""The compiled code for the rule's configs: WGMMA, TMA loads, no spills, shared memory that fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_kernels import rules
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import compile as compiler
 
-SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
+SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 
 
 def compiled(
@@ -34,8 +34,8 @@ def compiled(
     unaligned: tuple[str, ...] = (),
     out_dtype: torch.dtype | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The report of every kernel that a call with these tensors compiles, by the kernel's name."""
-    monkeypatch.setattr(rules, "candidates", lambda *_: ())  # the rule, also if something is bundled for this GPU
+    """Return the report of each kernel that a call with these tensors compiles, by the kernel's name."""
+    monkeypatch.setattr(rules, "candidates", lambda *_: ())  # use the rule even if entries for this GPU are bundled
     G, M, N, K = shape
     A = empty(M, K + misaligned, dtype=dtype).narrow(1, 0, K)
     B = empty(G, N, K, dtype=dtype).mT if transposed else empty(G, K, N, dtype=dtype)
@@ -76,7 +76,7 @@ def test_persistent(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: boo
     report = reports["jagged_persistent"]
     assert_lean(report)
     assert report["code"].count("_desc.load(") == 2
-    assert report["code"].count("out_desc.store(") == 2  # halves, so that there is shared memory for four stages
+    assert report["code"].count("out_desc.store(") == 2  # in halves, so that shared memory suffices for four stages
     assert report["tma_load"] >= 2
     assert report["wgmma"] > 0
     assert "flatten=True" in report["code"]
@@ -91,7 +91,7 @@ def test_basic(monkeypatch: pytest.MonkeyPatch, transposed: bool, rows: int) -> 
     assert_lean(report)
     assert report["code"].count("_desc.load(") == 2
     assert report["tma_load"] >= 2
-    # WGMMA multiplies at least 64 rows; fewer are bound by memory, not by the slower instruction.
+    # WGMMA multiplies at least 64 rows; with fewer rows memory is the limit, not the slower instruction.
     assert report["wgmma" if rows >= 8 else "mma_sync"] > 0
 
 
@@ -127,14 +127,14 @@ def test_what_tma_cannot_read(monkeypatch: pytest.MonkeyPatch, variant: str, sha
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
 @pytest.mark.parametrize(("unaligned", "aligned"), [("A_packed", "B"), ("B", "A_packed")])
 def test_odd_addresses(monkeypatch: pytest.MonkeyPatch, variant: str, unaligned: str, aligned: str) -> None:
-    """One operand alone is read neither by TMA nor 16 bytes at a time."""
+    """Only the operand at an odd address is read neither by TMA nor 16 bytes at a time."""
     reports = compiled(monkeypatch, variant, (8, 4096, 1536, 2048), unaligned=(unaligned,))
     reports.pop("tile_table", None)
     (report,) = reports.values()
     assert_lean(report)
     assert f"{unaligned}_desc.load(" not in report["code"]
     assert f"{aligned}_desc.load(" in report["code"]
-    assert report["cp_async"] == 0  # which takes no 2 bytes
+    assert report["cp_async"] == 0  # it cannot copy 2 bytes
 
 
 def test_weights_of_more_than_2_to_the_31_elements_keep_tma(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_large_spans_without_tma_are_addressed_in_64_bits(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("shape", [(8, 64, 1536, 2048), (8, 4096, 1536, 2048)], ids=str)
 def test_types_are_found_by_fewer_visits(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int]) -> None:
-    """Of loops' bodies, and Helion generates the same code as by its own."""
+    """Loop bodies are visited less often, and the generated code is the same as with Helion's own search."""
     visits: list[Any] = []
     visit = TypePropagation._loop_body
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of a layer and of the kernels around the grouped GEMM: TMA, WGMMA, no spills anywhere."""
+"""The compiled code of a layer and of the kernels around the grouped GEMM: TMA, WGMMA, no spills."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import RANK_UP_TO, rows_bounds, rows_class, symbolic
 from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, most
 
-SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
+SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 SILU = GLUSpec("silu", True, False, 1.0, 1.0)
 
 
 @pytest.fixture(autouse=True)
 def _by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if something is bundled for this GPU."""
+    """Use the rule even if entries for this GPU are bundled."""
     monkeypatch.setattr(rules, "candidates", lambda *_: ())
 
 
@@ -64,7 +64,7 @@ def assert_lean(report: dict[str, Any]) -> None:
 
 def wgrad_report(M: int, P: int, Q: int, G: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     tensors = empty(M, P, dtype=dtype), empty(M, Q, dtype=dtype), i32(G + 1)
-    *_, report = lean(requests(GROUPED_GEMM_WGRAD, tensors, (dtype,)))  # offsets may be put in order first
+    *_, report = lean(requests(GROUPED_GEMM_WGRAD, tensors, (dtype,)))  # a kernel that orders offsets may come first
     return report
 
 
@@ -72,7 +72,7 @@ def wgrad_report(M: int, P: int, Q: int, G: int, dtype: torch.dtype = torch.bflo
     ("M", "P", "Q", "G"),
     [
         (65536, 2048, 1536, 128),
-        (65536, 768, 128, 128),  # columns of X on the long side
+        (65536, 768, 128, 128),  # columns of X are the long side
         (8192, 4096, 28672, 8),
         (65536, 2048, 1536, 2048),  # offsets clamped beforehand
         (600_000, 4096, 4096, 512),  # more than 2^31 elements everywhere
@@ -83,10 +83,10 @@ def test_wgrad(M: int, P: int, Q: int, G: int) -> None:
     in_one_loop = M // G >= 256 and P % 128 == 0 and Q % 256 == 0
     assert report["name"] == ("wgrad_persistent" if in_one_loop else "wgrad")
     assert report["code"].count("_desc.load(") == 2
-    # What a loop that is not pipelined would have is two.
+    # A loop without pipelining would have two.
     assert report["tma_load"] == 8 if in_one_loop else report["tma_load"] >= 2
     assert report["wgmma"] > 0
-    if in_one_loop:  # a product runs on while the next step's is prepared
+    if in_one_loop:  # a product continues while the operands of the next step are prepared
         assert "wgmma.wait_group.sync.aligned 1;" in report["ptx"]
 
 
@@ -114,7 +114,7 @@ def test_route(R: int, E: int) -> None:
 @pytest.mark.parametrize("top_k", [1, 7, 8])
 @pytest.mark.parametrize("T", [8192, 32_768, 40_960, 100_000, 10**6, 10**8])
 def test_runs_of_slots_are_whole_chunks(T: int, top_k: int) -> None:
-    """Or the slots of a last chunk would be counted in two runs."""
+    """Otherwise the slots of a run's last chunk would be counted in two runs."""
     for request in requests(ROUTE, (empty(T, top_k, dtype=torch.int64),), (128,)):
         *_, runs, _, _, run, chunk = request.arguments
         assert run % chunk == 0
@@ -194,7 +194,7 @@ def test_swiglu_of_few_tokens(R: int, columns: bool) -> None:
 
 @pytest.mark.parametrize("E", [8192, 4096], ids=["73 rows", "146 rows"])
 def test_swiglu_of_more_than_2_to_the_31_elements_of_tokens(monkeypatch: pytest.MonkeyPatch, E: int) -> None:
-    """Of odd rows, which TMA cannot read."""
+    """The rows have an odd length, so TMA cannot read them."""
     monkeypatch.setattr(layer, "fuses", lambda *_: True)
     report = swiglu_report(600_000, 4099, 64, E, top_k=1)
     assert "tl.int64" in report["code"]
@@ -226,7 +226,7 @@ def swiglu_report(
     dtype: torch.dtype = torch.bfloat16,
     spec: GLUSpec = SILU,
 ) -> dict[str, Any]:
-    """Of the fused first half; with a `top_k`, as a part of a layer."""
+    """Return the report of the fused first half; with `top_k`, as a part of a layer."""
     w_in = empty(E, H, 2 * I, dtype=dtype) if columns else empty(E, 2 * I, H, dtype=dtype).mT
     b_in = empty(E, 2 * I, dtype=dtype) if bias else None
     hidden, options = empty(M // max(top_k, 1), H, dtype=dtype), (keep, False, spec)
@@ -245,14 +245,14 @@ LAYER_OPTIONS = (False, False, SILU)
 
 
 def layer_tensors(T: int) -> tuple[torch.Tensor | None, ...]:
-    """Of qwen3-30b-a3b."""
+    """Return tensors for a layer of qwen3-30b-a3b."""
     E, top_k, H, I = 128, 8, 2048, 768  # noqa: E741
     routing = empty(T, top_k, dtype=torch.int64), f32(T, top_k)
     return empty(T, H), *routing, empty(E, 2 * I, H), empty(E, H, I), None, None, None, None
 
 
 def specialization(request: Request) -> tuple[Any, ...]:
-    """What a request is compiled for: rows, and where tensors lie, are not among it."""
+    """Return what a request's compilation depends on, which excludes numbers of rows and addresses."""
     arguments = tuple(_kind(x) for x in request.arguments)
     return request.kernel.name, request.config, request.int64_index, request.tf32, arguments
 
@@ -264,7 +264,7 @@ def _kind(x: Any) -> Any:
 
 
 def test_a_layer_of_any_number_of_tokens_compiles_few_kernels() -> None:
-    """Plans are drawn for all T up to 8192, one for each class, and nothing is compiled."""
+    """Plans are drawn for all T up to 8192, one per class, without compiling."""
     bounds: dict[tuple[int, ...], tuple[int, int]] = {}
     configs, specializations = set(), set()
     for T in range(1, 8193):
@@ -273,7 +273,7 @@ def test_a_layer_of_any_number_of_tokens_compiles_few_kernels() -> None:
         low, high = rows_bounds(counts)
         assert low <= T <= high
         known = bounds.get(rows_class(counts))
-        assert known in (None, (low, high))  # the plan of another T of the class is this T's
+        assert known in (None, (low, high))  # a plan for another T of the class serves this T, too
         if known is None:
             bounds[rows_class(counts)] = low, high
             asked_for = requests(MOE_LAYER, tensors, LAYER_OPTIONS)
@@ -287,7 +287,7 @@ def test_a_layer_of_any_number_of_tokens_compiles_few_kernels() -> None:
 @pytest.mark.parametrize(
     ("T", "products"),
     [
-        (1, {}),  # of a matrix and a vector
+        (1, {}),  # matrix-vector products
         (16, {"swiglu": "mma_sync", "jagged": "mma_sync"}),  # WGMMA multiplies at least 64 rows
         (300, {"swiglu": "mma_sync", "jagged": "wgmma"}),
         (600, {"swiglu": "wgmma", "jagged": "wgmma"}),

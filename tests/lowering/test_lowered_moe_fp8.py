@@ -1,4 +1,4 @@
-"""What the compiler makes of a layer with fp8 weights: the kernels that quantise what they write."""
+"""The compiled code of a layer with fp8 weights: the kernels that quantise their results."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ LAYERS = {
 @pytest.mark.parametrize("format", ["rowwise", "128x128"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_wide_accesses_and_no_spills(layer: str, format: str) -> None:
-    """All of 16 bytes, but for scales and what a token's slots are read from."""
+    """All have 16 bytes, except accesses to scales and to the positions of a token's slots."""
     reports = quantising(launches(*LAYERS[layer], format, SILU))
     assert len(reports) == 2
     for report in reports.values():
@@ -85,7 +85,7 @@ def test_wide_accesses_and_no_spills(layer: str, format: str) -> None:
 )
 @pytest.mark.parametrize("format", ["rowwise", "128x128"])
 def test_any_activation_and_width(layer: tuple[int, int, int, int, int], format: str, spec: GLUSpec) -> None:
-    """Also odd extents, and more than 2^31 elements."""
+    """This includes odd extents, and more than 2^31 elements."""
     reports = quantising(launches(*layer, format, spec, bias=True))
     assert set(reports) == {"scatter_quantized", "activate_quantized"}
     assert all(report["regs"] <= 255 for report in reports.values())
@@ -117,7 +117,7 @@ def test_products_of_a_layer_are_those_of_fp8() -> None:
     ],
 )
 def test_one_token(layer: tuple[int, int, int, int, int], format: str, spec: GLUSpec) -> None:
-    """Two kernels, which read weights and activations by 16 bytes, and exchange little between warps: sums."""
+    """Two kernels read weights and activations 16 bytes at a time, and exchange only sums between warps."""
     found = launches(*layer, format, spec, bias=spec is GPT_OSS)
     assert [request.kernel.name for request in found] == ["first_half", "second_half"]
     for request in found:

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels that quantise: loads and stores of 16 bytes, no spills, few registers."""
+"""The compiled code of the kernels that quantise: loads and stores of 16 bytes, no spills, few registers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ F32 = torch.float32
 def report_of(operator: Operator, x: torch.Tensor, format: str, dtype: torch.dtype = E4M3) -> dict[str, Any]:
     (request,) = requests(operator, (x,), (format, dtype, False))
     report = lowered(request)
-    whole = x.size(-1) % 16 == 0  # else it is stored byte by byte, with an address each
+    whole = x.size(-1) % 16 == 0  # else it is stored byte by byte, each with its own address
     assert report["stack"] <= (FP8_STACK if whole else 4 * FP8_STACK)
     assert "div.rn.f32" in report["ptx"]
     assert f"cvt.rn.satfinite.{ {E4M3: 'e4m3x2', E5M2: 'e5m2x2'}[dtype] }.f32" in report["ptx"]
-    assert not re.search(r"mul\.[\w.]*ftz|div\.full", report["ptx"])  # exact, and not without subnormals
+    assert not re.search(r"mul\.[\w.]*ftz|div\.full", report["ptx"])  # exact, and subnormals are not flushed
     return report
 
 
@@ -57,7 +57,7 @@ def narrow_accesses(report: dict[str, Any]) -> list[str]:
     ],
 )
 def test_wide_accesses(operator: Operator, x: torch.Tensor, format: str, kernel: str) -> None:
-    """All but the stores of scales."""
+    """Only stores of scales are narrower."""
     report = report_of(operator, x, format)
     assert report["name"] == kernel
     narrow = narrow_accesses(report)
@@ -73,7 +73,7 @@ def test_any_width(x: torch.Tensor, format: str) -> None:
 
 
 def test_numbers_share_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of squares that are no constants of the kernel: one code, with the arguments of each."""
+    """Numbers of squares are not constants of the kernel: the code is shared, the arguments differ."""
     monkeypatch.setattr(compiler, "_hosts", {})
     weights = [empty(128, 1536, 2048), empty(8, 4096, 2048)]
     found = [requests(QUANTIZE_WEIGHTS, (w,), ("128x128", E4M3, False)) for w in weights]
@@ -85,7 +85,7 @@ def test_numbers_share_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_in_both_orders() -> None:
-    """Those of a layer that is trained in fp8: loads and stores of 16 bytes along either order."""
+    """Weights of a layer trained in fp8 are read and written 16 bytes at a time in either order."""
     w_in, w_out = empty(128, 1536, 2048).mT, empty(128, 2048, 768).mT
     maps = (empty(129, dtype=torch.int32), empty(512, dtype=torch.int32))
     tensors = (empty(64, 2048), empty(64, 8, dtype=F32), *maps, w_in, w_out, None, None)

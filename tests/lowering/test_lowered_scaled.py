@@ -1,4 +1,4 @@
-"""What the compiler makes of fp8 products with scales: fp8 WGMMA, TMA, no spills, sums outside of the tensor cores."""
+"""The compiled code of fp8 products with scales: fp8 WGMMA, TMA, no spills, sums outside of the tensor cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sm90 import FP8_STACK, empty, lowered, ptxas_says, requests
 
 from moe_kernels.ops.scaled import SCALED_GROUPED_GEMM
 
-SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
+SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -31,7 +31,7 @@ def compiled(
     unaligned: tuple[str, ...] = (),
     spills: bool = False,
 ) -> dict[str, Any]:
-    """The report of the product that a call with tensors like these compiles."""
+    """Return the report of the product that a call with tensors like these compiles."""
     G, M, N, K = shape
     blocks = -(-K // 128)
     A, B = empty(M, K, dtype=dtypes[0]), empty(G, N, K, dtype=dtypes[1]).mT
@@ -47,7 +47,7 @@ def compiled(
 
 
 def assert_fp8(report: dict[str, Any]) -> None:
-    """Multiplied by the tensor cores in fp8, one instruction after another without a wait."""
+    """Assert that tensor cores multiply in fp8, and that their instructions follow each other without a wait."""
     assert report["wgmma"] == len(
         re.findall(r"wgmma\.mma_async\S*\.m64n\d+k32\.f32\.e[45]m[23]\.e[45]m[23]", report["ptx"])
     )
@@ -86,7 +86,7 @@ def test_fast(shape: tuple[int, int, int, int], bias: bool) -> None:
 @pytest.mark.parametrize("block_scaled", [False, True], ids=["rowwise", "block-scaled"])
 @pytest.mark.parametrize("rows", [1, 8, 20, 40])
 def test_few_rows(rows: int, block_scaled: bool) -> None:
-    """Weights on the left of WGMMA, which reads both operands by TMA."""
+    """Weights are the left operand of WGMMA, and both operands are read by TMA."""
     report = compiled((128, 128 * rows, 1536, 2048), block_scaled)
     assert report["name"] == "scaled_jagged"
     assert_fp8(report)

@@ -1,4 +1,4 @@
-"""What the compiler makes of weights' gradients in fp8: fp8 WGMMA, TMA, no spills, wide accesses to rows."""
+"""The compiled code of weights' gradients in fp8: fp8 WGMMA, TMA, no spills, wide accesses to rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ I32 = torch.int32
 def reports_of(
     M: int, P: int, Q: int, G: int, dtype: torch.dtype = torch.bfloat16, top_k: int = 1
 ) -> list[dict[str, Any]]:
-    """Of the launches, in their order; with `top_k` X are tokens."""
+    """Return the reports of the launches, in their order; X are tokens if `top_k` is more than 1."""
     slots = empty(M, dtype=I32) if top_k > 1 else None
     tensors = (empty(M // top_k, P), empty(M, Q), empty(G + 1, dtype=I32), slots, None)
     return [lowered(request) for request in requests(QUANTIZED_WGRAD, tensors, (dtype, top_k))]
@@ -32,9 +32,9 @@ def reports_of(
     "sizes", [(32768, 7168, 4096, 32), (8192, 14336, 4096, 8), (65536, 1536, 2048, 128), (16384, 2880, 97, 32)], ids=str
 )
 def test_products(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """Sums leave the tensor cores after each step, element by element; two programs fit on an SM.
+    """Sums are taken from the tensor cores after each step, element by element; two programs fit on an SM.
 
-    All registers are in use: with Triton 3.7 and later a few values are spilled around the loop.
+    All registers are in use: with Triton 3.7 and later, a few values are spilled around the loop.
     """
     report = reports_of(*sizes, dtype)[-1]
     assert report["name"] == "scaled_wgrad"
@@ -50,7 +50,7 @@ def test_products(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 8], ids=["rows", "tokens"])
 def test_quantising(top_k: int) -> None:
-    """Accesses of 16 bytes, but for the list of tiles, the map and the scales; transposed four elements at a time."""
+    """Accesses have 16 bytes, except for the tile list, the map and scales; four elements are transposed at once."""
     table, *columns, _ = reports_of(32768, 4096, 2048, 32, top_k=top_k)
     assert table["name"] == "tile_table"
     assert [report["name"] for report in columns] == ["quantize_columns"] * 2
@@ -65,7 +65,7 @@ def test_quantising(top_k: int) -> None:
 
 
 def test_large_spans() -> None:
-    """More than 2^31 elements of the rows, and of a result."""
+    """The rows, or the result, have more than 2^31 elements."""
     assert "tl.int64" in reports_of(600_000, 4096, 128, 8)[1]["code"]
     report = reports_of(256, 65536, 65536, 2)[-1]
     assert report["name"] == "scaled_wgrad" and "tl.int64" in report["code"]
@@ -75,7 +75,7 @@ def test_large_spans() -> None:
     ("rowwise", "fast"), [(True, True), (True, False), (False, False)], ids=["rowwise, fast", "rowwise", "block"]
 )
 def test_gradients_of_rows(rowwise: bool, fast: bool) -> None:
-    """Products with weights that are quantised in the other order."""
+    """The weights in these products are quantised in the other order."""
     w_down = empty(32, 7168, 2048)  # as stored
     tensors = (empty(4096, 7168), w_down, None, empty(33, dtype=I32), empty(32768, dtype=I32), None)
     options = (rowwise, fast, torch.bfloat16, 8)

@@ -1,4 +1,4 @@
-"""What `tune` asks of Helion, up to the measurements, and what the compiler makes of the configs that are bundled."""
+"""Helion's search as `tune` starts it, up to the measurements, and the compiled code for the bundled configs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BUNDLED = [
 
 
 class Provider(benchmark_provider.LocalBenchmarkProvider):
-    """Measures nothing: makes 7 stages and no grouping the fastest."""
+    """Stand-in for measurements: configs with 7 stages and without grouping are the fastest."""
 
     seen: ClassVar[list[helion.Config]] = []
 
@@ -65,7 +65,7 @@ class Provider(benchmark_provider.LocalBenchmarkProvider):
 
 @contextmanager
 def fake_inputs(task: search.Task) -> Iterator[tuple[search.Inputs, Callable[..., torch.Tensor]]]:
-    """Inputs without memory, on a GPU that is not there, and what makes more such tensors."""
+    """Yield inputs without memory, on an absent GPU, and a function that makes more such tensors."""
     with compiler._example_tensors(H200) as make:
 
         def tensor(*shape: int, dtype: torch.dtype = search.DTYPES[task.dtype]) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
     with fake_inputs(task) as (inputs, new):
 
         def run_under(choice: Any, operator: Operator, tensors: Sequence[Any], options: Any) -> Callable[..., Any]:
-            """New memory where a plan would allocate it, and no launch."""
+            """Return a function that allocates as a plan does, and launches nothing."""
             with rules.force(choice):
                 builder, results = cache.sketch(operator, symbolic(operator, tensors, options), options, H200)
             allocated = {getattr(step, "variable", None): step for step in builder.steps}
@@ -103,7 +103,7 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
 
         monkeypatch.setattr(search, "run_under", run_under)
         problem = search.asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
-        start = rules.rule(problem, variant, 128 if variant == "persistent" else None)  # whose tiles have one height
+        start = rules.rule(problem, variant, 128 if variant == "persistent" else None)  # with tiles of one height
         seeds = [start, *search.neighbours(start, problem)]
         found = search.search(problem, seeds, inputs, 6)
         searched, its_problem = start, problem
@@ -155,7 +155,7 @@ def test_every_alternative_compiles(monkeypatch: pytest.MonkeyPatch, rows: int) 
     ids=[f"{f.stem} {e.kernel} {e.bucket.rows} {e.bucket.N} {e.bucket.K}" for f, e in BUNDLED],
 )
 def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: entries.Entry) -> None:
-    """Each compiles within an H200's shared memory, with the TMA loads that it names."""
+    """Each compiles, fits in an H200's shared memory, and has the TMA loads that it names."""
     bucket = entry.bucket
     if bucket.op != "grouped_gemm":
         check_product(monkeypatch, file, entry)
@@ -175,7 +175,7 @@ def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: ent
 
 
 def check_product(monkeypatch: pytest.MonkeyPatch, file: Path, entry: entries.Entry) -> None:
-    """A config for uniform or varied products is used for what it was tuned for, and compiles."""
+    """Assert that a config for uniform or varied products is used for its own problem, and compiles."""
     bucket = entry.bucket
     name, _, out_name = bucket.dtype.partition(" to ")
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
@@ -201,7 +201,7 @@ def check_product(monkeypatch: pytest.MonkeyPatch, file: Path, entry: entries.En
 
 
 def test_bundled_entries_of_the_other_products_would_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one of each, whether or not there are any in the files."""
+    """One entry of each kind is checked, whether or not the files have any."""
     values = dict(us=1.0, rule_us=1.0, versions=entries.installed_versions(), date="", command="")
     made = entries.Entry(
         "folded",
@@ -223,7 +223,7 @@ def test_bundled_entries_of_the_other_products_would_be_checked(monkeypatch: pyt
 
 
 def test_an_entry_of_more_shared_memory_than_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is refused when it has been compiled, here or ahead: the rule's config takes over, with one warning."""
+    """It is refused after compiling, here or ahead: the rule's config replaces it, with one warning."""
     monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path / "configs"))
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "plans"))
     monkeypatch.setattr(cache, "plans", cache.PlanCache())
@@ -255,6 +255,6 @@ def test_an_entry_of_more_shared_memory_than_there_is(monkeypatch: pytest.Monkey
         assert binary is not None and json.loads(binary.metadata)["shared"] <= H200.shared_memory
     monkeypatch.setattr(cache, "plans", cache.PlanCache())
     monkeypatch.setattr(cache, "draw", lambda *_: pytest.fail("a plan is drawn again"))
-    assert make().to_json() == plan.to_json()  # the rule's is what is kept
+    assert make().to_json() == plan.to_json()  # the stored plan is the rule's
     monkeypatch.undo()
     rules.reload()

@@ -1,4 +1,4 @@
-"""What the compiler makes of the uniform kernel: WGMMA, TMA, no spills, shared memory that fits."""
+"""The compiled code of the uniform kernel: WGMMA, TMA, no spills, shared memory that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sm90 import HELION_1_5_0, empty, lowered, requests
 from moe_kernels.ops.batched import UNIFORM_GROUPED_GEMM
 from moe_kernels.rules import uniform as rules
 
-SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
+SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 
 
 def compiled(
@@ -28,7 +28,7 @@ def compiled(
     out_dtype: torch.dtype | None = None,
     rule: bool = True,
 ) -> dict[str, Any]:
-    """What is compiled; with `rule` by the rule for the kernels, also where torch.bmm is preferred."""
+    """Return the compiled kernel's report; with `rule`, of the rule's kernel even if torch.bmm is preferred."""
     if rule:
         monkeypatch.setattr(rules, "choose", rules.by_kernel)
     G, M, N, K = shape
@@ -92,13 +92,13 @@ def test_blocks_that_are_larger_than_a_tensor(
 def test_wide_outputs_of_four_bytes(monkeypatch: pytest.MonkeyPatch, M: int) -> None:
     report = compiled(monkeypatch, (2, M, 2048, 1024), out_dtype=torch.float32)
     assert report["wgmma"] > 0
-    # Helion 1.5.1 stores by pointers where it does not see that the tiles end with the tensor.
+    # Helion 1.5.1 stores by pointers if it cannot see that the tiles end where the tensor does.
     assert report["tma_store"] > 0 or not HELION_1_5_0
     assert report["name"] == ("uniform_folded" if M == 2048 else "uniform")
 
 
 def test_two_programs_share_an_sm_where_there_are_more_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program is charged 1 KiB more than it asks for."""
+    """A program occupies 1 KiB more than it requests."""
     shared = [compiled(monkeypatch, (8, M, 64, 2048), out_dtype=torch.float32)["shared"] + 1024 for M in (512, 2048)]
     assert 2 * shared[0] > 228 << 10 >= 2 * shared[1]
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of the varied kernel: WGMMA, wide asynchronous loads, no spills, shared memory that fits."""
+"""The compiled code of the varied kernel: WGMMA, wide asynchronous loads, no spills, shared memory that fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_kernels.ops import batched
 from moe_kernels.rules import varied
 from moe_kernels.runtime import cache, targets
 
-SHARED_MEMORY = 232_448  # bytes that a block can have on an H200
+SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 Shapes = list[tuple[int, int, int]]
 
 
@@ -64,7 +64,7 @@ def compiled(
 def test_squares(monkeypatch: pytest.MonkeyPatch, size: int, columns: tuple[bool, bool]) -> None:
     report = compiled(monkeypatch, [(size, size, size)] * 4, columns=columns)
     assert (report["wgmma"] > 0) == (size > 128)  # tiles of 32 x 32 are too small for it
-    # Both operands, once per stage in flight and once in the loop.
+    # Both operands are loaded once per stage in flight and once in the loop.
     assert report["cp_async"] >= 6
 
 
@@ -74,7 +74,7 @@ def test_blocks_of_the_rule(monkeypatch: pytest.MonkeyPatch, blocks: tuple[int, 
         report = compiled(monkeypatch, [(512, 512, 512)] * 4, choice=varied.make(4, *blocks, *options))
         workers = options[-1]
         assert report["grid"][0] == 132 * workers
-        assert report["shared"] <= 233_472 // workers - 1024  # of an SM, some of which each program takes besides
+        assert report["shared"] <= 233_472 // workers - 1024  # an SM's share per program, less 1 KiB
         assert report["regs"] * 32 * options[1] * workers <= 1 << 16
 
 
@@ -90,5 +90,5 @@ def test_blocks_of_the_rule(monkeypatch: pytest.MonkeyPatch, blocks: tuple[int, 
 )
 def test_other_problems(monkeypatch: pytest.MonkeyPatch, shapes: Shapes, dtype: torch.dtype) -> None:
     report = compiled(monkeypatch, shapes, dtype=dtype)
-    # A load of less than 4 bytes is not asynchronous.
+    # Loads of less than 4 bytes are not asynchronous.
     assert (report["cp_async"] > 0) == (shapes[0][0] != 97 or dtype == torch.float32)

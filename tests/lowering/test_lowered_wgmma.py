@@ -1,7 +1,7 @@
-"""No WGMMA takes its left operand from registers: `sm90.report` raises for one, in any test of this folder.
+"""No WGMMA takes its left operand from registers: `sm90.report` raises if one does, in any test of this folder.
 
-The others compile the rules' configs for 16-bit types, and the tuned entries. Here: operands of several dtypes, and
-float32 in tf32.
+The other files compile the rules' configs for 16-bit types, and the tuned entries. This file adds operands of several
+dtypes, and float32 in tf32.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def matrix(*shape: int, dtype: torch.dtype, transposed: bool) -> torch.Tensor:
 
 
 def assert_wgmma(asked_for: Sequence[Request]) -> None:
-    """In the last kernel that is asked for; the others compile, too."""
+    """Assert that the last requested kernel uses WGMMA, and that all of them compile."""
     assert [lowered(request) for request in asked_for][-1]["wgmma"] > 0
 
 

@@ -1,4 +1,4 @@
-"""A layer of experts, from hidden states and a router's choice to its output, and back: SwiGLU, top_k experts a token.
+"""A layer of experts with SwiGLU, top_k experts per token: from hidden states and router choice to output, and back.
 
     hidden        [T, H]
     topk_ids      [T, top_k] int64, no expert twice
@@ -6,9 +6,9 @@
     w_gate_up     [E, 2I, H], gate first
     w_down        [E, H, I]
 
-Sorting the ids by expert is timed, but for `torch_loop`. With --bwd and --fwd-bwd all gradients are computed: of hidden
-states and all weights. A forward by itself, --mode fwd or fwd_no_grad, keeps nothing for a backward. Of the
-products in a call, `best_config` is that of the last one.
+Sorting the ids by expert is timed, except in `torch_loop`. With --bwd and --fwd-bwd all gradients are computed: of
+hidden states and all weights. A forward alone, --mode fwd or fwd_no_grad, saves nothing for a backward. `best_config`
+is that of the last product in a call.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if not _TRANSFORMERS:
 
 @contextmanager
 def _stream_of_captures() -> Iterator[None]:
-    """Where a forward has to run if its backward is to be captured: autograd runs a backward on its forward's stream,
-    and a capture takes no stream but its own.
+    """Enter the stream in which a forward must run if its backward is captured: autograd runs a backward on the stream
+    of its forward, and a capture accepts only its own stream.
     """
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream):
@@ -73,9 +73,9 @@ class Operator(base.Operator):
     def transformers_compiled(self, *inputs: Tensor) -> Callable[[], Tensor]:
         if self.device != "cuda":
             skip("transformers_compiled needs a CUDA GPU")
-        torch.compiler.reset()  # the shapes of other inputs count among those that one function is compiled for
+        torch.compiler.reset()  # otherwise other inputs' shapes count towards the limit of recompilations
         if self.backward:
-            torch._functorch.config.donated_buffer = False  # it runs several times on what one forward has kept
+            torch._functorch.config.donated_buffer = False  # the backward runs several times on tensors of one forward
         return ffn.compiled(self.layer)
 
     @register_benchmark()

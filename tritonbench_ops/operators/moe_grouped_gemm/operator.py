@@ -4,8 +4,8 @@
     B              [G, K, N], the transposed view of [G, N, K], which is how modules keep their weights
     group_offsets  [G + 1] int32
 
-Offsets in PyTorch's form, group sizes on the host, and what other libraries want to know of the groups are made before
-the timing. These libraries are the peers of `python -m benchmarks`; those that are not installed are left out.
+Offsets in PyTorch's form, group sizes on the host, and other libraries' metadata of the groups are computed before the
+timing. These libraries are the peers of `python -m benchmarks`; those that are not installed are left out.
 """
 
 from __future__ import annotations

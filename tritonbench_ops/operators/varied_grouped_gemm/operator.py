@@ -57,7 +57,7 @@ class Operator(base.Operator):
         return lambda: plan()
 
     def best_config(self, fn: Any) -> Any:
-        if fn._name == "preprocessed_varied_grouped_gemm":  # has chosen already
+        if fn._name == "preprocessed_varied_grouped_gemm":  # its choice was made beforehand
             return base.chosen_config(lambda: moe_kernels.varied_grouped_gemm(*self.example_inputs))
         return super().best_config(fn)
 
