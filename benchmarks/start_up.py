@@ -1,11 +1,11 @@
-"""What a process pays before its kernels run: first calls, with and without caches; and the host's time of later ones.
+"""Start-up times of a process: first calls, with and without caches; and host times of later calls.
 
     python -m benchmarks.start_up [--compiled FOLDER] [--json FILE]
 
-Each line is measured in a process of its own. The clock starts after `import torch`, the making of the operands and a
+Each line is measured in its own process. The clock starts after `import torch`, the creation of the operands and a
 `torch.cuda.synchronize()`; it includes `import moe_kernels` and `import triton`. "Nothing cached" means empty folders
-for this package's store, Triton's cache and Inductor's. The byte code of all modules is on disk, as after a usual
-installation, and their files are in the page cache: a process that is not measured comes first. Needs a GPU.
+for this package's store, Triton's cache and Inductor's. A first process, which is not measured, writes the byte code of
+all modules to disk, as a usual installation does, and brings their files into the page cache. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ def _weights() -> list[Tensor]:
 
 
 def _gemm(*operands: Tensor) -> None:
-    from moe_kernels import grouped_gemm  # the clock is on
+    from moe_kernels import grouped_gemm  # the import is timed
 
     grouped_gemm(*operands)
 
 
 def _layer(*operands: Tensor) -> None:
-    from moe_kernels import moe_mlp  # the clock is on
+    from moe_kernels import moe_mlp  # the import is timed
 
     moe_mlp(*operands)
 
 
 def layer() -> dict[str, Any]:
-    """The first `grouped_gemm` of a process, and then the layer's first calls over token counts from 1 to 8192."""
+    """Time the first `grouped_gemm` of a process, then a layer's first calls with token counts from 1 to 8192."""
     operands, weights, inputs = _operands(), _weights(), [_tokens(T) for T in TOKENS]
     torch.cuda.synchronize()
     with torch.no_grad():
@@ -85,13 +85,13 @@ def layer() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    """The first training step of a process, and the first one of another token count."""
+    """Time the first training step of a process, and the first one with another token count."""
     weights = [weight.requires_grad_() for weight in _weights()]
     inputs = [_tokens(T) for T in (4096, 1000)]
     torch.cuda.synchronize()
 
     def step(hidden: Tensor, ids: Tensor, topk_weights: Tensor) -> None:
-        from moe_kernels import moe_mlp  # the clock is on
+        from moe_kernels import moe_mlp  # the import is timed
 
         out = moe_mlp(hidden.requires_grad_(), ids, topk_weights.requires_grad_(), *weights)
         torch.autograd.backward(out.float().square().mean())
@@ -101,7 +101,7 @@ def training() -> dict[str, Any]:
 
 
 def host() -> dict[str, Any]:
-    """Host microseconds of calls whose binaries are there: of a token count seen before, and of one never seen."""
+    """Return host microseconds of calls with cached binaries, for token counts seen before and for new ones."""
     from moe_kernels import grouped_gemm, moe_mlp
 
     weights = _weights()
@@ -116,8 +116,8 @@ def host() -> dict[str, Any]:
         for T in (600, 2050):
             moe_mlp(*_tokens(T), *weights)
         found["layer, T never seen"] = _host_us([partial(moe_mlp, *one, *weights) for one in fresh])
-        # Of a class of token counts that this process has not had: its plan is read from disk.
-        others = [_tokens(T) for T in (3, 5, 9, 40, 70, 130, 260, 1030, 5000)]
+        # Classes of token counts new to this process: their plans are read from disk.
+        others = [_tokens(T) for T in (3, 5, 9, 40, 70, 130, 1030)]
         found["layer, class of T never seen"] = _host_us([partial(moe_mlp, *one, *weights) for one in others])
         A, B, _ = _operands()
         for name, M in (("basic", 512), ("persistent", len(A))):
@@ -143,7 +143,7 @@ def host() -> dict[str, Any]:
 
 
 def _host_us(calls: Sequence[Callable[[], Any]], at_once: int = 5) -> float:
-    """Median microseconds until a call returns; the device is waited for after every `at_once`."""
+    """Return median microseconds until a call returns; the device is synchronised before every `at_once` calls."""
     times = []
     for i, call in enumerate(calls):
         if i % at_once == 0:
@@ -163,7 +163,7 @@ PARTS = {part.__name__: part for part in (layer, training, host)}
 
 
 def child(part: str, folders: dict[str, str]) -> dict[str, Any]:
-    """`part` in a process of its own, with these folders."""
+    """Run `part` in its own process, with these cache folders, and return its results."""
     command = [sys.executable, "-m", "benchmarks.start_up", "--part", part]
     environment = os.environ | folders | {"PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""What tests and benchmarks share: group sizes, inputs, the error budget, FLOP and byte counts."""
+"""Group sizes, inputs, the error budget, and FLOP and byte counts, for tests and benchmarks."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,7 +14,7 @@ from .scaled import ScaledTensor
 
 SizeKind = Literal["uniform", "softmax", "zipf", "one", "nine-tenths", "empty", "half-empty", "random"]
 
-# Large groups are compared in blocks of rows, so that no float64 temporary exceeds 128 MiB (B's own aside).
+# Large groups are compared in blocks of rows, so that no float64 temporary exceeds 128 MiB (except that of B).
 _BLOCK_ELEMENTS = 2**24
 
 
@@ -133,11 +133,12 @@ def make_experts(
 def make_tokens(
     T: int, H: int, E: int, top_k: int, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random `(hidden, topk_ids, topk_weights)` of T tokens, each with `top_k` different ones of E experts.
+    """Return random `(hidden, topk_ids, topk_weights)` of T tokens, each with `top_k` different experts out of E.
 
     `hidden [T, H]` is standard normal, from a generator on `device`. The ids `[T, top_k]`, int64, are drawn without
-    replacement by the probabilities `softmax(0.5 * randn(E))`, and the topk_weights `[T, top_k]`, in `dtype`, are
-    `softmax(randn(T, top_k))`; one CPU generator draws these three, in this order. Both are seeded with `seed`.
+    replacement with the probabilities `softmax(0.5 * randn(E))`. The topk_weights `[T, top_k]`, in `dtype`, are
+    `softmax(randn(T, top_k))`. One CPU generator draws `randn(E)`, the ids and `randn(T, top_k)`, in this order. Both
+    generators are seeded with `seed`.
     """
     hidden = torch.randn(T, H, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(seed))
     generator = torch.Generator().manual_seed(seed)
@@ -158,10 +159,10 @@ def assert_scaled_grouped_gemm_close(
     """Compare the product of fp8 operands with float64, group by group: see `assert_within_budget`.
 
     On a GPU the budget has 2**-12 max(|A| @ |B|) in place of 2 eps(float32) max(|A| @ |B|), because Hopper's tensor
-    cores add up products of fp8 in about 14 bits. Rows outside all groups have to be exact zeros.
+    cores accumulate products of fp8 in about 14 bits. Rows outside all groups must be exact zeros.
 
     Raises:
-        AssertionError, ValueError: as by `assert_within_budget`.
+        AssertionError, ValueError: as in `assert_within_budget`; also AssertionError for nonzero rows outside groups.
     """
     A_exact, B_exact = (reference.dequantize(x).double() for x in (A_packed, B))
     plain = reference.scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype=out.dtype)
@@ -190,20 +191,21 @@ def assert_grouped_gemm_close(
     """Compare the result of a grouped GEMM with float64. Its error may be twice that of plain PyTorch.
 
     For each group the limit of `max|out - ref|` is `2 * max|plain - ref| + 2 * eps(float32) * max(|A| @ |B|)`. Here
-    `ref` is the product of the inputs in float64, and `plain` that of `reference.grouped_gemm` rounded to `out.dtype`.
-    Where `ref`, rounded to `out.dtype`, is NaN, inf or -inf, `out` has to be the same; the maxima leave these elements
-    out. Rows outside all groups have to be exact zeros.
+    `ref` is the product of the inputs in float64, and `plain` that of plain PyTorch in `out.dtype`: `torch.mm` on a
+    GPU for float32 results of operands of one other dtype, otherwise `reference.grouped_gemm`. Where `ref`, rounded to
+    `out.dtype`, is NaN, inf or -inf, `out` must be the same; the maxima exclude these elements. Rows outside all groups
+    must be exact zeros.
 
     Args:
         out: `[M, N]`, in any floating-point dtype.
         A_packed, B, group_offsets: the inputs, as for `reference.grouped_gemm`.
-        plain_dtype: a dtype to which the inputs of `plain` are converted first, for a kernel whose products have
-            another dtype than its inputs.
+        plain_dtype: a dtype to which the inputs of `plain` are converted first, for a kernel that multiplies in
+            another dtype than that of its inputs.
 
     Raises:
         AssertionError: `out` is wrong; the message names the first wrong group, its error and its budget.
         ValueError: the budget of a group is over a tenth of `max|ref|`. The inputs are unsuitable, because a result of
-            zeros might pass. Where `ref` is all zeros, `out` has to be, too.
+            zeros might pass. If `ref` is all zeros, `out` must be all zeros.
         TypeError: unsupported dtypes; see `checks.check_grouped_gemm`.
     """
     check_grouped_gemm(A_packed, B, group_offsets, out.dtype, reference=True)
@@ -252,8 +254,8 @@ def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: fl
 
     Raises:
         AssertionError: a shape or dtype that differs from that of `plain`, or too large an error.
-        ValueError: the budget is over a tenth of `max|exact|`, so a result of zeros might pass. Where `exact` is all
-            zeros, `out` has to be, too.
+        ValueError: the budget is over a tenth of `max|exact|`, so a result of zeros might pass. If `exact` is all
+            zeros, `out` must be all zeros.
     """
     if (out.shape, out.dtype) != (plain.shape, plain.dtype):
         raise AssertionError(f"{name}: expected {list(plain.shape)} {plain.dtype}, got {list(out.shape)} {out.dtype}")
@@ -266,9 +268,9 @@ def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: fl
 
 
 def _budget(name: str, error: float, plain_error: float, largest: float, scale: float, ref: str) -> float:
-    """The limit of `error`; raises as `assert_within_budget`. `largest` is max|ref|."""
+    """Return the limit of `error`, and check it as `assert_within_budget` does. `largest` is max|ref|."""
     budget = 2 * plain_error + 2 * torch.finfo(torch.float32).eps * scale if largest > 0 else 0.0
-    # Not "budget > ...", because a plain result that overflows makes the budget inf or NaN.
+    # `not <=` instead of `>`, because a plain result that overflows makes the budget inf or NaN.
     if not budget <= largest / 10:
         raise ValueError(f"{name}: budget too loose: {budget:.3e} is over a tenth of max|{ref}| = {largest:.3e}")
     if not error <= budget:
@@ -309,8 +311,8 @@ def _draw_counts(kind: str, G: int, M: int, seed: int) -> list[int]:
 
 
 def _plain(A: Tensor, B: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """What PyTorch makes of one group: on a GPU by the same units, which accumulate less exactly than float32 does."""
-    if A.is_cuda and A.numel() and A.dtype == B.dtype != torch.float32 == out_dtype:
+    """Return PyTorch's product of one group; on a GPU by tensor cores, which accumulate less exactly than float32."""
+    if A.is_cuda and A.numel() and A.dtype == B.dtype and A.element_size() == 2 and out_dtype == torch.float32:
         return torch.mm(A, B, out_dtype=out_dtype)
     return reference.grouped_gemm(A, B, torch.tensor([0, len(A)], device=A.device), out_dtype=out_dtype)
 
