@@ -49,7 +49,7 @@ class LayerShape(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-class Wanted(NamedTuple):
+class PlanRequest(NamedTuple):
     """A kind of call that needs a plan."""
 
     operator: str
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
     signature: str
 
 
-class Made(NamedTuple):
+class CompileCounts(NamedTuple):
     """The result of `compile_ahead`: the numbers of plans, binaries and launcher libraries on disk."""
 
     plans: int
@@ -74,7 +74,7 @@ def compile_ahead(
     gpu: str | None = None,
     jobs: int = 1,
     progress: Progress | None = None,
-) -> Made:
+) -> CompileCounts:
     """Compile the plans and binaries of layers for all token counts in `tokens`, and store them on disk.
 
     Args:
@@ -112,10 +112,10 @@ def compile_ahead(
         from moe_kernels.runtime.launch import build_libraries  # imports Triton
 
         libraries = build_libraries([binaries[key] for key in sorted(binaries)])
-    return Made(len(wanted), len(binaries), libraries)
+    return CompileCounts(len(wanted), len(binaries), libraries)
 
 
-def _kept(wanted: Wanted, gpu: Gpu) -> dict[str, store.Binary] | None:
+def _kept(wanted: PlanRequest, gpu: Gpu) -> dict[str, store.Binary] | None:
     """Return the binaries of a plan on disk, or None if the plan is not there."""
     found = store.read_plan(store.plan_key(wanted.signature, gpu, rules.tuned_digest(gpu)), {})
     return None if found is None else found[1]
@@ -251,16 +251,16 @@ def _run_experts(shape: LayerShape, T: int, weights_dtype: torch.dtype) -> None:
     moe_mlp(hidden, topk_ids, hidden.new_empty(T, top_k, dtype=weights_dtype), w_gate_up, w_down)
 
 
-def collect(calls: Iterable[Callable[[], None]]) -> list[Wanted]:
+def collect(calls: Iterable[Callable[[], None]]) -> list[PlanRequest]:
     """Run `calls` on meta tensors and return the plans that they request from the plan cache, without duplicates."""
-    wanted: dict[str, Wanted] = {}
+    wanted: dict[str, PlanRequest] = {}
 
     def note(operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Any:
         inputs = symbolic(operator, tensors, options)
         text = portable(signature(operator, tensors, options))
-        wanted.setdefault(text, Wanted(operator.name, inputs, options, text))
+        wanted.setdefault(text, PlanRequest(operator.name, inputs, options, text))
         # Any known GPU will do: the shapes and dtypes of the results do not depend on it.
-        _, results = cache.sketch(operator, inputs, options, targets.KNOWN["h200"])
+        _, results = cache.build_steps(operator, inputs, options, targets.KNOWN["h200"])
         extents = [() if x is None else tuple(x.shape) for x in tensors]
         made = [torch.empty(tuple(value(n, extents) for n in x.shape), dtype=x.dtype, device="meta") for x in results]
         return made[0] if len(made) == 1 else tuple(made)
@@ -271,13 +271,13 @@ def collect(calls: Iterable[Callable[[], None]]) -> list[Wanted]:
     return list(wanted.values())
 
 
-def _make_all(wanted: Sequence[Wanted], gpu: Gpu, jobs: int, progress: Progress | None) -> None:
+def _make_all(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int, progress: Progress | None) -> None:
     for i, _ in enumerate(_making(wanted, gpu, jobs)):
         if progress is not None:
             progress(i + 1, len(wanted))
 
 
-def _making(wanted: Sequence[Wanted], gpu: Gpu, jobs: int) -> Iterator[None]:
+def _making(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int) -> Iterator[None]:
     """Compile plans, in this process or in others, and yield after each."""
     here = torch.cuda.is_available() and targets.of_device("cuda", torch.cuda.current_device()) == gpu
     if not wanted or (here and jobs <= 1):
@@ -301,7 +301,7 @@ def _begin(absent: Gpu | None) -> None:
     compiler.pretend(absent)
 
 
-def _make(wanted: Wanted, gpu: Gpu) -> None:
+def _make(wanted: PlanRequest, gpu: Gpu) -> None:
     operator = _OPERATORS[wanted.operator]
     rules.with_fallback(lambda: cache.plan_of(operator, wanted.inputs, wanted.options, wanted.signature, gpu))
 
@@ -326,9 +326,9 @@ def requests(tokens: Iterable[int], shape: LayerShape, gpu: Gpu) -> dict[tuple[i
     for members in classes(tokens, shape.num_experts, shape.top_k):
         launches = found[members[0], members[-1]] = []
         for one in collect([partial(_run_experts, shape, members[0], torch.float32)]):
-            builder, _ = cache.sketch(_OPERATORS[one.operator], one.inputs, one.options, gpu)
+            builder, _ = cache.build_steps(_OPERATORS[one.operator], one.inputs, one.options, gpu)
             launches += [step for step in builder.steps if isinstance(step, Request)]
     return found
 
 
-__all__ = ["LayerShape", "Made", "compile_ahead"]
+__all__ = ["CompileCounts", "LayerShape", "compile_ahead"]

@@ -45,15 +45,15 @@ def uniform_grouped_gemm(
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         ImportError: the kernels are needed and a package they need is missing or too old.
     """
-    given, asked = (A, B), (type(num_groups), num_groups, out_dtype)
-    if (known := cache.replay(UNIFORM_GROUPED_GEMM, given, asked)) is not None:
+    given, requested = (A, B), (type(num_groups), num_groups, out_dtype)
+    if (known := cache.repeat(UNIFORM_GROUPED_GEMM, given, requested)) is not None:
         again: Tensor = known
         return again
     A, B = autocast(A, B)
     dtype = checks.check_uniform(A, B, num_groups, out_dtype)
     if use_kernels(A, B) and torch_internals.can_bypass_dispatcher(A, B):
         out: Tensor = cache.call(UNIFORM_GROUPED_GEMM, (A, B), (num_groups, dtype))
-        cache.remember(UNIFORM_GROUPED_GEMM, given, asked, (num_groups, dtype))
+        cache.remember(UNIFORM_GROUPED_GEMM, given, requested, (num_groups, dtype))
         return out
     G = num_groups
     a = A if A.dim() == 3 else A.view(G, A.size(0) // max(G, 1), A.size(1))

@@ -1,6 +1,6 @@
 """Checks of the public functions' arguments, and the interpretation of malformed offsets.
 
-The `check_*` functions run on every eager call that is not the replay of an earlier one. They read only metadata, so
+The `check_*` functions run on every eager call that is not a repeat of an earlier one. They read only metadata, so
 they also accept meta and fake tensors.
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_kernels.ahead import LayerShape, Made, compile_ahead, output, requests
+from moe_kernels.ahead import CompileCounts, LayerShape, compile_ahead, output, requests
 from moe_kernels.models import MODELS, positive
 from moe_kernels.runtime import store, targets
 from moe_kernels.runtime.plan import Request
@@ -131,7 +131,7 @@ def _progress(done: int, total: int) -> None:
     print(f"\r  [{'#' * width}{' ' * (40 - width)}] {done} of {total} plans", end=end, file=sys.stderr, flush=True)
 
 
-def _summary(made: Made, seconds: float) -> str:
+def _summary(made: CompileCounts, seconds: float) -> str:
     return (
         f"{made.plans} plans, {made.binaries} binaries, {made.libraries} launcher libraries in {seconds:.0f} s. "
         f"At run time set MOE_KERNELS_CACHE_READONLY or MOE_KERNELS_CACHE_DIR to the folder."

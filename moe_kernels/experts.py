@@ -152,9 +152,9 @@ def moe_mlp(
             "fast_accumulation: expected False for products that are not in fp8; it is for 'rowwise' weights and "
             "compute='fp8_rowwise'"
         )
-    given, asked = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases), (transposed, spec)
+    given, requested = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases), (transposed, spec)
     validates = checks.validation_enabled(validate)
-    if not validates and w_up is None and (known := cache.replay(MOE_LAYER, given, asked)) is not None:
+    if not validates and w_up is None and (known := cache.repeat(MOE_LAYER, given, requested)) is not None:
         again: Tensor = known
         return again
     hidden, first, w_up, second = autocast(hidden, w_gate_up, w_up, w_down)
@@ -170,7 +170,7 @@ def moe_mlp(
         options = (transposed, adjacent(first, w_up), spec)
         layer: Tensor = cache.call(MOE_LAYER, tensors, options)
         if w_up is None:
-            cache.remember(MOE_LAYER, given, asked, options)
+            cache.remember(MOE_LAYER, given, requested, options)
         return layer
     save_preact = differentiated(*tensors)
     w_in, w_up, w_out = (_columns(w, transposed) for w in (first, w_up, second))
@@ -201,10 +201,10 @@ def _scaled_moe_mlp(
     first, second = checks.scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
     weights = (first.data, first.scales, second.data, second.scales, experts.gate_up_bias, experts.down_bias)
     given = (hidden, topk_ids, topk_weights, None, None, *weights)
-    asked = (first.format, second.format, fast_accumulation, experts.transposed, experts.spec)
+    requested = (first.format, second.format, fast_accumulation, experts.transposed, experts.spec)
     validates = checks.validation_enabled(validate)
-    replays = not validates and experts.w_up is None and experts.up_bias is None
-    if replays and (known := cache.replay(SCALED_MOE_MLP, given, asked)) is not None:
+    repeats = not validates and experts.w_up is None and experts.up_bias is None
+    if repeats and (known := cache.repeat(SCALED_MOE_MLP, given, requested)) is not None:
         again: Tensor = known
         return again
     (hidden,) = autocast(hidden)
@@ -213,7 +213,7 @@ def _scaled_moe_mlp(
         checks.validate_ids(topk_ids, first.shape[0])
     products = first.format == "rowwise", fast_accumulation
     out: Tensor = ops.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, *products, *experts.spec)
-    cache.remember(SCALED_MOE_MLP, given, asked, (*products, experts.spec))
+    cache.remember(SCALED_MOE_MLP, given, requested, (*products, experts.spec))
     return out
 
 

@@ -62,8 +62,8 @@ def grouped_gemm(
         return _scaled_grouped_gemm(A_packed, B, group_offsets, None, out_dtype, variant, fast_accumulation, validate)
     if fast_accumulation:
         raise ValueError("fast_accumulation: expected False for plain tensors; it is for rowwise ScaledTensors")
-    given, asked = (A_packed, B, group_offsets, None), (out_dtype, variant)
-    if not validate and (known := cache.replay(GROUPED_GEMM, given, asked)) is not None:
+    given, requested = (A_packed, B, group_offsets, None), (out_dtype, variant)
+    if not validate and (known := cache.repeat(GROUPED_GEMM, given, requested)) is not None:
         again: Tensor = known
         return again
     _check_variant(variant)
@@ -72,7 +72,7 @@ def grouped_gemm(
     if validate:
         checks.validate_offsets(group_offsets, left.size(0))
     result: Tensor = ops.grouped_gemm(left, right, group_offsets, None, dtype, variant)
-    cache.remember(GROUPED_GEMM, given, asked, (dtype, variant))
+    cache.remember(GROUPED_GEMM, given, requested, (dtype, variant))
     return result
 
 
@@ -89,8 +89,8 @@ def _scaled_grouped_gemm(
     A, weight = checks.scaled_both("A_packed", A_packed, "B", B)
     given = (A.data, flattened(A.scales, A.data), weight.data, weight.scales, group_offsets, bias)
     rank = getattr(A.scales, "ndim", None)  # 1-D scales are refused, even if they look like flattened ones
-    asked = (A.format, weight.format, rank, out_dtype, variant, fast_accumulation)
-    if not validate and (known := cache.replay(SCALED_GROUPED_GEMM, given, asked)) is not None:
+    requested = (A.format, weight.format, rank, out_dtype, variant, fast_accumulation)
+    if not validate and (known := cache.repeat(SCALED_GROUPED_GEMM, given, requested)) is not None:
         again: Tensor = known
         return again
     _check_variant(variant)
@@ -100,7 +100,7 @@ def _scaled_grouped_gemm(
     operands = A.data, A.scales, weight.data, weight.scales
     options = (dtype, variant, fast_accumulation)
     out: Tensor = ops.scaled_grouped_gemm(*operands, group_offsets, bias, *options)
-    cache.remember(SCALED_GROUPED_GEMM, given, asked, options)
+    cache.remember(SCALED_GROUPED_GEMM, given, requested, options)
     return out
 
 

@@ -84,10 +84,10 @@ def find(operator, tensors, options):
     made = {step.variable: step for step in plan.steps if isinstance(step, Alloc)}
     return zeros(tensors, [made[i] for i in plan.results])
 
-def draw(operator, *_):
+def make_plan(operator, *_):
     raise SystemExit(f"no plan for {operator.name}")
 
-cache.draw = draw
+cache.make_plan = make_plan
 module = MoE(*json.loads(sys.argv[1]), renormalize=True, dtype=torch.float16)
 with cache.collecting(find):
     for T in json.loads(sys.argv[2]):
@@ -126,7 +126,7 @@ seen, found = set(), {}
 def find(operator, tensors, options):
     assert all(x is None or x.is_cpu for x in tensors)
     seen.add(portable(signature(operator, tensors, options)))
-    _, results = cache.sketch(operator, symbolic(operator, tensors, options), options, targets.INTERPRETER)
+    _, results = cache.build_steps(operator, symbolic(operator, tensors, options), options, targets.INTERPRETER)
     return zeros(tensors, results)
 
 def compare(name, what, T, training, *calls):
@@ -266,7 +266,7 @@ def specializations(tokens: Sequence[int]) -> set[Any]:
     """Return each kernel with its config and kinds of arguments, over all inference plans of the layer."""
     found = set()
     for one in ahead.collect(ahead._calls(SHAPE, tokens, False)):
-        builder, _ = cache.sketch(ahead._OPERATORS[one.operator], one.inputs, one.options, H200)
+        builder, _ = cache.build_steps(ahead._OPERATORS[one.operator], one.inputs, one.options, H200)
         for step in builder.steps:
             if hasattr(step, "kernel"):
                 arguments = tuple(map(described, step.arguments))
@@ -501,9 +501,9 @@ def test_compile_refuses(
     """The exit code is 2, and nothing is compiled."""
     asked: list[Any] = []
 
-    def compile_ahead(what: Any, **options: Any) -> ahead.Made:
+    def compile_ahead(what: Any, **options: Any) -> ahead.CompileCounts:
         asked.append((what, options))
-        return ahead.Made(3, 2, 1)
+        return ahead.CompileCounts(3, 2, 1)
 
     monkeypatch.setattr(commands, "compile_ahead", compile_ahead)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -527,16 +527,16 @@ def test_compile_compares_whole_numbers_of_versions(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(store, "public_version", lambda name: "3.10.0")
     line = ["--model", "olmoe", "--gpu", "h200", "--triton"]
     assert compile_main(*line, "3.1") == 2
-    monkeypatch.setattr(commands, "compile_ahead", lambda *_, **options: ahead.Made(0, 0, 0))
+    monkeypatch.setattr(commands, "compile_ahead", lambda *_, **options: ahead.CompileCounts(0, 0, 0))
     assert compile_main(*line, "3.10") == 0
 
 
 def test_compile_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
-    def compile_ahead(what: Any, **options: Any) -> ahead.Made:
+    def compile_ahead(what: Any, **options: Any) -> ahead.CompileCounts:
         asked.append((what, options, store.folder()))
-        return ahead.Made(0, 0, 0)
+        return ahead.CompileCounts(0, 0, 0)
 
     monkeypatch.setattr(commands, "compile_ahead", compile_ahead)
     line = "--model olmoe mixtral-8x7b --layer 64,32,4,2 --dtype float16 --tokens 3:9 --training --gpu b200 --jobs 5"

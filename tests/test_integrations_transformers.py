@@ -320,7 +320,7 @@ def test_a_model_is_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A cache filled for the shape of a model's layers has all plans of the model."""
     asked: list[int] = []
 
-    def fill(wanted: Sequence[ahead.Wanted], gpu: Gpu, *_: Any) -> None:
+    def fill(wanted: Sequence[ahead.PlanRequest], gpu: Gpu, *_: Any) -> None:
         asked.append(len(wanted))
         for one in wanted:
             key = store.plan_key(one.signature, gpu, rules.tuned_digest(gpu))

@@ -781,7 +781,7 @@ class Machine:
         from moe_kernels.runtime import compile as compiler
 
         monkeypatch.setattr(targets, "of_device", lambda kind, index: GPU)
-        monkeypatch.setattr(cache, "draw", self.draw)
+        monkeypatch.setattr(cache, "make_plan", self.draw)
         monkeypatch.setattr(compiler, "binary", self.binary)
         monkeypatch.setattr(launch, "compiled_kernel", lambda binary: binary.code.decode())
         monkeypatch.setattr(launch, "launcher", self.launcher)
@@ -1023,12 +1023,12 @@ def test_plans_under_a_forced_choice_are_not_of_the_store(machine: Machine) -> N
         assert machine.run() == BY_RULE
     forced = rules.rule(PROBLEM, "basic", 32)
     forced = replace(forced, config=rules.Config(**{**forced.config.config, "num_stages": 2}))
-    with cache.set_aside(), rules.force(forced):
+    with cache.isolated(), rules.force(forced):
         assert machine.run_quietly() == "stages2"
     assert machine.kept == {BY_RULE}
     assert machine.run_quietly() == BY_RULE and machine.drawn == [BY_RULE, "stages2"]
     machine.begin_a_process()
-    with cache.set_aside(), rules.force(forced):
+    with cache.isolated(), rules.force(forced):
         assert machine.run_quietly() == "stages2"  # not the plan of the store either
     assert machine.run_quietly() == BY_RULE and machine.drawn == ["stages2"]
 

@@ -1,4 +1,4 @@
-"""Plans as data: symbolic integers, signatures, JSON, the generated function, the plan cache and its replays."""
+"""Plans as data: symbolic integers, signatures, JSON, the generated function, the plan cache and its repeats."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_kernels import grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import cache, targets, torch_internals
-from moe_kernels.runtime.emit import emit, emit_replay
-from moe_kernels.runtime.launch import DirectWay, TritonWay
+from moe_kernels.runtime.emit import emit, emit_repeat
+from moe_kernels.runtime.launch import DirectLauncher, TritonLauncher
 from moe_kernels.runtime.plan import Alloc, Call, Constant, Descriptor, Launch, Plan, Pointer, plan_from_json
 from moe_kernels.runtime.signature import (
     MAX_ROWS,
@@ -497,11 +497,11 @@ def test_the_least_recently_used_plan_is_evicted() -> None:
 
 def test_plans_are_set_aside_and_come_back() -> None:
     plans = cache.plans
-    with cache.set_aside():
+    with cache.isolated():
         kept = entry()
         plans.put((1,), kept)
         plans.recent["op"] = (len,)
-        with pytest.raises(RuntimeError), cache.set_aside():
+        with pytest.raises(RuntimeError), cache.isolated():
             assert not plans.entries and not plans.recent
             plans.put((1,), entry())
             plans.recent["op"] = (max,)
@@ -526,7 +526,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(cache, "_load", load)
     monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
-    with cache.set_aside(), torch.no_grad():
+    with cache.isolated(), torch.no_grad():
         yield seen
 
 
@@ -536,20 +536,20 @@ def run(*given: Any) -> Tensor:
 
 
 def again(*given: Any) -> Tensor | None:
-    """Return the result of a call if it is a replay, else None."""
+    """Return the result of a call if it is a repeat, else None."""
     *tensors, out_dtype, variant = given
-    out: Tensor | None = cache.replay(GROUPED_GEMM, (*tensors, None), (out_dtype, variant))
+    out: Tensor | None = cache.repeat(GROUPED_GEMM, (*tensors, None), (out_dtype, variant))
     return out
 
 
-def replays() -> tuple[Any, ...]:
+def repeats() -> tuple[Any, ...]:
     return cache.plans.recent.get("grouped_gemm", ())
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_a_call_like_an_earlier_one_is_a_replay(name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_like_an_earlier_one_is_a_repeat(name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
-        raise AssertionError("no replay")
+        raise AssertionError("no repeat")
 
     run(*call())
     calls.clear()
@@ -560,7 +560,7 @@ def test_a_call_like_an_earlier_one_is_a_replay(name: str, calls: list[int], mon
         out = function(*given)
         assert out is not None and out.dtype == torch.bfloat16 and out.shape == (rows, N) and out.is_contiguous()
         assert calls.pop() == rows and not calls
-    assert len(replays()) == len(cache.plans.entries) == 1
+    assert len(repeats()) == len(cache.plans.entries) == 1
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -588,7 +588,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a dispatch mode": lambda: FlopCounterMode(display=False),
     "forward derivatives": forward_ad.dual_level,
     "a profiler": lambda: profile(activities=[ProfilerActivity.CPU]),
-    "plans set aside": cache.set_aside,
+    "plans set aside": cache.isolated,
 }
 
 
@@ -602,10 +602,10 @@ def test_nor_is_one_that_somebody_records(name: str, calls: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["gradients", "autocast", "a dispatch mode", "forward derivatives", "a profiler"])
-def test_nor_is_there_a_replay_of_one_that_somebody_records(name: str, calls: list[int]) -> None:
+def test_nor_is_there_a_repeat_of_one_that_somebody_records(name: str, calls: list[int]) -> None:
     with MODES[name]():
         run(*call())
-    assert not replays()
+    assert not repeats()
 
 
 def test_nor_is_one_inside_a_transform(calls: list[int]) -> None:
@@ -640,25 +640,25 @@ def test_inference_mode_is_a_kind_of_its_own(calls: list[int]) -> None:
         assert again(*given) is not None
     assert again(*call()) is None
     run(*call())
-    assert again(*call()) is not None and len(replays()) == 2
+    assert again(*call()) is not None and len(repeats()) == 2
     with torch.inference_mode():
         assert again(*given) is not None
 
 
 def test_a_few_kinds_are_looked_at_first(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays beyond these few are not generated again, which would take much longer than a call."""
+    """Repeats beyond these few are not generated again, which would take much longer than a call."""
     made: list[Any] = []
 
     def record(*args: Any) -> Any:
         made.append(args)
-        return emit_replay(*args)
+        return emit_repeat(*args)
 
-    monkeypatch.setattr(cache, "emit_replay", record)
+    monkeypatch.setattr(cache, "emit_repeat", record)
     every = [M << i for i in range(20)]
     for rows in every * 3:
         out = run(*call(A=torch.zeros(1, K, dtype=torch.bfloat16).expand(rows, K)))
         assert len(out) == rows
-    assert calls == every * 3 and len(replays()) == 16 and len(made) == 20
+    assert calls == every * 3 and len(repeats()) == 16 and len(made) == 20
 
 
 def test_not_very_many_kinds_share_a_plan(calls: list[int]) -> None:
@@ -671,7 +671,7 @@ def test_not_very_many_kinds_share_a_plan(calls: list[int]) -> None:
         with torch.inference_mode() if inference else nullcontext():
             assert run(A, B, *rest).shape == (M, N)
     (known,) = cache.plans.entries.values()
-    assert len(known.replays) == len(replays()) == 8 and len(calls) == 64
+    assert len(known.repeats) == len(repeats()) == 8 and len(calls) == 64
 
 
 FLOAT32: dict[str, Callable[[], Given]] = {
@@ -682,32 +682,32 @@ FLOAT32: dict[str, Callable[[], Given]] = {
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_products_of_float32_are_not_replayed(name: str, calls: list[int]) -> None:
+def test_products_of_float32_are_not_repeated(name: str, calls: list[int]) -> None:
     """A setting of PyTorch decides whether they may use tf32."""
     for _ in range(2):
         run(*FLOAT32[name]())
-    assert calls == [M, M] and not replays()
+    assert calls == [M, M] and not repeats()
 
 
 @pytest.mark.parametrize(("name", "multiplied"), [("scales_A", False), ("topk_weights", False), ("bias", True)])
-def test_float32_that_is_not_multiplied_is_replayed(name: str, multiplied: bool) -> None:
+def test_float32_that_is_not_multiplied_is_repeated(name: str, multiplied: bool) -> None:
     """Its signature is the same under every setting, too."""
     operator = Operator("op", "", ("A", name), ("A",), lambda *_: Counts(4))
     tensors = torch.zeros(4, 8, dtype=torch.float16), torch.zeros(4, 1)
     plan = Plan(operator.inputs, (Launch("kernel", (ROWS,), ()),), (0,))
-    made = emit_replay(plan, {"kernel": Noting([])}, CPU, tensors, operator, None, (4, 7))
+    made = emit_repeat(plan, {"kernel": Noting([])}, CPU, tensors, operator, None, (4, 7))
     assert (made is None) == multiplied
     assert ("tf32" in signature(operator, tensors, None)) == multiplied
 
 
 @pytest.mark.parametrize("name", ["not aligned", "weights not aligned"])
-def test_tensors_that_are_not_aligned_are_not_replayed(name: str, calls: list[int]) -> None:
+def test_tensors_that_are_not_aligned_are_not_repeated(name: str, calls: list[int]) -> None:
     for _ in range(2):
         run(*OTHER[name]())
-    assert calls == [M, M] and not replays()
+    assert calls == [M, M] and not repeats()
 
 
-def test_a_call_from_another_device_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_from_another_device_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same holds for a call with tensors of another device, which guards reject."""
     seen: list[Any] = []
     current = [1]
@@ -716,7 +716,7 @@ def test_a_call_from_another_device_is_not_replayed(monkeypatch: pytest.MonkeyPa
     device = torch.device("cuda", 1)
     A = torch.zeros(4, 8, dtype=torch.float16)
     operator = Operator("op", "", plan.inputs, plan.inputs, lambda *_: Counts(4))
-    made = emit_replay(plan, {"kernel": Noting(seen)}, device, (A, None), operator, "asked", (1, 9))
+    made = emit_repeat(plan, {"kernel": Noting(seen)}, device, (A, None), operator, "asked", (1, 9))
     assert made is not None and made("asked", A, None) is A and seen.pop() == ((4,),)
     assert made("else", A, None) is None and made("asked", A, A) is None
     current[0] = 0
@@ -741,14 +741,14 @@ def test_rows_that_are_multiples_of_rows(like: Any, alike: Any, others: Any) -> 
         empty = torch.zeros(100, 8, dtype=torch.float16)
         return empty[:rows], torch.zeros(3, dtype=torch.int64), empty[:others]
 
-    made = emit_replay(plan, {"kernel": Noting(seen)}, CPU, inputs(*like), operator, None, (6, 30))
+    made = emit_repeat(plan, {"kernel": Noting(seen)}, CPU, inputs(*like), operator, None, (6, 30))
     assert made is not None
     for rows in alike:
         assert made(None, *inputs(*rows)) is not None and seen.pop() == (rows,)
     for rows in others:
         assert made(None, *inputs(*rows)) is None and not seen
     for rows in ((8, 25), (8, 7), (0, 8), (8, 0)):
-        none = emit_replay(plan, {"kernel": Noting(seen)}, CPU, inputs(*rows), operator, None, (0, 30))
+        none = emit_repeat(plan, {"kernel": Noting(seen)}, CPU, inputs(*rows), operator, None, (0, 30))
         assert none is None
 
 
@@ -757,29 +757,29 @@ def test_without_guards_calls_go_on(guards: Any, calls: list[int], monkeypatch: 
     monkeypatch.setattr(torch_internals, "tensor_guards", guards)
     for _ in range(2):
         assert run(*call()).shape == (M, N)
-    assert calls == [M, M] and not replays()
+    assert calls == [M, M] and not repeats()
 
 
-def test_what_fails_in_a_replay_is_raised_and_not_done_again(calls: list[int]) -> None:
+def test_what_fails_in_a_repeat_is_raised_and_not_done_again(calls: list[int]) -> None:
     run(*call())
-    (replay,) = replays()
-    (name,) = (name for name in replay.__globals__ if name.startswith("note"))
+    (repeat,) = repeats()
+    (name,) = (name for name in repeat.__globals__ if name.startswith("note"))
 
     def fails(grid: Any) -> None:
         calls.append(-1)
         raise RuntimeError("out of memory")
 
-    note, replay.__globals__[name] = replay.__globals__[name], fails
+    note, repeat.__globals__[name] = repeat.__globals__[name], fails
     with pytest.raises(RuntimeError, match="out of memory"):
         run(*call())
-    replay.__globals__[name] = note
+    repeat.__globals__[name] = note
     assert run(*call()).shape == (M, N) and calls == [M, -1, M]
 
 
 @pytest.mark.usefixtures("calls")
-def test_replays_are_freed_with_their_plans() -> None:
+def test_repeats_are_freed_with_their_plans() -> None:
     run(*call())
-    gone = weakref.ref(replays()[0])
+    gone = weakref.ref(repeats()[0])
     gc.disable()
     try:
         cache.clear()
@@ -791,17 +791,17 @@ def test_replays_are_freed_with_their_plans() -> None:
 def test_the_collector_is_paused_while_a_plan_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     enabled: list[bool] = []
 
-    def sketch(*_: Any) -> Any:
+    def build_steps(*_: Any) -> Any:
         enabled.append(gc.isenabled())
         raise RuntimeError("no plan")
 
-    monkeypatch.setattr(cache, "sketch", sketch)
+    monkeypatch.setattr(cache, "build_steps", build_steps)
     for disabled in (False, True):
         try:
             if disabled:
                 gc.disable()
             with pytest.raises(RuntimeError, match="no plan"):
-                cache.draw(GROUPED_GEMM, [], None, targets.KNOWN["h200"])
+                cache.make_plan(GROUPED_GEMM, [], None, targets.KNOWN["h200"])
             assert gc.isenabled() is not disabled
         finally:
             gc.enable()
@@ -820,7 +820,7 @@ def test_the_collector_is_paused_until_the_last_thread_is_done() -> None:
         assert gc.isenabled()
 
 
-class Direct(DirectWay):
+class Direct(DirectLauncher):
     """A direct launch that calls `launch`, for a kernel that Triton would launch with `by_triton`."""
 
     def __init__(self, launch: Callable[[], None], by_triton: Callable[..., None], text: str | None = None):
@@ -874,7 +874,7 @@ def test_kernels_are_launched_directly(launched: Any) -> None:
     done = launched(raises())
     for _ in range(3):
         run(*call())
-    assert done == ["direct"] * 3 and len(replays()) == 1 and not cache.plans.launchers
+    assert done == ["direct"] * 3 and len(repeats()) == 1 and not cache.plans.launchers
 
 
 @pytest.mark.parametrize("error", [TypeError, IndexError, ValueError, RuntimeError, AttributeError, ImportError])
@@ -882,15 +882,15 @@ def test_kernels_are_launched_directly(launched: Any) -> None:
 def test_a_direct_launch_that_fails_at_first_goes_by_triton_from_then_on(
     error: type[Exception], text: bool, launched: Any
 ) -> None:
-    """This includes replays, calls without one, and other plans that launch the same kernel."""
+    """This includes repeats, calls without one, and other plans that launch the same kernel."""
     done = launched(raises(*[error("another launcher")] * 9), text="no such thing" if text else None)
     for _ in range(2):
         assert run(*call()).shape == (M, N)
-    assert len(replays()) == 1
+    assert len(repeats()) == 1
     cache.plans.recent.clear()
     run(*call())
     assert done == ["direct"] * (not text) + ["triton"] * 3
-    assert [type(way) for way in cache.plans.launchers.values()] == [TritonWay]
+    assert [type(way) for way in cache.plans.launchers.values()] == [TritonLauncher]
 
 
 def test_a_direct_launch_that_fails_later_is_not_repeated(launched: Any) -> None:

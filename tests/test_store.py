@@ -1045,7 +1045,7 @@ def source_of(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> str:
         made.append("\n    ".join([f"def {signature}:", *statements]))
 
     monkeypatch.setattr(emit, "define", define)
-    launchers = {key: launch.TritonWay(object()) for key in plan.binaries}
+    launchers = {key: launch.TritonLauncher(object()) for key in plan.binaries}
     emit.emit(plan, launchers, torch.device("cpu"))
     return made[0]
 

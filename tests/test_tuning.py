@@ -43,7 +43,7 @@ class Bench:
         self.made: dict[Any, rules.Choice] = {}
         memory = types.SimpleNamespace(total_memory=2**37)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-        monkeypatch.setattr(search, "asked", self.asked)
+        monkeypatch.setattr(search, "problem_of", self.problem_of)
         monkeypatch.setattr(search, "calls_under", self.calls_under)
         monkeypatch.setattr(search, "interleaved", self.interleaved)
         monkeypatch.setattr(search, "kernel_calls", lambda choice, inputs: (exported.jagged, [()] * 3))
@@ -52,7 +52,7 @@ class Bench:
     def seeds(kernel: helion.Kernel[Any]) -> Any:
         return kernel.settings.autotune_seed_configs
 
-    def asked(self, operator: Any, tensors: Sequence[Any], options: Any) -> rules.Problem:
+    def problem_of(self, operator: Any, tensors: Sequence[Any], options: Any) -> rules.Problem:
         A, B, _, _ = tensors
         (M, K), (G, _, N) = A.shape, B.shape
         return problem_of(rules.floor_power_of_2(M // G), M, N, K, G, A.dtype)
@@ -371,12 +371,12 @@ def test_what_a_config_leaves_out_shows() -> None:
 
         return [call]
 
-    turns = search.Turns(workload([], calls), CPU, math.inf)
+    trials = search.Trials(workload([], calls), CPU, math.inf)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(torch_internals, "allocator", lambda device: lambda *_: memory.clone())
-        assert turns.add([0, 1, 0], at_least=3) == [0]
+        assert trials.add([0, 1, 0], at_least=3) == [0]
     assert filled == [True, False, True]
-    assert turns.choices == [0, 1] and list(turns.calls) == [0]
+    assert trials.choices == [0, 1] and list(trials.calls) == [0]
 
 
 def test_a_choice_of_another_result_than_the_first_that_works_is_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,25 +385,25 @@ def test_a_choice_of_another_result_than_the_first_that_works_is_out(capsys: pyt
             raise RuntimeError("out of resource")
         return [lambda: torch.full((2,), float(choice % 5))]
 
-    turns = search.Turns(workload([], calls), CPU, math.inf)
-    assert turns.add([7, 1, 2, 6, 1], at_least=1) == [1, 3]
-    assert turns.add([6, 11], at_least=1) == [4]  # choices that were tried are not tried again
+    trials = search.Trials(workload([], calls), CPU, math.inf)
+    assert trials.add([7, 1, 2, 6, 1], at_least=1) == [1, 3]
+    assert trials.add([6, 11], at_least=1) == [4]  # choices that were tried are not tried again
     assert capsys.readouterr().out.count("does not work") == 2
 
 
 def test_spent_time_leaves_out_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    turns = search.Turns(workload([], lambda choice: [lambda: torch.zeros(1)]), CPU, 0.0)
-    assert turns.add(range(5), at_least=3) == [0, 1, 2]
-    assert turns.add([9, 10], at_least=1) == [3]
+    trials = search.Trials(workload([], lambda choice: [lambda: torch.zeros(1)]), CPU, 0.0)
+    assert trials.add(range(5), at_least=3) == [0, 1, 2]
+    assert trials.add([9, 10], at_least=1) == [3]
     assert capsys.readouterr().out.count("the time is over") == 2
 
 
 def test_routings_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "interleaved", lambda calls, *_: {(i, j): 2.0 * (i + 1) * 4**j for i, j in calls})
-    turns = search.Turns(workload([], lambda choice: [lambda: torch.zeros(1)] * 2), CPU, math.inf)
-    turns.add([0, 1], at_least=2)
-    assert turns.times(1) == pytest.approx({0: 4.0, 1: 8.0})
-    assert turns.times(1, [1, 1, 5]) == pytest.approx({1: 8.0})
+    trials = search.Trials(workload([], lambda choice: [lambda: torch.zeros(1)] * 2), CPU, math.inf)
+    trials.add([0, 1], at_least=2)
+    assert trials.times(1) == pytest.approx({0: 4.0, 1: 8.0})
+    assert trials.times(1, [1, 1, 5]) == pytest.approx({1: 8.0})
 
 
 def test_nothing_that_works_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +438,7 @@ def test_the_bucket_of_a_task_is_that_of_its_problem(
     monkeypatch.setattr(entries, "near", lambda *_: [])
     task = search.Task(G, M, 96, 64, "bfloat16", transposed)
     inputs = search.Inputs(task, CPU)
-    problem = search.asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
+    problem = search.problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
     assert (problem.gpu, problem.tma_A, problem.transposed) == (GPU, True, transposed)
     assert rules.bucket_of(problem) == search.bucket(task, CPU)
     assert search.grouped_workload(task, CPU).choices[0] == rules.rule(problem)

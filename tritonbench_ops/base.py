@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from tritonbench.utils.triton_op import BenchmarkOperator, Mode
 
 from moe_kernels import rules
-from moe_kernels.runtime.cache import set_aside
+from moe_kernels.runtime.cache import isolated
 from tritonbench_ops import plots
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def checked(provider: Callable[..., Callable[[], Any]]) -> Callable[..., Callabl
 
     @functools.wraps(provider)
     def build(self: Operator, *inputs: Any) -> Callable[[], Any]:
-        with set_aside(), rules.record() as chosen:
+        with isolated(), rules.record() as chosen:
             call = provider(self, *inputs)
             self.check(call(), *inputs)
         self.chosen[provider.__name__] = chosen[-1][1] if chosen else None
@@ -128,7 +128,7 @@ def chosen_config(call: Callable[[], Any]) -> dict[str, Any] | str:
     with contextlib.ExitStack() as stack:
         chosen = stack.enter_context(rules.record())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # other threads' choices are not recorded
-        stack.enter_context(set_aside())  # a cached plan makes no choice
+        stack.enter_context(isolated())  # a cached plan makes no choice
         call()
     return described(chosen[-1][1]) if chosen else "plain PyTorch"
 

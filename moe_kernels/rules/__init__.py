@@ -443,7 +443,7 @@ _made: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("made", default=Non
 def force(choice: Any) -> Iterator[None]:
     """Within the block, every problem gets `choice`, which must be of the operator that is called.
 
-    Existing plans are still found, unless `runtime.cache.set_aside` hides them.
+    Existing plans are still found, unless `runtime.cache.isolated` hides them.
     """
     token = _forced.set(choice)
     try:

@@ -1,9 +1,9 @@
 """The plan cache: finds the function that runs a call, from the call's tensors. Lookup order:
 
-replay    the functions of recent calls, guarded in C++
+repeat    the functions of recent calls, guarded in C++
 memory    plans by signature
 disk      plans of other processes
-planner   draws the plan, which imports Helion
+planner   makes the plan, which imports Helion
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.runtime import launch, store, targets, torch_internals
-from moe_kernels.runtime.emit import emit, emit_replay
+from moe_kernels.runtime.emit import emit, emit_repeat
 from moe_kernels.runtime.plan import Builder, Plan
 from moe_kernels.runtime.signature import Operator, Tensors, portable, rows_bounds, signature, symbolic
 from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.runtime.targets import Gpu
 
 _MOST_PLANS = 4096
-_MOST_REPLAYS = 16  # per operator, tried one after another
-_MOST_STATES = 8  # replays per plan, one for each state of a call that its signature leaves out
+_MOST_REPEATS = 16  # per operator, tried one after another
+_MOST_STATES = 8  # repeats per plan, one for each state of a call that its signature leaves out
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Entry:
     run: Callable[..., Any]
     plan: Plan
     launchers: Mapping[str, launch.Launcher]
-    replays: dict[Any, Callable[..., Any] | None] = field(default_factory=dict)  # by state outside the signature
+    repeats: dict[Any, Callable[..., Any] | None] = field(default_factory=dict)  # by state outside the signature
 
 
 @dataclass
@@ -78,13 +78,13 @@ class PlanCache:
 plans = PlanCache()
 
 
-def replay(operator: Operator, tensors: Tensors, asked: Any) -> Any:
+def repeat(operator: Operator, tensors: Tensors, requested: Any) -> Any:
     """The result of a call like a recent one, if bypassing torch.library and autograd is unobservable; else None."""
     if torch.compiler.is_dynamo_compiling() or torch_internals.profiled():
         return None
     recent = plans.recent.get(operator.name, ())
     for i, call in enumerate(recent):
-        out = call(asked, *tensors)
+        out = call(requested, *tensors)
         if out is not None:
             if i > 3:
                 plans.recent[operator.name] = call, *recent[:i], *recent[i + 1 :]
@@ -92,8 +92,8 @@ def replay(operator: Operator, tensors: Tensors, asked: Any) -> Any:
     return None
 
 
-def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> None:
-    """Let later calls like this one be replayed. `asked` are its options as given, `options` as resolved."""
+def remember(operator: Operator, tensors: Tensors, requested: Any, options: Any) -> None:
+    """Let later calls like this one be repeated. `requested` are its options as given, `options` as resolved."""
     if torch.compiler.is_dynamo_compiling() or not torch_internals.can_bypass_dispatcher(*tensors):
         return
     first = next(x for x in tensors if x is not None)
@@ -103,23 +103,23 @@ def remember(operator: Operator, tensors: Tensors, asked: Any, options: Any) -> 
     if entry is None:
         return
     states = [None if x is None else (type(x), x.requires_grad, x.is_inference()) for x in tensors]
-    state = (asked, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *states)
-    if state not in entry.replays:
-        if len(entry.replays) >= _MOST_STATES:
+    state = (requested, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *states)
+    if state not in entry.repeats:
+        if len(entry.repeats) >= _MOST_STATES:
             return
-        entry.replays[state] = emit_replay(
+        entry.repeats[state] = emit_repeat(
             entry.plan,
             entry.launchers,
             first.device,
             tensors,
             operator,
-            asked,
+            requested,
             rows_bounds(operator.counts(tensors, options)),
         )
-    made = entry.replays[state]
+    made = entry.repeats[state]
     if made is not None:
         others = [call for call in plans.recent.get(operator.name, ()) if call is not made]
-        plans.recent[operator.name] = made, *others[: _MOST_REPLAYS - 1]
+        plans.recent[operator.name] = made, *others[: _MOST_REPEATS - 1]
 
 
 _collectors = threading.local()  # calls of other threads run as usual
@@ -185,10 +185,10 @@ def _load(
 ) -> tuple[Plan, dict[str, launch.Launcher]]:
     """Return a plan, from the store or new, and the launchers of its binaries."""
     if gpu.backend == "interpreter":
-        from moe_kernels.runtime.interpreter import InterpretedWay
+        from moe_kernels.runtime.interpreter import InterpreterLauncher
 
-        plan, specialized = draw(operator, inputs, options, gpu)
-        return plan, {name: InterpretedWay(one.function) for name, one in specialized.items()}
+        plan, specialized = make_plan(operator, inputs, options, gpu)
+        return plan, {name: InterpreterLauncher(one.function) for name, one in specialized.items()}
 
     def load(made: Mapping[str, store.Binary], sources: Mapping[str, Any]) -> None:
         plans.binaries.update(made)
@@ -223,7 +223,7 @@ def plan_of(
     """Return a plan and its binaries for a GPU model, from the store, or new and then stored. The GPU may be absent.
 
     `load` is called with the binaries and, for a new plan, their sources. If it fails on a stored plan, other than for
-    lack of memory, the plan is drawn again, so that `rules.with_fallback` sees its choices. If it fails on a new plan,
+    lack of memory, the plan is made again, so that `rules.with_fallback` sees its choices. If it fails on a new plan,
     the plan is not stored. Plans under a forced choice bypass the store.
     """
     kept = rules.forced() is None
@@ -233,7 +233,7 @@ def plan_of(
         from moe_kernels.runtime import compile as compiler  # imports Helion
 
         compiling = compiler.Compiling(gpu)
-        plan, sources = draw(operator, inputs, options, gpu, compiling.begin)
+        plan, sources = make_plan(operator, inputs, options, gpu, compiling.begin)
         binaries = compiling.binaries()
         load(binaries, sources)
         if kept:
@@ -275,21 +275,21 @@ def _collector_paused() -> Iterator[None]:
 
 
 @_collector_paused()
-def draw(
+def make_plan(
     operator: Operator,
     inputs: Sequence[SymbolicTensor | None],
     options: Any,
     gpu: Gpu,
     begin: Callable[[Any], None] = lambda one: None,
 ) -> tuple[Plan, dict[str, Any]]:
-    """Draw a plan, and return it with the sources of its binaries. `begin` gets each source as soon as it exists."""
+    """Make a plan, and return it with the sources of its binaries. `begin` gets each source as soon as it exists."""
     from moe_kernels.runtime import compile as compiler  # imports Helion
 
-    builder, results = sketch(operator, inputs, options, gpu)
-    return compiler.finish(builder, results, begin)
+    builder, results = build_steps(operator, inputs, options, gpu)
+    return compiler.to_plan(builder, results, begin)
 
 
-def sketch(
+def build_steps(
     operator: Operator, inputs: Sequence[SymbolicTensor | None], options: Any, gpu: Gpu
 ) -> tuple[Builder, Sequence[SymbolicTensor]]:
     """Return a planner's steps and results, with requests in place of binaries. Nothing is compiled."""
@@ -301,10 +301,10 @@ def sketch(
 
 def _checked(plan: Plan, launchers: dict[str, launch.Launcher], device: torch.device) -> Callable[..., Any]:
     """Return the function that runs a plan by direct launches, or by public ones if the first call fails."""
-    direct = {name: one for name, one in launchers.items() if isinstance(one, launch.DirectWay)}
+    direct = {name: one for name, one in launchers.items() if isinstance(one, launch.DirectLauncher)}
     if not direct:
         return emit(plan, launchers, device)
-    public = launchers | {name: launch.TritonWay(one.kernel) for name, one in direct.items()}
+    public = launchers | {name: launch.TritonLauncher(one.kernel) for name, one in direct.items()}
     chosen: list[Callable[..., Any]] = []
 
     def first(*tensors: Tensor | None) -> Any:
@@ -338,8 +338,8 @@ def reload() -> None:
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
-    """Within the block, draw new plans for all calls, as in a new process, without reading plans on disk."""
+def isolated() -> Iterator[None]:
+    """Within the block, make new plans for all calls, as in a new process, without reading plans on disk."""
     kept, recent, reads_store = plans.entries, plans.recent, plans.reads_store
     plans.entries, plans.recent, plans.reads_store = OrderedDict(), {}, False
     try:

@@ -72,7 +72,7 @@ class _HostDescriptor:
 
 
 @dataclass(frozen=True)
-class Specialized:
+class Specialization:
     """The source of a binary: a Triton function and the types of its arguments."""
 
     key: str
@@ -83,12 +83,12 @@ class Specialized:
     options: Mapping[str, Any]
 
 
-def finish(
-    builder: Builder, results: Sequence[SymbolicTensor], begin: Callable[[Specialized], None] = lambda one: None
-) -> tuple[Plan, dict[str, Specialized]]:
-    """Return the plan drawn on `builder`, and the sources of its binaries. `begin` is called with each source."""
+def to_plan(
+    builder: Builder, results: Sequence[SymbolicTensor], begin: Callable[[Specialization], None] = lambda one: None
+) -> tuple[Plan, dict[str, Specialization]]:
+    """Return the plan built on `builder`, and the sources of its binaries. `begin` is called with each source."""
     steps: list[Alloc | Call | Launch] = []
-    specialized: dict[str, Specialized] = {}
+    specialized: dict[str, Specialization] = {}
     for step in builder.steps:
         if isinstance(step, Request):
             launch, made = lower(step, builder.gpu)
@@ -112,7 +112,7 @@ def _uses(step: Alloc | Call | Launch) -> list[int]:
     return [x.variable for x in step.arguments if isinstance(x, (Pointer, Descriptor))]
 
 
-def lower(request: Request, gpu: Gpu) -> tuple[Launch, Specialized]:
+def lower(request: Request, gpu: Gpu) -> tuple[Launch, Specialization]:
     """Return the launch of `request` as data, and the source of its binary."""
     host = _host_function(request, gpu)
     made: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = []
@@ -138,13 +138,13 @@ def _argument(x: Any) -> Any:
     return x if type(x) is int or isinstance(x, SymbolicInt) else Constant(x)
 
 
-def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, Any], gpu: Gpu) -> Specialized:
+def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, Any], gpu: Gpu) -> Specialization:
     """Specialize on the arguments as Triton does at a launch, except that integers which change from call to call are
     not specialized as 1 or as multiples of 16.
     """
     kept = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
     if gpu.backend == "interpreter":
-        return Specialized(f"interpreted{id(function)}", function, (), {}, {}, kept)
+        return Specialization(f"interpreted{id(function)}", function, (), {}, {}, kept)
     signature: list[str] = []
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -161,7 +161,7 @@ def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, A
             attributes[i,] = [["tt.divisibility", 16]]
     content = (function.cache_key, signature, sorted(constants.items()), sorted(attributes), sorted(kept.items()))
     key = hashlib.sha256(repr((*content, gpu.backend, gpu.arch, store.public_version("triton"))).encode()).hexdigest()
-    return Specialized(key, function, tuple(signature), constants, attributes, kept)
+    return Specialization(key, function, tuple(signature), constants, attributes, kept)
 
 
 def _type_of(x: Any) -> str:
@@ -176,7 +176,7 @@ def _type_of(x: Any) -> str:
     return "fp32" if isinstance(x, float) else "constexpr"
 
 
-def binary(specialized: Specialized, gpu: Gpu) -> store.Binary:
+def binary(specialized: Specialization, gpu: Gpu) -> store.Binary:
     """Return a binary from the store, or else compile and store it."""
     if (known := store.read_binary(specialized.key)) is not None:
         return known
@@ -194,7 +194,7 @@ def binary(specialized: Specialized, gpu: Gpu) -> store.Binary:
     return store.write_binary(made)
 
 
-def compiled_kernel(specialized: Specialized, gpu: Gpu) -> Any:
+def compiled_kernel(specialized: Specialization, gpu: Gpu) -> Any:
     """Return Triton's `CompiledKernel`, from Triton's own cache if it is there."""
     names = specialized.function.arg_names
     source = ASTSource(
@@ -216,7 +216,7 @@ class Compiling:
         self.gpu, self.pool = gpu, ThreadPoolExecutor(8)
         self.begun: dict[str, Future[store.Binary]] = {}
 
-    def begin(self, one: Specialized) -> None:
+    def begin(self, one: Specialization) -> None:
         if one.key not in self.begun:
             self.begun[one.key] = self.pool.submit(binary, one, self.gpu)
 

@@ -39,7 +39,7 @@ class _Body:
     def __init__(self, plan: Plan, launchers: Mapping[str, Launcher], device: torch.device):
         self.plan, self.launchers = plan, launchers
         self.names: dict[str, Any] = {"empty_strided": torch_internals.allocator(device)}
-        self.asked: dict[str, str] = {}  # extents and addresses of inputs, by name
+        self.of_inputs: dict[str, str] = {}  # extents and addresses of inputs, by name
         self.statements: list[str] = []
         for launcher in launchers.values():
             for statement in launcher.before(device, self.named):
@@ -62,16 +62,16 @@ class _Body:
         return text(n, self._extent)
 
     def _extent(self, tensor: int, dim: int) -> str:
-        return self._ask(f"n{tensor}_{dim}", f"t{tensor}.shape[{dim}]")
+        return self._input(f"n{tensor}_{dim}", f"t{tensor}.shape[{dim}]")
 
-    def _ask(self, name: str, value: str) -> str:
-        self.asked[name] = value
+    def _input(self, name: str, value: str) -> str:
+        self.of_inputs[name] = value
         return name
 
     def address(self, variable: int, offset: int = 0) -> str:
         name = f"p{variable}"
         if variable < len(self.plan.inputs):
-            self._ask(name, f"t{variable}.data_ptr()")
+            self._input(name, f"t{variable}.data_ptr()")
         return f"{name} + {offset}" if offset > 0 else f"{name} - {-offset}" if offset else name
 
     def _step(self, step: Any) -> list[str]:
@@ -101,25 +101,25 @@ class _Body:
 def emit(plan: Plan, launchers: Mapping[str, Launcher], device: torch.device) -> Callable[..., Any]:
     """Return the function `run(*inputs)` of `plan`, for tensors on `device`, which must be the current one."""
     body = _Body(plan, launchers, device)
-    asked = [f"{name} = {value}" for name, value in body.asked.items()]
-    return define(f"run({_parameters(plan)})", [*asked, *body.statements], body.names)
+    loads = [f"{name} = {value}" for name, value in body.of_inputs.items()]
+    return define(f"run({_parameters(plan)})", [*loads, *body.statements], body.names)
 
 
-def emit_replay(
+def emit_repeat(
     plan: Plan,
     launchers: Mapping[str, Launcher],
     device: torch.device,
     inputs: Sequence[Tensor | None],
     operator: Operator,
-    asked: Any,
+    requested: Any,
     bounds: tuple[int, int],
 ) -> Callable[..., Any] | None:
-    """Return `replay(asked, *inputs)`, which runs the plan for matching calls and returns None for others.
+    """Return `repeat(requested, *inputs)`, which runs the plan for matching calls and returns None for others.
 
-    A call matches if `asked` is equal, the current device and the dispatcher's state (autocast, inference mode, modes,
-    transforms) are those of now, and the tensors are like these and aligned to 16 bytes. The rows of the operator's
-    first input with rows are within `bounds`, and those of the others in the same ratio to them as here. The result is
-    None if such a function cannot be generated.
+    A call matches if `requested` is equal, the current device and the dispatcher's state (autocast, inference mode,
+    modes, transforms) are those of now, and the tensors are like these and aligned to 16 bytes. The rows of the
+    operator's first input with rows are within `bounds`, and those of the others in the same ratio to them as here. The
+    result is None if such a function cannot be generated.
     """
     present = [i for i, x in enumerate(inputs) if x is not None]
     tensors = [x for x in inputs if x is not None]
@@ -144,7 +144,7 @@ def emit_replay(
     body = _Body(plan, launchers, device)
     names = {
         "alike": alike,
-        "expected": asked,
+        "expected": requested,
         "grad_enabled": torch.is_grad_enabled(),
         "forward_level": torch_internals.forward_level(),
         "is_grad_enabled": torch.is_grad_enabled,
@@ -154,7 +154,7 @@ def emit_replay(
     }
     low, high = bounds
     absent = "".join(f" or t{i} is not None" for i, x in enumerate(inputs) if x is None)
-    extents = {name: value for name, value in body.asked.items() if name.startswith("n")}
+    extents = {name: value for name, value in body.of_inputs.items() if name.startswith("n")}
     addresses = {f"p{i}": f"t{i}.data_ptr()" for i in present}
     checks: list[str] = []
     for i in dynamic:
@@ -163,10 +163,10 @@ def emit_replay(
         if relation is None:
             return None
         checks.append(f"not {low} <= n{i}_0 <= {high}" if i == dynamic[0] else relation)
-    same = "asked != expected or is_grad_enabled() is not grad_enabled or forward_ad._current_level != forward_level"
+    modes = "is_grad_enabled() is not grad_enabled or forward_ad._current_level != forward_level"
     statements = [
         "try:",
-        f"    if {same}{absent}: return None",
+        f"    if requested != expected or {modes}{absent}: return None",
         *(f"    {name} = {value}" for name, value in extents.items()),
         f"    if {' or '.join([*checks, 'not alike(' + ', '.join(f't{i}' for i in present) + ')'])}: return None",
         "except (AttributeError, IndexError, RuntimeError, TypeError): return None",
@@ -175,7 +175,7 @@ def emit_replay(
         f"if ({' | '.join(addresses)}) % 16: return None",
         *body.statements,
     ]
-    return define(f"replay(asked, {_parameters(plan)})", statements, body.names | names)
+    return define(f"repeat(requested, {_parameters(plan)})", statements, body.names | names)
 
 
 def _relation(name: str, tensor: Tensor | None, rows_name: str, rows: Tensor | None) -> str | None:

@@ -24,7 +24,7 @@ _FLOATS = _FP8 | {
 }
 
 
-class InterpretedWay:
+class InterpreterLauncher:
     """Launcher that calls `function[grid](*arguments)`, with tensors as pointers.
 
     Raises:

@@ -41,7 +41,7 @@ UNEXPECTED = (
 )
 
 
-class Text(Protocol):
+class Body(Protocol):
     """The names and values that a launcher needs in the generated function."""
 
     def named(self, kind: str, value: Any) -> str: ...
@@ -59,7 +59,7 @@ class Launcher(Protocol):
     def statement(self, launch: Launch, body: Any) -> str: ...
 
 
-class TritonWay:
+class TritonLauncher:
     """Launches by `kernel[grid](*arguments)`, the public interface of a compiled kernel."""
 
     def __init__(self, kernel: Any):
@@ -68,11 +68,11 @@ class TritonWay:
     def before(self, device: torch.device, named: Callable[[str, Any], str]) -> list[str]:
         return []
 
-    def statement(self, launch: Launch, body: Text) -> str:
+    def statement(self, launch: Launch, body: Body) -> str:
         arguments = ", ".join(self._argument(x, body) for x in launch.arguments)
         return f"{body.named('kernel', self.kernel)}[{_grid(launch, body)}]({arguments})"
 
-    def _argument(self, x: Any, body: Text) -> str:
+    def _argument(self, x: Any, body: Body) -> str:
         if isinstance(x, Descriptor):
             dtype, make = body.named("dtype", x.dtype), body.named("descriptor", _host_descriptor)
             shape = ", ".join(map(body.number, x.shape))
@@ -82,7 +82,7 @@ class TritonWay:
         return body.named("constant", x.value) if isinstance(x, Constant) else body.number(x)
 
 
-class DirectWay:
+class DirectLauncher:
     """Launches by the C function of Triton's launcher.
 
     Raises:
@@ -122,7 +122,7 @@ class DirectWay:
             "enter, leave = (enter, leave) if enter.calls else (None, None)",
         ]
 
-    def statement(self, launch: Launch, body: Text) -> str:
+    def statement(self, launch: Launch, body: Body) -> str:
         arguments: list[str] = []
         descriptions = iter(self.descriptions)
         for x in launch.arguments:
@@ -137,7 +137,7 @@ class DirectWay:
             return f"{raw}({to}, {packed}, {metadata}, enter, leave, {scratch}, ({', '.join(arguments)},))"
         return f"{raw}({to}, None, None, {packed}, {metadata}, enter, leave, {', '.join(arguments)})"
 
-    def _argument(self, x: Any, body: Text, descriptions: Iterator[Any]) -> list[str]:
+    def _argument(self, x: Any, body: Body, descriptions: Iterator[Any]) -> list[str]:
         if isinstance(x, Descriptor):
             encode = body.named("encode", _encoder(next(descriptions), x))
             shape = [body.number(n) for n in x.shape]
@@ -149,7 +149,7 @@ class DirectWay:
         return [body.named("constant", x.value) if isinstance(x, Constant) else body.number(x)]
 
 
-def _grid(launch: Launch, body: Text) -> str:
+def _grid(launch: Launch, body: Body) -> str:
     grid = [body.number(n) for n in launch.grid]
     return f"({', '.join(grid + ['1'] * (3 - len(grid)))})"
 
@@ -210,9 +210,9 @@ def launcher(kernel: Any) -> Launcher:
     with libraries():
         kernel.run  # noqa: B018  (loads the kernel, and its launcher)
     try:
-        return DirectWay(kernel)
+        return DirectLauncher(kernel)
     except UNEXPECTED:
-        return TritonWay(kernel)
+        return TritonLauncher(kernel)
 
 
 def compiled_kernel(record: store.Binary) -> Any:

@@ -3,7 +3,7 @@
     Plan(inputs, steps, results)    steps: Alloc(variable, shape, dtype), Call(function, ...), Launch(binary, grid, ...)
 
 Variables are numbered, inputs first. Extents of inputs and addresses are symbols, which a call fills in. A planner in
-`kernels/` draws a plan with a `Builder`, `compile` turns its requests into binaries, and `emit` generates a function.
+`kernels/` builds a plan with a `Builder`, `compile` turns its requests into binaries, and `emit` generates a function.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def rows_bounds(counts: Counts) -> tuple[int, int]:
 def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, ...]:
     """Everything that a plan depends on, including the devices of the tensors. Rows appear by their class alone.
 
-    Every call without a replay computes it; reading an attribute of a tensor takes about 0.1 us.
+    Every call that is no repeat computes it; reading an attribute of a tensor takes about 0.1 us.
     """
     key: list[Any] = [operator.name, options, rows_class(operator.counts(tensors, options))]
     for tensor, has_rows, multiplied in zip(tensors, operator.has_rows, operator.multiplied, strict=True):

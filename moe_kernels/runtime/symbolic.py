@@ -1,6 +1,6 @@
 """Symbolic integers and tensors for planners. Their values are known only in a call.
 
-A plan is drawn for a kind of call. Calls of one kind differ in the number of rows and in addresses. So an extent is an
+A plan is made for a kind of call. Calls of one kind differ in the number of rows and in addresses. So an extent is an
 int, or a `SymbolicInt` with bounds, and a tensor is a `SymbolicTensor`, which has no memory.
 """
 

@@ -205,16 +205,16 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
     """Return the best entry for `task` that is found in about `share` seconds."""
     until = time.monotonic() + share
     work = WORKLOADS[task.op](task, device)
-    turns = Turns(work, device, until)
-    turns.add(work.choices, at_least=3)
-    times = turns.times(FIRST_ROUNDS)
+    trials = Trials(work, device, until)
+    trials.add(work.choices, at_least=3)
+    times = trials.times(FIRST_ROUNDS)
     best = sorted(times, key=lambda i: times[i])
     if best:
-        of = work.stored(turns.choices[best[0]])
+        of = work.stored(trials.choices[best[0]])
         by_rule = f"{times[0]:.1f} us" if 0 in times else "does not work"
         print(f"  {of['kernel']}, block_m {of['block_m']}: {times[best[0]]:.1f} us; the rule's config: {by_rule}")
-    found = turns.add(work.near([turns.choices[i] for i in best], until), at_least=1)
-    times = turns.times(ROUNDS, [0, *best[:_FINALISTS], *found])
+    found = trials.add(work.near([trials.choices[i] for i in best], until), at_least=1)
+    times = trials.times(ROUNDS, [0, *best[:_FINALISTS], *found])
     if not times:
         raise RuntimeError("no config works, not even the rule's")
     winner = min(times, key=lambda i: times[i])
@@ -229,11 +229,11 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
         versions=entries.installed_versions(),
         date=datetime.date.today().isoformat(),
         command=command(task),
-        **work.stored(turns.choices[winner]),
+        **work.stored(trials.choices[winner]),
     )
 
 
-class Turns:
+class Trials:
     """Numbered choices, and the calls of those that work, to be timed in turns."""
 
     def __init__(self, work: Workload, device: torch.device, until: float):
@@ -326,17 +326,17 @@ def unique(choices: Iterable[Any], stored: Callable[[Any], dict[str, Any]], know
             yield choice
 
 
-def asked(operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Any:
+def problem_of(operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Any:
     """Return the problem for which a plan of `operator` first requests a choice; nothing is compiled."""
     first = next(x for x in tensors if x is not None)
     with rules.record() as made:
-        cache.sketch(operator, symbolic(operator, tensors, options), options, targets.of_tensor(first))
+        cache.build_steps(operator, symbolic(operator, tensors, options), options, targets.of_tensor(first))
     return made[0][0]
 
 
 def run_under(choice: Any, operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Callable[..., Any]:
     """Return the function that runs such calls with `choice` forced; it stays out of the plan cache."""
-    with cache.set_aside(), rules.force(choice):
+    with cache.isolated(), rules.force(choice):
         return cache.find(operator, tensors, options)
 
 
@@ -367,7 +367,7 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
     if (G, M) != (task.G, task.M):
         print(f"  reduced to G={G} M={M}, so that the weights fit into memory")
     inputs = Inputs(replace(task, G=G, M=M), device)
-    problem = replace(asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options), transposed=task.transposed)
+    problem = replace(problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options), transposed=task.transposed)
 
     def near(best: Sequence[rules.Choice], until: float) -> list[rules.Choice]:
         # `jagged_tails` has a single config, so the search starts from another kernel's.
@@ -492,7 +492,7 @@ def kernel_calls(choice: rules.Choice, inputs: Inputs) -> tuple[Any, list[tuple[
     first = inputs.tensors()[0]
     given = symbolic(GROUPED_GEMM, first, inputs.options)
     with rules.force(choice):
-        builder, _ = cache.sketch(GROUPED_GEMM, given, inputs.options, targets.of_tensor(inputs.A))
+        builder, _ = cache.build_steps(GROUPED_GEMM, given, inputs.options, targets.of_tensor(inputs.A))
     request = _last_launch(builder)
     run = run_under(choice, _ARGUMENTS, first, inputs.options)
     out = list(request.kernel.signature.parameters).index("out")
@@ -583,7 +583,7 @@ def uniform_workload(task: Task, device: torch.device) -> Workload:
     """Return the workload of `uniform_grouped_gemm`."""
     A, (B,) = _operands(task, device, [(task.G,)])
     tensors, options = (A, B), (task.G, A.dtype)
-    problem = asked(UNIFORM_GROUPED_GEMM, tensors, options)
+    problem = problem_of(UNIFORM_GROUPED_GEMM, tensors, options)
 
     def stored(choice: uniform.Choice) -> dict[str, Any]:
         blocks: Any = choice.config.config.get("block_sizes", [0])
@@ -635,7 +635,7 @@ def varied_workload(task: Task, device: torch.device) -> Workload:
     problem = made[0][0]
 
     def calls(choice: varied.Choice) -> list[Call]:
-        with cache.set_aside(), rules.force(choice):
+        with cache.isolated(), rules.force(choice):
             launch = VariedLaunch(group_A, group_B, list(outs))
         outs.fill_(math.nan)
 

@@ -75,24 +75,24 @@ def fresh_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """Create plans anew and store them for this test only, for tests that change what a plan depends on."""
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "plans"))
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
-    with cache.set_aside():
+    with cache.isolated():
         yield
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Start without plans; return a function that makes calls of the named operator fail unless they are replays."""
+def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Start without plans; return a function that makes calls of the named operator fail unless they are repeats."""
     call = cache.call
 
     def only(name: str) -> None:
         def refuse(operator: Operator, *rest: Any) -> Any:
-            assert operator.name != name, "no replay"
+            assert operator.name != name, "no repeat"
             return call(operator, *rest)
 
         monkeypatch.setattr(cache, "call", refuse)
 
     monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
-    with cache.set_aside():
+    with cache.isolated():
         yield only
 
 

@@ -19,7 +19,7 @@ from moe_kernels.kernels.inline import BY_REGION
 from moe_kernels.kernels.tiles import NO_TAILS, tile_table
 from moe_kernels.runtime import cache, launch, store
 from moe_kernels.runtime import compile as compiler
-from moe_kernels.runtime.cache import set_aside
+from moe_kernels.runtime.cache import isolated
 from moe_kernels.runtime.emit import emit
 from moe_kernels.runtime.plan import Alloc, Plan
 from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for, make_inputs
@@ -161,7 +161,7 @@ def test_validation_by_environment(monkeypatch: pytest.MonkeyPatch, device: str)
 
 def test_a_new_number_of_rows_finds_its_plan(device: str) -> None:
     _, B, _ = make_inputs([1, 1], 40, 24, dtype=torch.float16, device=device)
-    with set_aside():
+    with isolated():
         for M in range(40, 64, 5):
             A, _, group_offsets = make_inputs([M - 20, 20], 40, 24, dtype=torch.float16, device=device)
             grouped_gemm(A, B, group_offsets)
@@ -170,7 +170,7 @@ def test_a_new_number_of_rows_finds_its_plan(device: str) -> None:
 
 def test_a_call_that_is_recorded_or_profiled_finds_the_plan_of_one_that_is_not(device: str) -> None:
     A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float16, device=device)
-    with set_aside():
+    with isolated():
         grouped_gemm(A, B, group_offsets)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             grouped_gemm(A, B, group_offsets)
@@ -180,7 +180,7 @@ def test_a_call_that_is_recorded_or_profiled_finds_the_plan_of_one_that_is_not(d
 
 def test_calls_from_several_threads(device: str) -> None:
     calls = [make_inputs([M, 0, 20], 64, 32, dtype=torch.float16, device=device) for M in (5, 40, 200, 500)] * 3
-    with set_aside(), ThreadPoolExecutor(4) as pool:
+    with isolated(), ThreadPoolExecutor(4) as pool:
         outs = list(pool.map(lambda call: grouped_gemm(*call), calls))
     for out, call in zip(outs, calls, strict=True):
         assert_grouped_gemm_close(out, *call)
@@ -192,7 +192,7 @@ def test_calls_from_several_threads(device: str) -> None:
 def test_tensors_in_turn(variant: str, kept: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_MOST_ENCODED", kept)
     calls = [make_inputs([M - 20, 20], 256, 128, dtype=torch.bfloat16, device=device) for M in (1040, 1100, 1040, 1500)]
-    with set_aside():
+    with isolated():
         for _ in range(3):
             outs = [grouped_gemm(*call, variant=variant) for call in calls]
             for out, call in zip(outs, calls, strict=True):
@@ -399,12 +399,12 @@ def test_a_process_group_changes_nothing_in_a_kernel(
     monkeypatch.setattr(store, "read_plan", lambda *_: None)
     monkeypatch.delattr(symmetric_memory, "is_symm_mem_tensor", raising=False)
     A, B, offsets = make_inputs([3, 0, 30], 32, 48, dtype=torch.float16, device=device)
-    with set_aside():
+    with isolated():
         alone = grouped_gemm_jagged(A, B, offsets)
     compiler._hosts.clear()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        with set_aside():
+        with isolated():
             assert torch.equal(grouped_gemm_jagged(A, B, offsets), alone)
     finally:
         torch.distributed.destroy_process_group()

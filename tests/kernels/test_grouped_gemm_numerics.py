@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import run
+from building import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

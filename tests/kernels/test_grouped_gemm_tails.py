@@ -8,7 +8,7 @@ import helion
 import helion.language as hl
 import pytest
 import torch
-from drawing import draw, function, run
+from building import build, function, run
 
 from moe_kernels import kernels, rules
 from moe_kernels.kernels import grouped_gemm, tiles
@@ -45,7 +45,7 @@ def product(
 
     out = torch.empty(A.size(0), B.size(2), dtype=A.dtype, device=A.device).fill_(torch.nan)
     tensors = {"A": A, "B": B, "offsets": group_offsets, "bias": bias, "out": out}
-    multiply = function(*draw(steps, tensors, rows=("A", "out"), groups=group_offsets.size(0) - 1), A.device)
+    multiply = function(*build(steps, tensors, rows=("A", "out"), groups=group_offsets.size(0) - 1), A.device)
     multiply(*tensors.values())
     if A.is_cuda or A.size(0) < 400:  # the interpreter is slow, and has only one order of programs
         again = torch.full_like(out, torch.nan)

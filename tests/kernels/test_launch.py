@@ -19,7 +19,7 @@ from moe_kernels import grouped_gemm, grouped_gemm_wgrad, moe_mlp, reference, sw
 from moe_kernels.kernels.tiles import windows
 from moe_kernels.runtime import cache, launch, torch_internals
 from moe_kernels.runtime.emit import emit
-from moe_kernels.runtime.launch import DirectWay, TritonWay
+from moe_kernels.runtime.launch import DirectLauncher, TritonLauncher
 from moe_kernels.runtime.plan import Constant, Descriptor, Launch, Plan, Pointer
 from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor
 from moe_kernels.testing import assert_grouped_gemm_close, assert_within_budget, make_experts, make_inputs, make_tokens
@@ -104,7 +104,7 @@ def tensors(rows: int) -> tuple[Tensor, ...]:
 
 def test_what_the_launcher_is_given(version: str) -> None:
     kernel = Kernel(version)
-    run = emit(plan(), {"kernel": DirectWay(kernel)}, CPU)
+    run = emit(plan(), {"kernel": DirectLauncher(kernel)}, CPU)
     for rows in (32, 100, 32):
         A, B, ends, out = tensors(rows)
         run(A, B, ends, out)
@@ -158,20 +158,20 @@ def test_tritons_own_launcher_gives_the_same(monkeypatch: pytest.MonkeyPatch) ->
     kernel = Kernel()
     kernel.metadata, kernel.run = metadata, nvidia.CudaLauncher(source, metadata)
     A, B, ends, out = tensors(32)
-    emit(plan(), {"kernel": DirectWay(kernel)}, CPU)(A, B, ends, out)
+    emit(plan(), {"kernel": DirectLauncher(kernel)}, CPU)(A, B, ends, out)
 
     def run(grid: Any, *arguments: Any) -> None:
         kernel.run(*grid, 77, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
 
     monkeypatch.setattr(Kernel, "__getitem__", lambda _, grid: partial(run, grid))
-    emit(plan(), {"kernel": TritonWay(kernel)}, CPU)(A, B, ends, out)
+    emit(plan(), {"kernel": TritonLauncher(kernel)}, CPU)(A, B, ends, out)
     direct, by_triton = ([list(x) if isinstance(x, (list, tuple)) else x for x in args] for args in seen)
     assert direct == by_triton
 
 
 def test_what_triton_is_given() -> None:
     kernel = Kernel()
-    run = emit(plan(), {"kernel": TritonWay(kernel)}, CPU)
+    run = emit(plan(), {"kernel": TritonLauncher(kernel)}, CPU)
     for rows in (32, 100):
         A, B, ends, out = tensors(rows)
         run(A, B, ends, out)
@@ -195,7 +195,7 @@ def test_a_profiler_is_told_of_a_launch(listens: bool, version: str, monkeypatch
     monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", leave)
     kernel = Kernel(version, descriptors=False, pdl=False)
     step = Launch("kernel", (M * 4,), (Pointer(0, 0), M))
-    run = emit(Plan(("A",), (step,), ()), {"kernel": DirectWay(kernel)}, CPU)
+    run = emit(Plan(("A",), (step,), ()), {"kernel": DirectLauncher(kernel)}, CPU)
     enter.calls += [print] * listens  # a plan that exists already notices it
     tensor = torch.ones(5, 2)
     run(tensor)
@@ -215,7 +215,7 @@ def test_descriptors_are_encoded_once_for_each_place(version: str, monkeypatch: 
     kernel = Kernel(version)
     kernel.metadata.tensordesc_meta = kernel.metadata.tensordesc_meta[:1]
     step = Launch("kernel", (1,), (descriptors()[0],))
-    run = emit(Plan(("A",), (step,), ()), {"kernel": DirectWay(kernel)}, CPU)
+    run = emit(Plan(("A",), (step,), ()), {"kernel": DirectLauncher(kernel)}, CPU)
     A, B, C = (torch.zeros(20, 64, dtype=torch.float16) for _ in range(3))
     for x in (A, A, B, A[:5], A[:5], B, C, A):
         run(x)
@@ -236,9 +236,9 @@ UNKNOWN: dict[str, Callable[[Kernel], Any]] = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_unknown_launchers_are_left_to_triton(name: str, version: str) -> None:
     kernel = Kernel(version)
-    assert isinstance(launch.launcher(kernel), DirectWay)
+    assert isinstance(launch.launcher(kernel), DirectLauncher)
     UNKNOWN[name](kernel)
-    assert isinstance(launch.launcher(kernel), TritonWay)
+    assert isinstance(launch.launcher(kernel), TritonLauncher)
 
 
 @pytest.mark.parametrize("other", ["3.5.1", "3.10.0", "4.0.0"])
@@ -246,7 +246,7 @@ def test_launchers_of_other_versions_are_left_to_triton(
     other: str, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "__version__", other)
-    assert isinstance(launch.launcher(Kernel(version)), TritonWay)
+    assert isinstance(launch.launcher(Kernel(version)), TritonLauncher)
 
 
 @pytest.mark.gpu
@@ -267,17 +267,17 @@ def test_a_known_call_is_one_function(
             sizes, N, 128, dtype=torch.bfloat16, device=device, transposed=transposed, per_group=per_group
         )
 
-    with cache.set_aside():
+    with cache.isolated():
         for M in (4 * rows, 4 * rows, 4 * rows + 1, 4 * rows + 3):
             tensors = inputs(M)
             assert_grouped_gemm_close(grouped_gemm(*tensors, variant=variant), *tensors)
             monkeypatch.setattr(cache, "call", refuse)
-        (replay,) = cache.plans.recent["grouped_gemm"]
-    assert any(name.startswith("raw_") for name in replay.__globals__)  # Triton's C function
+        (repeat,) = cache.plans.recent["grouped_gemm"]
+    assert any(name.startswith("raw_") for name in repeat.__globals__)  # Triton's C function
 
 
 def refuse(*_: Any) -> None:
-    raise AssertionError("no replay")
+    raise AssertionError("no repeat")
 
 
 @pytest.mark.gpu
@@ -314,19 +314,19 @@ _Patch = pytest.MonkeyPatch
 
 
 def without_direct_launch(error: Exception) -> Callable[[_Patch], None]:
-    def init(self: DirectWay, kernel: Any) -> None:
+    def init(self: DirectLauncher, kernel: Any) -> None:
         raise error
 
-    return lambda patch: patch.setattr(DirectWay, "__init__", init)
+    return lambda patch: patch.setattr(DirectLauncher, "__init__", init)
 
 
 def with_another_order_of_arguments(patch: _Patch) -> None:
-    def init(self: DirectWay, kernel: Any) -> None:
+    def init(self: DirectLauncher, kernel: Any) -> None:
         made(self, kernel)
         self.raw = refuse_arguments
 
-    made = DirectWay.__init__
-    patch.setattr(DirectWay, "__init__", init)
+    made = DirectLauncher.__init__
+    patch.setattr(DirectLauncher, "__init__", init)
 
 
 def refuse_arguments(*_: Any) -> None:
@@ -341,14 +341,14 @@ def without_encoder(patch: _Patch) -> None:
 
 
 TAKEN: dict[str, tuple[Callable[[_Patch], None], set[type]]] = {  # what takes it away, and the remaining ways to launch
-    "IndexError": (without_direct_launch(IndexError("list index out of range")), {TritonWay}),
-    "ValueError": (without_direct_launch(ValueError("not enough values to unpack")), {TritonWay}),
-    "RuntimeError": (without_direct_launch(RuntimeError("no such launcher")), {TritonWay}),
-    "AttributeError": (without_direct_launch(AttributeError("launch")), {TritonWay}),
-    "another order of arguments": (with_another_order_of_arguments, {TritonWay}),
-    "no encoder of descriptors": (without_encoder, {TritonWay, DirectWay}),
-    "no guards": (lambda patch: patch.setattr(torch_internals, "tensor_guards", None), {DirectWay}),
-    "no allocator": (lambda patch: patch.setattr(torch_internals, "empty_strided_cuda", None), {DirectWay}),
+    "IndexError": (without_direct_launch(IndexError("list index out of range")), {TritonLauncher}),
+    "ValueError": (without_direct_launch(ValueError("not enough values to unpack")), {TritonLauncher}),
+    "RuntimeError": (without_direct_launch(RuntimeError("no such launcher")), {TritonLauncher}),
+    "AttributeError": (without_direct_launch(AttributeError("launch")), {TritonLauncher}),
+    "another order of arguments": (with_another_order_of_arguments, {TritonLauncher}),
+    "no encoder of descriptors": (without_encoder, {TritonLauncher, DirectLauncher}),
+    "no guards": (lambda patch: patch.setattr(torch_internals, "tensor_guards", None), {DirectLauncher}),
+    "no allocator": (lambda patch: patch.setattr(torch_internals, "empty_strided_cuda", None), {DirectLauncher}),
 }
 
 
@@ -372,7 +372,7 @@ def test_without_a_private_api(name: str, rows: int, N: int, device: str, monkey
         (grouped_gemm_wgrad, reference.grouped_gemm_wgrad, (A, A, group_offsets)),
         (moe_mlp, reference.moe_mlp, layer),
     ]
-    with cache.set_aside():
+    with cache.isolated():
         for _ in range(3):
             assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets), A, B, group_offsets)
             for function, plain, given in functions:

@@ -132,19 +132,19 @@ def test_as_the_twin(
 
 
 @pytest.mark.parametrize(("T", "format"), [(1, "rowwise"), (6, "128x128")])
-def test_calls_like_an_earlier_one_are_replays(
-    T: int, format: str, device: str, replays: Callable[[str], None], few_programs: None
+def test_calls_like_an_earlier_one_are_repeats(
+    T: int, format: str, device: str, repeats: Callable[[str], None], few_programs: None
 ) -> None:
-    """Each call has new tensors, perhaps with another number of tokens; calls with other options are not replays."""
+    """Each call has new tensors, perhaps with another number of tokens; calls with other options are not repeats."""
     for tokens in (T, T, T + (T > 1)):
         arguments = make(tokens, 200, 72, 6, 2, format, device, {}, True)
         out = moe_mlp(**arguments)
         (assert_near_twin(out, arguments, {}) if T > 1 else assert_exact_but_for_weights(arguments, {}))
-        replays("scaled_moe_mlp")
+        repeats("scaled_moe_mlp")
     assert len(cache.plans.recent["scaled_moe_mlp"]) == 1
     rowwise: list[dict[str, Any]] = [{"fast_accumulation": True}] if format == "rowwise" else []
     for options in ({"activation": "gelu"}, {"interleaved": True}, *rowwise):
-        with pytest.raises(AssertionError, match="no replay"):
+        with pytest.raises(AssertionError, match="no repeat"):
             moe_mlp(**arguments, **options)
     for options in ({"transposed": True}, {"up_bias": arguments["gate_up_bias"]}):
         with pytest.raises(ValueError):
@@ -273,7 +273,7 @@ def run(name: str, tensors: dict[str, Tensor], draw: Any) -> tuple[Tensor, ...]:
     first = next(iter(tensors.values()))
     operator = Operator(name, __name__, tuple(tensors), tuple(tensors)[:1], lambda *_: Counts(first.size(0)))
     globals()[f"plan_{name}"] = lambda builder, inputs, _: draw(builder, *inputs)
-    with cache.set_aside():
+    with cache.isolated():
         made: tuple[Tensor, ...] = cache.call(operator, tuple(tensors.values()), ())
     return made
 

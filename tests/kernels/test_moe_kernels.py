@@ -15,7 +15,7 @@ from moe_kernels.ops import activate, activate_backward
 from moe_kernels.rules import layer as rules
 from moe_kernels.runtime import cache, symbolic, torch_internals
 from moe_kernels.runtime import compile as compiler
-from moe_kernels.runtime.cache import set_aside
+from moe_kernels.runtime.cache import isolated
 from moe_kernels.testing import assert_within_budget
 
 NAN = float("nan")
@@ -179,7 +179,7 @@ def test_one_token(name: str, dtype: torch.dtype, of_one_token: list[torch.dtype
             value[[0, 2, 4]] = NAN
     exact = run(reference.moe_mlp, in_float64(plain), ids.cpu(), options).to(device)
     expected = run(reference.moe_mlp, plain, ids, options)
-    for _ in range(3 if device == "cuda" else 1):  # the second and third calls may be replays
+    for _ in range(3 if device == "cuda" else 1):  # the second and third calls may be repeats
         out = run(moe_mlp, tensors, ids, options)
         assert_within_budget(out, expected, exact, scale=16 * exact.abs().max().item())
     assert of_one_token == [dtype]
@@ -284,10 +284,10 @@ def test_without_gradients_it_gives_the_same_bits(device: str) -> None:
     [("SwiGLU", True), ("gpt-oss", True), ("two weights, biases", True), ("two weights, biases", False)],
 )
 def test_calls_like_an_earlier_one(name: str, up_bias: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call has new tensors, perhaps with another number of tokens; without a second weight they are replays."""
+    """Each call has new tensors, perhaps with another number of tokens; without a second weight they are repeats."""
     monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
     layer = LAYERS[name] | {"bias": True, "interleaved": False}
-    with set_aside():
+    with isolated():
         for T in (6, 6, 7, 5):
             tensors, ids, options = make(layer, T, 24, 40, 5, 2, device, torch.float16)
             tensors = {key: value.half() if key.endswith("bias") else value for key, value in tensors.items()}
@@ -307,7 +307,7 @@ def test_a_second_weight_that_lies_elsewhere(device: str, monkeypatch: pytest.Mo
     E, I, H = 2, 16, 24  # noqa: E741
     tensors, ids, options = make({}, 130, H, I, E, 2, device, torch.float16)
     both = tensors["w_gate_up"]
-    with set_aside():
+    with isolated():
         for up in (both, both, both, both.flip(0), both.flip(0)):
             weights = {"w_gate_up": both[:, :I], "w_up": up[:, I:]}
             out = run(moe_mlp, tensors | weights, ids, options)

@@ -196,7 +196,7 @@ def test_moves_of_nothing(device: str) -> None:
 
 
 def test_another_number_of_tokens_finds_its_plans(device: str) -> None:
-    with cache.set_aside():
+    with cache.isolated():
         for T in (33, 40, 61):
             routing = _routing(T, 2, 5, device)
             hidden = torch.randn(T, 24, device=device)

@@ -73,10 +73,10 @@ def product(
 
 
 @pytest.mark.parametrize(("rows", "format"), [(20, "rowwise"), (200, "block")])
-def test_calls_like_an_earlier_one_are_replays(
-    rows: int, format: str, device: str, replays: Callable[[str], None]
+def test_calls_like_an_earlier_one_are_repeats(
+    rows: int, format: str, device: str, repeats: Callable[[str], None]
 ) -> None:
-    """Each call has new tensors, perhaps with other numbers of rows; other formats and options are not replays."""
+    """Each call has new tensors, perhaps with other numbers of rows; other formats and options are not repeats."""
 
     def given(M: int) -> tuple[ScaledTensor, ScaledTensor, torch.Tensor]:
         return operands([M // 4 - 1, 0, M // 4 + 1, M - 2 * (M // 4)], 64, 200, format, device)
@@ -84,10 +84,10 @@ def test_calls_like_an_earlier_one_are_replays(
     for M in (4 * rows, 4 * rows, 4 * rows + 1, 4 * rows + 3):
         tensors = given(M)
         assert_scaled_grouped_gemm_close(grouped_gemm(*tensors), *tensors)
-        replays("scaled_grouped_gemm")
+        repeats("scaled_grouped_gemm")
     assert len(cache.plans.recent["scaled_grouped_gemm"]) == 1
     for options in ({"out_dtype": torch.float32}, {"variant": "basic"}, {"validate": True}):
-        with pytest.raises(AssertionError, match="no replay"):
+        with pytest.raises(AssertionError, match="no repeat"):
             grouped_gemm(*tensors, **options)
     A, B, group_offsets = tensors
     with pytest.raises(ValueError, match="A_packed, B: expected the formats"):

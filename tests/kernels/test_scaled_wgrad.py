@@ -53,7 +53,7 @@ def columns(x: Tensor, group_offsets: Tensor, row_to_slot: Tensor | None, square
     globals()["plan_columns"] = draw
     names = ("x", "group_offsets", "row_to_slot")
     operator = Operator("columns", __name__, names, ("x", "row_to_slot"), lambda *_: Counts(len(x), (len(rows),), G))
-    with cache.set_aside():
+    with cache.isolated():
         data, scales = cache.call(operator, (x, group_offsets, row_to_slot), ())
     return data, scales
 

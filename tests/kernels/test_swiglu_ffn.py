@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawing import run
+from building import run
 
 from moe_kernels import moe_mlp, reference, route, swiglu_ffn
 from moe_kernels.glu import GLUSpec
@@ -194,7 +194,7 @@ def test_pytorchs_tf32_setting_decides_for_float32_weights(dtype: torch.dtype, d
     before = torch.backends.cuda.matmul.fp32_precision
     group_offsets = offsets([0, 7, 20], device)
     try:
-        with cache.set_aside():
+        with cache.isolated():
             for plans, precision in enumerate(("tf32", "ieee"), 1):
                 torch.backends.cuda.matmul.fp32_precision = precision
                 swiglu_ffn(rows, w, group_offsets)

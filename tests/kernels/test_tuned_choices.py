@@ -25,8 +25,8 @@ from moe_kernels.tuning import entries, search
 TASK = search.Task(3, 160, 32, 48, "float32", False)
 
 
-def asked(inputs: search.Inputs) -> rules.Problem:
-    problem: rules.Problem = search.asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
+def problem_of(inputs: search.Inputs) -> rules.Problem:
+    problem: rules.Problem = search.problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
     return problem
 
 
@@ -34,7 +34,7 @@ def asked(inputs: search.Inputs) -> rules.Problem:
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
 def test_kernel_calls(device: str, variant: str, transposed: bool) -> None:
     inputs = search.Inputs(replace(TASK, transposed=transposed), torch.device(device))
-    choice = rules.rule(asked(inputs), variant)
+    choice = rules.rule(problem_of(inputs), variant)
     if choice.addressing.tma_out:
         choice = search.storing(choice, tma_out=False)
     kernel, arg_sets = search.kernel_calls(choice, inputs)
@@ -42,7 +42,7 @@ def test_kernel_calls(device: str, variant: str, transposed: bool) -> None:
     assert len(arg_sets) == len(search.ROUTINGS)
     given = symbolic(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
     with rules.force(choice):
-        before, _ = cache.sketch(search._ARGUMENTS, given, inputs.options, targets.of_tensor(inputs.A))
+        before, _ = cache.build_steps(search._ARGUMENTS, given, inputs.options, targets.of_tensor(inputs.A))
     launched = [step.kernel.name for step in before.steps if isinstance(step, Request)]
     assert launched == {"basic": [], "persistent": ["tile_table"]}[variant]
     stored = inputs.B.transpose(1, 2) if transposed else inputs.B
@@ -91,7 +91,7 @@ def run_by_helion(kernel: Any, choice: rules.Choice, args: tuple[Any, ...]) -> N
 def test_calls_under_a_choice_are_right(device: str) -> None:
     """This includes a height that the rule does not give, which changes the table of tiles."""
     inputs = search.Inputs(TASK, torch.device(device))
-    choices = search.alternatives(asked(inputs))
+    choices = search.alternatives(problem_of(inputs))
     assert len({(choice.variant, choice.block_m) for choice in choices}) >= 3
     for choice in choices:
         with rules.record() as made:
@@ -104,10 +104,10 @@ def test_calls_under_a_choice_are_right(device: str) -> None:
 def test_a_forced_choice_leaves_the_plans_of_others_alone(device: str) -> None:
     inputs = search.Inputs(TASK, torch.device(device))
     A, B, offsets, _ = inputs.tensors()[0]
-    with cache.set_aside():
+    with cache.isolated():
         grouped_gemm(A, B, offsets, variant="persistent")
         before = dict(cache.plans.entries)
-        search.calls_under(rules.rule(asked(inputs), "basic"), inputs)[0]()
+        search.calls_under(rules.rule(problem_of(inputs), "basic"), inputs)[0]()
         assert dict(cache.plans.entries) == before and len(before) == 1
         with rules.record() as made:
             grouped_gemm(A, B, offsets, variant="persistent")
@@ -116,12 +116,12 @@ def test_a_forced_choice_leaves_the_plans_of_others_alone(device: str) -> None:
 
 def test_a_forced_choice_of_a_uniform_product(device: str) -> None:
     A, B = (torch.randn(2, 48, 48, device=device) for _ in range(2))
-    with cache.set_aside():
+    with cache.isolated():
         with rules.record() as made:
             uniform_grouped_gemm(A, B, 2)
         [(problem, _)] = made
     forced = uniform.make(problem, [16, 32, 16], num_warps=4, num_stages=2)
-    with cache.set_aside(), rules.force(forced), rules.record() as made:
+    with cache.isolated(), rules.force(forced), rules.record() as made:
         out = uniform_grouped_gemm(A, B, 2)
     assert [choice for _, choice in made] == [forced]
     search.check_close(out, A @ B)
@@ -169,19 +169,19 @@ def test_what_a_config_leaves_out_shows(monkeypatch: pytest.MonkeyPatch, device:
     task = search.Task(2, 64 if op == "grouped_gemm" else 32, 32, 32, "float32", False, op)
     work = search.WORKLOADS[op](task, torch.device(device))
     first, second = list(search.unique(work.choices, work.stored))[:2]
-    turns = search.Turns(work, torch.device(device), math.inf)
-    assert turns.add([first], at_least=1) == [0]
-    finish = compiler.finish
+    trials = search.Trials(work, torch.device(device), math.inf)
+    assert trials.add([first], at_least=1) == [0]
+    to_plan = compiler.to_plan
 
-    def without_launches(*drawn: Any) -> tuple[Plan, dict[str, Any]]:
-        plan, _ = finish(*drawn)
+    def without_launches(*built: Any) -> tuple[Plan, dict[str, Any]]:
+        plan, _ = to_plan(*built)
         return replace(plan, steps=tuple(step for step in plan.steps if not isinstance(step, Launch))), {}
 
     with monkeypatch.context() as patched:
-        patched.setattr(compiler, "finish", without_launches)
-        assert turns.add([second], at_least=1) == []
-    turns.choices.pop()
-    assert turns.add([second], at_least=1) == [1]
+        patched.setattr(compiler, "to_plan", without_launches)
+        assert trials.add([second], at_least=1) == []
+    trials.choices.pop()
+    assert trials.add([second], at_least=1) == [1]
 
 
 @pytest.mark.gpu
@@ -220,7 +220,7 @@ def test_an_entry_of_more_shared_memory_than_there_is(
     monkeypatch.setattr(cache, "plans", cache.PlanCache())
     inputs = search.Inputs(search.Task(8, 64, 512, 2048, "bfloat16", True), torch.device("cuda"))
     (A, B, offsets, _), options = inputs.tensors()[0], (torch.bfloat16, "auto")
-    problem = asked(inputs)
+    problem = problem_of(inputs)
     by_rule = rules.rule(problem, "basic")
     config = {**by_rule.config.config, "block_sizes": [16, 256, 16, 128], "num_stages": 8}  # 557 KB
     made = entries.Entry(

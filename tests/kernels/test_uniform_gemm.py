@@ -286,7 +286,7 @@ def test_large_ones(
         request.getfixturevalue("no_bmm")
     for out_dtype in (None, torch.float32):
         A, B = make(G, M, N, K, device, torch.bfloat16, columns)
-        for _ in range(2):  # the second call is a replay
+        for _ in range(2):  # the second call is a repeat
             assert_close(uniform_grouped_gemm(A, B, G, out_dtype=out_dtype), A, B)
         flat = [x.reshape(-1, x.size(2)) for x in (A, B)]
         assert_close(uniform_grouped_gemm(*flat, G, out_dtype=out_dtype).view(G, M, N), A, B)
@@ -409,7 +409,7 @@ def test_float64_beside_float32_goes_by_the_reference_in_the_interpreter(device:
     assert torch.equal(uniform_grouped_gemm(A, B, 2), reference.uniform_grouped_gemm(A, B, 2))
 
 
-@pytest.mark.usefixtures("replays")
+@pytest.mark.usefixtures("repeats")
 def test_a_number_of_groups_that_is_no_int_after_a_right_call(device: str) -> None:
     A, B = torch.randn(2, 8, 16, device=device), torch.randn(2, 16, 8, device=device)
     uniform_grouped_gemm(A, B, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_kernels import plan_varied_grouped_gemm, varied_grouped_gemm
 from moe_kernels.kernels import varied
 from moe_kernels.ops import batched
-from moe_kernels.runtime.cache import plans, set_aside
+from moe_kernels.runtime.cache import isolated, plans
 from moe_kernels.testing import assert_grouped_gemm_close
 
 NAN = float("nan")
@@ -165,7 +165,7 @@ def test_a_plan_keeps_its_tensors(device: str) -> None:
 
 
 def test_problems_that_differ_share_a_compiled_kernel(device: str) -> None:
-    with set_aside():
+    with isolated():
         for shapes in ([(128, 32, 64), (64, 16, 32), (16, 16, 128)], [(120, 16, 32), (64, 32, 64), (8, 16, 136)]):
             A, B = make(shapes, device)
             assert_close(varied_grouped_gemm(A, B), A, B)
@@ -232,7 +232,7 @@ def test_the_kernel_object_takes_the_rule(monkeypatch: pytest.MonkeyPatch, devic
         monkeypatch.setattr("helion.runtime.get_num_sm", lambda device, **_: 4)
     A, B = make([(70, 40, 48)], device)
     out = torch.empty(70, 40, dtype=A[0].dtype, device=device)
-    with set_aside():
+    with isolated():
         launch = batched.VariedLaunch(A, B, [out])
         ((_, (layout, block_m, block_n, _), *_),) = plans.entries
     varied(*launch.tensors, 2 * len(A) + 1, *layout, block_m, block_n)

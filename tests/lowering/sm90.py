@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from moe_kernels import requirements
 from moe_kernels.runtime import cache, targets
-from moe_kernels.runtime.compile import Specialized, lower, pretend
+from moe_kernels.runtime.compile import Specialization, lower, pretend
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import Operator, symbolic
 
@@ -51,7 +51,7 @@ def requests(
         x if x is None or name not in unaligned else replace(x, aligned=False)
         for name, x in zip(operator.inputs, symbolic(operator, tensors, options), strict=True)
     ]
-    builder, _ = cache.sketch(operator, inputs, options, H200)
+    builder, _ = cache.build_steps(operator, inputs, options, H200)
     return [step for step in builder.steps if isinstance(step, Request)]
 
 
@@ -64,7 +64,7 @@ def lowered(request: Request) -> dict[str, Any]:
 _reports: dict[str, dict[str, Any]] = {}
 
 
-def report(specialized: Specialized) -> dict[str, Any]:
+def report(specialized: Specialization) -> dict[str, Any]:
     """Return properties of the code that Triton's compiler generates for a kernel; each is compiled once.
 
     Returns `shared` (bytes), `regs` and `stack` (bytes spilled) per thread, the numbers of `tma_load`, `tma_store`,
@@ -79,7 +79,7 @@ def report(specialized: Specialized) -> dict[str, Any]:
     return _reports[specialized.key]
 
 
-def _compile(specialized: Specialized) -> dict[str, Any]:
+def _compile(specialized: Specialization) -> dict[str, Any]:
     function = specialized.function
     source = ASTSource(
         fn=function,

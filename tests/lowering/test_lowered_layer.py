@@ -27,7 +27,7 @@ from moe_kernels.ops.layer import (
 )
 from moe_kernels.ops.moves import COMBINE_ROWS, DOT_ROWS, ROUTE, SCATTER_ROWS
 from moe_kernels.ops.products import GROUPED_GEMM_WGRAD
-from moe_kernels.runtime.cache import draw
+from moe_kernels.runtime.cache import make_plan
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import RANK_UP_TO, rows_bounds, rows_class, symbolic
 from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, most
@@ -295,7 +295,7 @@ def test_a_layer_of_any_number_of_tokens_compiles_few_kernels() -> None:
     ],
 )
 def test_binaries_of_a_layer(T: int, products: dict[str, str]) -> None:
-    plan, specialized = draw(MOE_LAYER, symbolic(MOE_LAYER, layer_tensors(T), LAYER_OPTIONS), LAYER_OPTIONS, H200)
+    plan, specialized = make_plan(MOE_LAYER, symbolic(MOE_LAYER, layer_tensors(T), LAYER_OPTIONS), LAYER_OPTIONS, H200)
     assert set(plan.binaries) == set(specialized)
     found = {}
     for one in specialized.values():

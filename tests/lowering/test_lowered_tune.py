@@ -90,7 +90,7 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
         def run_under(choice: Any, operator: Operator, tensors: Sequence[Any], options: Any) -> Callable[..., Any]:
             """Return a function that allocates as a plan does, and launches nothing."""
             with rules.force(choice):
-                builder, results = cache.sketch(operator, symbolic(operator, tensors, options), options, H200)
+                builder, results = cache.build_steps(operator, symbolic(operator, tensors, options), options, H200)
             allocated = {getattr(step, "variable", None): step for step in builder.steps}
 
             def memory(x: SymbolicTensor, tensors: Sequence[Any]) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
             return lambda *tensors: tuple(memory(x, tensors) for x in results)
 
         monkeypatch.setattr(search, "run_under", run_under)
-        problem = search.asked(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
+        problem = search.problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
         start = rules.rule(problem, variant, 128 if variant == "persistent" else None)  # with tiles of one height
         seeds = [start, *search.neighbours(start, problem)]
         found = search.search(problem, seeds, inputs, 6)
@@ -233,7 +233,7 @@ def test_an_entry_of_more_shared_memory_than_there_is(monkeypatch: pytest.Monkey
     inputs, text = symbolic(GROUPED_GEMM, tensors, options), portable(signature(GROUPED_GEMM, tensors, options))
     with rules.record() as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cache.sketch(GROUPED_GEMM, inputs, options, H200)
+        cache.build_steps(GROUPED_GEMM, inputs, options, H200)
     [(problem, _)] = made
     by_rule = rules.rule(problem)
     config = {**search.concise(by_rule.config.config), "block_sizes": [16, 256, 16, 128], "num_stages": 8}
@@ -254,7 +254,7 @@ def test_an_entry_of_more_shared_memory_than_there_is(monkeypatch: pytest.Monkey
         binary = store.read_binary(key)
         assert binary is not None and json.loads(binary.metadata)["shared"] <= H200.shared_memory
     monkeypatch.setattr(cache, "plans", cache.PlanCache())
-    monkeypatch.setattr(cache, "draw", lambda *_: pytest.fail("a plan is drawn again"))
+    monkeypatch.setattr(cache, "make_plan", lambda *_: pytest.fail("a plan is made again"))
     assert make().to_json() == plan.to_json()  # the stored plan is the rule's
     monkeypatch.undo()
     rules.reload()

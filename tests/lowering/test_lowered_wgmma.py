@@ -25,7 +25,7 @@ from moe_kernels.ops.batched import UNIFORM_GROUPED_GEMM
 from moe_kernels.ops.layer import MOE_MLP, SWIGLU_FFN
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from moe_kernels.rules import uniform
-from moe_kernels.runtime.compile import Specialized
+from moe_kernels.runtime.compile import Specialization
 from moe_kernels.runtime.plan import Request
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -109,7 +109,7 @@ def multiply(A, B, out, scale: tl.constexpr):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("scale", [0, 2], ids=["", "in registers"])
 def test_a_left_operand_in_registers_is_found(scale: int) -> None:
     types, aligned = ("*bf16", "*bf16", "*fp32", "constexpr"), {(i,): [["tt.divisibility", 16]] for i in range(3)}
-    made = Specialized(f"by hand {scale}", multiply, types, {(3,): scale}, aligned, {"num_warps": 4})
+    made = Specialization(f"by hand {scale}", multiply, types, {(3,): scale}, aligned, {"num_warps": 4})
     if scale:
         with pytest.raises(AssertionError, match="multiply: the left operand of a WGMMA is in registers"):
             report(made)

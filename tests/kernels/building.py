@@ -10,7 +10,7 @@ import torch
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime import launch, targets
 from moe_kernels.runtime.emit import emit
-from moe_kernels.runtime.interpreter import InterpretedWay
+from moe_kernels.runtime.interpreter import InterpreterLauncher
 from moe_kernels.runtime.plan import Builder, Plan
 from moe_kernels.runtime.signature import Counts, Operator, symbolic
 from moe_kernels.runtime.symbolic import SymbolicTensor
@@ -18,19 +18,19 @@ from moe_kernels.runtime.symbolic import SymbolicTensor
 Draw = Callable[..., "SymbolicTensor | tuple[SymbolicTensor, ...] | None"]
 
 
-def draw(
+def build(
     steps: Draw,  # takes a builder, and a symbolic tensor for each of `tensors`
     tensors: Mapping[str, torch.Tensor | None],
     rows: tuple[str, ...] = (),  # tensors whose first extent is a symbol; that of the first one is the number of rows
     groups: int = 1,
-) -> tuple[Plan, dict[str, compiler.Specialized]]:
+) -> tuple[Plan, dict[str, compiler.Specialization]]:
     """Return the plan for `tensors`, and the kernels with their specializations, from which binaries are compiled."""
     given = tuple(tensors.values())
     counts = Counts(len(_first(tensors[name] for name in rows[:1])) if rows else 0, groups=groups)
-    operator = Operator("drawn", "", tuple(tensors), rows, lambda *_: counts)
+    operator = Operator("built", "", tuple(tensors), rows, lambda *_: counts)
     builder = Builder(targets.of_tensor(_first(given)), operator.inputs)
     made = steps(builder, *symbolic(operator, given, None))
-    return compiler.finish(builder, () if made is None else made if isinstance(made, tuple) else (made,))
+    return compiler.to_plan(builder, () if made is None else made if isinstance(made, tuple) else (made,))
 
 
 def run(
@@ -40,15 +40,17 @@ def run(
     groups: int = 1,
 ) -> Any:
     """Return the results of `steps` for `tensors`."""
-    return function(*draw(steps, tensors, rows, groups), _first(tensors.values()).device)(*tensors.values())
+    return function(*build(steps, tensors, rows, groups), _first(tensors.values()).device)(*tensors.values())
 
 
-def function(plan: Plan, specialized: Mapping[str, compiler.Specialized], device: torch.device) -> Callable[..., Any]:
+def function(
+    plan: Plan, specialized: Mapping[str, compiler.Specialization], device: torch.device
+) -> Callable[..., Any]:
     """Return the function of a plan, which launches kernels as calls do."""
     gpu = targets.of_device(device.type, device.index or 0)
     launchers: dict[str, launch.Launcher]
     if gpu.backend == "interpreter":
-        launchers = {name: InterpretedWay(one.function) for name, one in specialized.items()}
+        launchers = {name: InterpreterLauncher(one.function) for name, one in specialized.items()}
     else:
         binaries = {name: compiler.binary(one, gpu) for name, one in specialized.items()}
         launchers = {name: launch.launcher(launch.compiled_kernel(one)) for name, one in binaries.items()}
