@@ -51,10 +51,9 @@ the kernels compile to for an H200.
 """
 BELOW = """\
 
-Helion 1.5.1 cannot be imported with PyTorch 2.11. Uniform products that it compiles write their results by pointers,
-where those of Helion 1.5.0 use TMA. A package whose minor version is outside of the table gives a
-warning. Of PyTorch and of Triton, private functions are then left out. The interpreter of Triton 3.6 needs numpy before
-2.4; nothing else does.
+Helion 1.5.1 cannot be imported with PyTorch 2.11. Uniform products compiled with Helion 1.5.1 store their results
+through pointers; with Helion 1.5.0 they use TMA. A minor version that is not in the table gives a warning, and private
+functions of PyTorch and Triton are then not used. Only the interpreter of Triton 3.6 needs numpy before 2.4.
 """
 
 

@@ -22,8 +22,24 @@ _EAGER = {  # fields of eager records only; older files lack some of them
     "host_prepared_us": "host us, prepared",
     "peak_mb": "peak MB",
 }
+_RATES = ("TFLOP/s", "GB/s")
 SHORT = 8  # the most columns of a short table
 _WORST = 20  # the number of worst cases in the table of wide.py
+_CLEARER = {  # wordings in the labels of records, and those to show instead
+    ", table made beforehand": ", list of tiles built before timing",
+    "made beforehand": "built before timing",
+    "beforehand": "before timing",
+    ", planned": ", with a plan",
+    ", exact": ", no fast accumulation",
+    "bfloat16 wgrad": "bfloat16 weight gradients",
+}
+_ROUTINGS = {  # of wide.py
+    "uniform": "groups of equal size",
+    "softmax": "mild random skew",
+    "zipf": "strong skew",
+    "nine-tenths": "one group has nine tenths of the rows",
+    "half-empty": "every second group is empty",
+}
 CUBES = re.compile(r"(\d+) x (\d+)\^3")  # "P x N^3": P products N x N x N
 
 
@@ -150,13 +166,13 @@ def markdown(results: Results, short: bool = False) -> str:
             lines += [*table(part), ""]
             continue
         timing = timing_of(part.records)
-        how = "as CUDA-graph replays" if timing == "graph" else "as eager calls"
-        how += ", under load," if meta.get("load") else ""
+        calls = "CUDA-graph replays" if timing == "graph" else "eager calls"
+        load = " under sustained load" if meta.get("load") else ""
         dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in part.records))
         lines += [
-            f"{_where(meta)}, {dtypes}, {how} with a cold L2 cache. Speedup: over {_code(roles(suite)[0])} in the same "
-            "run; below 1 is slower."
-            + f" warm: a graph of {WARM_CALLS} calls, divided by {WARM_CALLS}."
+            f"{_where(meta)}, {dtypes}. Times are of {calls}{load} with a cold L2 cache. "
+            f"{_baseline(roles(suite)[0])}; a speedup below 1 means slower."
+            + f" Warm times: a graph of {WARM_CALLS} calls with a warm L2 cache, divided by {WARM_CALLS}."
             * (any(map(_is_warm, part.records)) and not short),
             "",
         ]
@@ -164,12 +180,21 @@ def markdown(results: Results, short: bool = False) -> str:
         lines.append("")
         if part.skipped and not short:
             lines += ["Left out: " + "; ".join(f"{_title(case)} ({case['reason']})" for case in part.skipped) + ".", ""]
-    return "\n".join(lines if short else [*lines, f"Made by `{meta['command']}`.", ""])
+    return "\n".join(lines if short else [*lines, f"Measured by `{meta['command']}`.", ""])
 
 
 def _where(meta: Record) -> str:
     versions = ", ".join(f"{name} {meta[name]}" for name in ("driver", "torch", "triton", "helion"))
     return f"{meta['gpu']}, {versions}, {meta['date']}"
+
+
+def _baseline(label: str) -> str:
+    return f"Speedup baseline: {_code(label)}, timed in the same run"
+
+
+def _replays(meta: Record) -> str:
+    regime = "under sustained load" if meta.get("load") else "in short bursts, without sustained load"
+    return f"Times are of CUDA-graph replays with a cold L2 cache, {regime}"
 
 
 def _transformers_table(results: Results) -> list[str]:
@@ -185,12 +210,13 @@ def _transformers_table(results: Results) -> list[str]:
         speeds = {name: record["tokens_per_s"] for name, record in found.items() if record["tokens_per_s"]}
         best = max((value for name, value in speeds.items() if name != names[0]), default=None)
         rows[-1].append(_number(speeds[names[0]] / best, 2) if best and names[0] in speeds else "-")
-    head = ["part, sequences x tokens", *(f"`{name}`" for name in names), f"`{names[0]}`, speedup over the best other"]
+    head = ["part, sequences x tokens", *(f"`{name}`" for name in names)]
+    head.append(f"`{names[0]}` speedup over the fastest other")
     return [
-        f"{_where(meta)}, transformers {meta['transformers']}: tokens per second of {meta['model']}, medians of "
-        "interleaved rounds. decode: `generate` from a short prompt; on a GPU, transformers replaces `grouped_mm` by "
-        "`batched_mm` in its steps. compiled: decode with a static cache and transformers' own `torch.compile`. "
-        "First calls, which compile, are not counted; those of all parts together took "
+        f"{_where(meta)}, transformers {meta['transformers']}. Tokens per second of {meta['model']}: medians of rounds "
+        "in which the implementations take turns. decode: `generate` from a short prompt; on a GPU, its decoding steps "
+        "use `batched_mm` when `grouped_mm` is chosen. compiled: decode with a static cache and transformers' own "
+        "`torch.compile`. First calls, which include compilation, are not counted; in all parts together they took "
         f"{', '.join(f'{seconds:.0f} s (`{name}`)' for name, seconds in first.items())}.",
         "",
         *_markdown_rows(head, rows),
@@ -219,11 +245,12 @@ def _expert_parallel_table(results: Results) -> list[str]:
     r = records[0]
     head = ["scaling, ranks", "experts per rank", "tokens per rank", "step ms", "tokens/s", "speedup over one rank"]
     return [
-        f"{_where(results.meta)}, {r['dtype']}: forward and backward of a layer with H = {r['H']}, I = {r['I']}, "
-        f"E = {r['E']}, top_k = {r['top_k']}; medians, of the slowest rank. Outputs and all gradients were those of a "
-        f"single process, with at most {max(r['error_share'] for r in records):.2f} of the error budget.",
+        f"{_where(results.meta)}, {r['dtype']}. A step is the forward and backward pass of a layer with H = {r['H']}, "
+        f"I = {r['I']}, E = {r['E']}, top_k = {r['top_k']}; its time is the median of the slowest rank. Speedups are "
+        "ratios of tokens/s. In a check with a smaller layer, the output and all gradients differed from those of one "
+        f"process in float64 by at most {max(r['error_share'] for r in records):.2f} of the tests' error budget.",
         "",
-        *_markdown_rows([*head, "time in all-to-alls", "first step s"], rows),
+        *_markdown_rows([*head, "share of time in all-to-alls", "first step s"], rows),
     ]
 
 
@@ -259,18 +286,18 @@ def _wide_tables(results: Results) -> list[str]:
             if compared in ([], [base]):
                 row.append(_number(min(ratios, default=None), 2))
         rows.append(row)
-    head = ["cases", "number", "speedup over the best other", "lowest"]
+    head = ["cases", "number of cases", "mean speedup over the fastest other", "lowest over the fastest other"]
     for label in labels:
-        head += [f"over {_code(label)}", *(["lowest"] if label == base else [])]
-    regime = "under load" if results.meta.get("load") else "in short bursts"
+        head += [f"mean speedup over {_code(label)}", *([f"lowest over {_code(label)}"] if label == base else [])]
+    explained = "; ".join(f"{sizes}: {_ROUTINGS[sizes]}" for sizes in routings if sizes in _ROUTINGS)
     lines = [
-        f"{_where(results.meta)}, bfloat16, B `[G, N, K]` transposed, as CUDA-graph replays with a cold L2 cache, "
-        f"{regime}. Speedups of {_code(ours)} without tuned entries, over providers that took turns with it: "
-        "geometric means, and the lowest of a case; below 1 is slower.",
+        f"{_where(results.meta)}, bfloat16, B `[G, N, K]` transposed. {_replays(results.meta)}. Providers took turns. "
+        f"The table has speedups of {_code(ours)} without tuned configs: geometric means of the cases, and the lowest "
+        "of a single case; below 1 means slower." + f" Routings: {explained}." * bool(explained),
         "",
         *_markdown_rows(head, rows),
         "",
-        f"The {min(_WORST, len(records))} worst of {len(records)} cases, in microseconds:",
+        f"The {min(_WORST, len(records))} cases with the lowest speedups, out of {len(records)} cases:",
         "",
     ]
     rows = [
@@ -279,14 +306,15 @@ def _wide_tables(results: Results) -> list[str]:
         + [_number(ratio, 2)]
         for ratio, r in worst_first(results)[:_WORST]
     ]
-    head = ["case (G, M, N, K)", "routing", *map(_code, (ours, *labels)), "speedup over the best other"]
+    us = (f"{_code(label)} us" for label in (ours, *labels))
+    head = ["case (G, M, N, K)", "routing", *us, "speedup over the fastest other"]
     failed: dict[tuple[str, str], int] = {}
     for record in results.records:
         for label, error in record["errors"].items():
             failed[label, error] = failed.get((label, error), 0) + 1
     lines += _markdown_rows(head, rows)
     for (label, error), number in failed.items():
-        lines += ["", f"Not timed: {_code(label)} in {number} of the cases: {error}."]
+        lines += ["", f"Not timed in {number} of the cases: {_code(label)}: {error}."]
     return lines
 
 
@@ -321,9 +349,9 @@ _QUANTIZE_GBPS, _PERMUTE_PERCENT, _WGRAD_TFLOPS = 3700, 10, 800
 def _fp8_tables(results: Results) -> list[str]:
     """Return the tables of fp8.py: products, quantisation, layers, training, weights' gradients and host times."""
     parts = _fp8_parts(results)
-    regime = "under load" if results.meta.get("load") else "in short bursts"
     lines = [
-        f"{_where(results.meta)}, as CUDA-graph replays with a cold L2 cache, {regime}. In brackets: targets.",
+        f"{_where(results.meta)}. {_replays(results.meta)}. Numbers in brackets are targets: minimum speedups and "
+        "rates, maximum times.",
         *_fp8_products(parts),
         *_fp8_quantisation(parts),
         *_fp8_layers(parts["layer"]),
@@ -332,7 +360,7 @@ def _fp8_tables(results: Results) -> list[str]:
     ]
     failed = {(label, error) for record in results.records for label, error in record["errors"].items()}
     for label, error in sorted(failed):
-        lines += ["", f"Not timed in all cases: {_code(label)}: {error}."]
+        lines += ["", f"Not timed in some cases: {_code(label)}: {error}."]
     return lines
 
 
@@ -343,7 +371,7 @@ def _fp8_products(parts: dict[str, list[Record]]) -> list[str]:
         return []
     base, *labels = fp8_labels(records)
     lines = []
-    for whose, ours in (("Our products", True), ("PyTorch's and other libraries' products", False)):
+    for whose, ours in (("`grouped_gemm`", True), ("PyTorch and other libraries", False)):
         shown = [label for label in labels if label.startswith("grouped_gemm") == ours]
         if not shown:
             continue
@@ -355,10 +383,13 @@ def _fp8_products(parts: dict[str, list[Record]]) -> list[str]:
         rows.append([_WITHOUT_DECODING, "", *means])
         worst = [max((r.get("rel_err", {}).get(label, 0.0) for r in records), default=0.0) for label in shown]
         if any(worst):
-            rows.append(["largest error of a row", "", *(f"{error:.1e}" if error else "-" for error in worst)])
-        about = f"{whose} of operands that were quantised beforehand; speedup: over {_code(base)} in the same run."
+            errors = (f"{error:.1e}" if error else "-" for error in worst)
+            rows.append(["largest error of a row, relative to its norm", "", *errors])
+        about = f"Products by {whose}. fp8 operands were quantised before the timing. {_baseline(base)}."
         if any(label.startswith("DeepGEMM") for label in shown):
-            about += " DeepGEMM: groups padded beforehand; the masked form where they have few rows."
+            about += (
+                " DeepGEMM: groups were padded before the timing; with few rows per group, its masked kernel is used."
+            )
         lines += ["", about, "", *_markdown_rows(_fp8_head("table", shown, base), rows)]
     return lines
 
@@ -373,8 +404,11 @@ def _fp8_quantisation(parts: dict[str, list[Record]]) -> list[str]:
             found, target = r["quantize_gbps"], _QUANTIZE_GBPS if r in parts["many rows"] else None
             cells = [_beside(found.get(name), None if name == "copy" else target, 0) for name in names]
             rows.append([f"{r['case']} ({r['M']}, {r['K']})", *cells])
-        head = ["case (M, K)", *("a copy" if name == "copy" else f"`quantize`, {name}" for name in names)]
-        about = "Quantising rows, GB/s of all that is read and written; the copy moves as many bytes."
+        head = ["case (M, K)", *(name if name == "copy" else f"`quantize` ({name})" for name in names)]
+        about = (
+            "Quantising rows: GB/s, counting bytes read and written. "
+            "The copy moves as many bytes as quantising in rowwise format."
+        )
         lines += ["", about, "", *_markdown_rows(head, rows)]
     formats = ("rowwise", "1x128")
     if records := [r for r in parts["layer"] if any(f"permute, {name}" in r["us"] for name in formats)]:
@@ -388,8 +422,12 @@ def _fp8_quantisation(parts: dict[str, list[Record]]) -> list[str]:
                 text = "-" if more is None else f"{more:+.0f}%"
                 row.append(text if few else f"{text} (+{_PERMUTE_PERCENT}%)")
             rows.append(row)
-        head = [f"case ({operator_of('ffn').dimensions})", "`permute`, bfloat16, us", *(f"{n}, more" for n in formats)]
-        about = "Tokens in the order of the experts, by one kernel, as they are or quantised on the way."
+        changes = (f"change in time ({name})" for name in formats)
+        head = [f"case ({operator_of('ffn').dimensions})", "`permute` (bfloat16) us", *changes]
+        about = (
+            "Copying tokens into expert order, by `permute` in bfloat16 and by kernels that also quantise them to fp8. "
+            "Changes in time are relative to `permute`; negative is faster."
+        )
         lines += ["", about, "", *_markdown_rows(head, rows)]
     return lines
 
@@ -404,10 +442,10 @@ def _fp8_layers(records: Sequence[Record]) -> list[str]:
         best = min((us for label, us in r["us"].items() if label in in_fp8), default=None)
         rows.append([*_fp8_row(r, labels, base), _beside(best, _FP8_LAYER_US.get(r["case"]), None)])
     about = (
-        f"The forward pass of layers, which quantise their activations; speedup: over {_code(base)} in the same run. "
-        "us in fp8: of the fastest."
+        "Forward pass of layers, including the quantisation of activations. Weights were quantised before the timing, "
+        f"in the format that the heading names. {_baseline(base)}."
     )
-    return ["", about, "", *_markdown_rows([*_fp8_head("ffn", labels, base), "us in fp8"], rows)]
+    return ["", about, "", *_markdown_rows([*_fp8_head("ffn", labels, base), "fastest fp8 `moe_mlp` us"], rows)]
 
 
 def _fp8_training(records: Sequence[Record]) -> list[str]:
@@ -416,8 +454,8 @@ def _fp8_training(records: Sequence[Record]) -> list[str]:
         return []
     base, *labels = fp8_labels(records)
     about = (
-        "The forward and backward pass of layers, which quantise all operands; "
-        f"speedup: over {_code(base)} in the same run."
+        "Training step: forward and backward pass of `moe_mlp`, including the quantisation of all operands. "
+        f"{_baseline(base)}."
     )
     rows = [_fp8_row(record, labels, base) for record in records]
     lines = ["", about, "", *_markdown_rows(_fp8_head("ffn", labels, base), rows)]
@@ -430,9 +468,10 @@ def _fp8_training(records: Sequence[Record]) -> list[str]:
         ]
         for r in records
     ]
-    head = [f"case ({operator_of('ffn').dimensions})", *(name.removeprefix("wgrad of ") for name in names)]
+    head = [f"case ({operator_of('ffn').dimensions})", *(_code(name.removeprefix("wgrad of ")) for name in names)]
     about = (
-        "Weights' gradients, TFLOP/s; in fp8 with the quantisation of both operands, unless that was done beforehand."
+        "Gradients of the weights: TFLOP/s. In fp8, the time includes the quantisation of both operands, except in the "
+        'columns "quantised before timing".'
     )
     return [*lines, "", about, "", *_markdown_rows(head, rows)]
 
@@ -445,8 +484,8 @@ def _fp8_host_times(records: Sequence[Record]) -> list[str]:
     if not times:
         return []
     rows = [[_code(label), *(_number(of(us), 0) for of in (statistics.median, max))] for label, us in times.items()]
-    about = "The host's microseconds for an eager call, over all cases."
-    return ["", about, "", *_markdown_rows(["call", "median", "largest"], rows)]
+    about = "Host time of an eager call: median and largest over all cases."
+    return ["", about, "", *_markdown_rows(["call", "median us", "largest us"], rows)]
 
 
 def _fp8_case(record: Record) -> str:
@@ -479,7 +518,7 @@ def _short_fp8_table(results: Results) -> list[str]:
     base, *labels = fp8_labels(parts["product"])
     head = [
         f"speedup over {_code(base)}",
-        f"{len(many_rows)} cases of training, geometric mean",
+        f"geometric mean of {len(many_rows)} cases without decoding",
         *(record["case"] for record in decoding),
     ]
     rows = [
@@ -487,7 +526,7 @@ def _short_fp8_table(results: Results) -> list[str]:
         + [_number(_fp8_speedup(record, label, base), 2) for record in decoding]
         for label in labels
     ]
-    return [f"{_where(results.meta)}.", "", *_markdown_rows(head, rows)]
+    return [f"{_where(results.meta)}. {_replays(results.meta)}.", "", *_markdown_rows(head, rows)]
 
 
 def _fp8_parts(results: Results) -> dict[str, list[Record]]:
@@ -528,13 +567,14 @@ def _convergence_table(results: Results) -> list[str]:
         above = means[compute] - means[computes[0]] if compute != computes[0] else None
         rows.append([*row, "-" if above is None else f"{above:+.4f}"])
     t = results.meta["training"]
-    head = ["compute", *(f"seed {seed}" for seed in seeds), "mean", "highest less lowest"]
+    head = ["compute", *(f"seed {seed}" for seed in seeds), "mean", "highest - lowest"]
     return [
-        f"{_where(results.meta)}: held-out cross entropy, in nats per byte, after {t['steps']} steps of {t['batch']} x "
-        f"{t['length']} bytes of the standard library of Python {results.meta['python']}. A transformer with "
-        f"{t['layers']} layers of {t['experts']} experts, top_k = {t['top_k']}, H = {t['width']}, I = {t['inner']}.",
+        f"{_where(results.meta)}. Held-out cross entropy, in nats per byte, after {t['steps']} training steps with "
+        f"batches of {t['batch']} x {t['length']} bytes from the source of the standard library of Python "
+        f"{results.meta['python']}. The model is a transformer with {t['layers']} layers of {t['experts']} experts, "
+        f"top_k = {t['top_k']}, H = {t['width']}, I = {t['inner']}.",
         "",
-        *_markdown_rows([*head, f"mean less that of `{computes[0]}`"], rows),
+        *_markdown_rows([*head, f"mean - `{computes[0]}` mean"], rows),
     ]
 
 
@@ -552,10 +592,10 @@ def of_tritonbench(found: Measured) -> str:
     """Return a table of the baseline's time for each input, and the speedups over it with their geometric means."""
     times = found.providers.get(found.baseline, {}).get("latency", [None] * len(found.names))
     rows = [[name, _number(ms and 1e3 * ms)] for name, ms in zip(found.names, times, strict=True)]
-    head, means = [found.title, f"{found.baseline} us"], ["geometric mean", ""]
+    head, means = [found.title, f"{_clearer(found.baseline)} us"], ["geometric mean", ""]
     for label, metrics in found.providers.items():
         if "speedup" in metrics:
-            head.append(f"{label} speedup")
+            head.append(f"{_clearer(label)} speedup")
             for row, ratio in zip(rows, metrics["speedup"], strict=True):
                 row.append(_number(ratio, 2))
             ratios = [ratio for ratio in metrics["speedup"] if ratio]
@@ -569,8 +609,8 @@ def _case_table(results: Results, timing: str) -> list[str]:
     there = {(r["provider"], name) for r in results.records for name in _EAGER if r.get(name) is not None}
     eager = [(p, name) for name in _EAGER for p in dict.fromkeys((ours, base, *others)) if (p, name) in there]
     eager = [(p, name) for p, name in eager if p in (ours, base) or name == "peak_mb"]
-    head = [f"case ({operator_of(results.records[0]['suite']).dimensions})", "B", f"{_code(base)} us"]
-    head += [*(f"{_code(other)} speedup" for other in others), f"{_code(ours)} TFLOP/s", "GB/s"]
+    head = [f"case ({operator_of(results.records[0]['suite']).dimensions})", "weight layout", f"{_code(base)} us"]
+    head += [*(f"{_code(other)} speedup" for other in others), *(f"{_code(ours)} {unit}" for unit in _RATES)]
     head += [f"{_code(p)} {_EAGER[name]}" for p, name in eager]
     warmed = [p for p in dict.fromkeys(r["provider"] for r in results.records if _is_warm(r)) if p in (base, ours)]
     head += [f"{_code(p)} warm us" for p in warmed]
@@ -593,8 +633,8 @@ def _short_case_table(results: Results, timing: str) -> list[str]:
     suite = results.records[0]["suite"]
     base, ours = roles(suite)
     others = _others(suite, (record["provider"] for record in results.records))
-    head = [f"case ({operator_of(suite).dimensions})", "weights", f"{_code(base)} us", f"{_code(ours)} us"]
-    head += [*(f"{_code(p)} speedup" for p in (ours, *others)), f"{_code(ours)} TFLOP/s", "GB/s"]
+    head = [f"case ({operator_of(suite).dimensions})", "weight layout", f"{_code(base)} us", f"{_code(ours)} us"]
+    head += [*(f"{_code(p)} speedup" for p in (ours, *others)), *(f"{_code(ours)} {unit}" for unit in _RATES)]
     rows = []
     for case in by_case(results.records):
         first, mine = next(iter(case.values())), case.get((ours, timing), {})
@@ -617,15 +657,15 @@ def start_up(measured: Record) -> str:
     """Return the table of start_up.py: seconds, one line per part, one column per state of the cache."""
     states = {
         "nothing cached": "nothing cached",
-        "caches filled": "kept on disk",
-        "compiled on a machine without a GPU": "made by `compile` without a GPU, for another Python",
+        "caches filled": "cached on disk",
+        "compiled on a machine without a GPU": "compiled ahead without a GPU, by another version of Python",
     }
     parts = {
         ("layer", "first grouped_gemm"): "first `grouped_gemm` of a process",
-        ("layer", "25 calls"): "then a layer's first calls with 25 token counts from 1 to 8192, in total",
-        ("layer", "worst of them"): "the longest of these 25",
+        ("layer", "25 calls"): "then 25 calls of a layer with 1 to 8192 tokens, total",
+        ("layer", "worst of them"): "the longest of these 25 calls",
         ("training", "first step"): "first training step of a process",
-        ("training", "first step of another T"): "first step with another token count",
+        ("training", "first step of another T"): "first training step with another token count",
     }
     rows = [
         [text, *(_number(measured[f"{part}, {state}"][key], 2) for state in states)]
@@ -634,8 +674,8 @@ def start_up(measured: Record) -> str:
     versions = ", ".join(f"{name} {measured[name]}" for name in ("torch", "triton", "helion"))
     return "\n".join(
         [
-            f"{measured['gpu']}, {versions}, {measured['date']}: seconds, from `import torch` and the making of the "
-            "operands on.",
+            f"{measured['gpu']}, {versions}, {measured['date']}. Times are in seconds. The clock starts after "
+            "`import torch` and the creation of the operands, and includes `import moe_kernels`.",
             "",
             *_markdown_rows(["", *states.values()], rows),
             "",
@@ -669,12 +709,14 @@ def overview(folder: Path) -> str:
     first = json.loads((folder / "start_up.json").read_text(encoding="utf-8"))["layer, caches filled"]
     seconds = f"**{_number(first['first grouped_gemm'], 2)} s**"
     rows = [[text, *cells] for text, (_, cells) in found.items()]
-    rows.append(["first product of a new process, kernels on disk", seconds, "not measured", "not measured"])
+    rows.append(["first product of a new process, kernels cached on disk", seconds, "not measured", "not measured"])
+    head = ["Qwen3-30B-A3B, bfloat16", "moe_kernels", "fastest other in the same run", "PyTorch baseline"]
     return "\n".join(
         [
-            *_markdown_rows(["Qwen3-30B-A3B, bfloat16", "moe_kernels", "best other in the same run", "PyTorch"], rows),
+            *_markdown_rows(head, rows),
             "",
-            f"{where}. Microseconds are CUDA-graph replays with a cold L2 cache, by providers that took turns.",
+            f"{where}. Times in microseconds are of CUDA-graph replays with a cold L2 cache. The implementations of a "
+            "row took turns in one run.",
             "",
         ]
     )
@@ -702,6 +744,15 @@ def _number(value: float | None, digits: int | None = None) -> str:
     return f"{value:.{digits}f}"
 
 
+def _clearer(label: str) -> str:
+    for old, new in _CLEARER.items():
+        label = label.replace(old, new)
+    return label
+
+
 def _code(label: str) -> str:
-    """Return a label with names of functions marked as code."""
-    return re.sub(r"\b(torch\.\w+|\w*grouped_gemm|moe_mlp)\b", r"`\1`", label)
+    """Return a label in clearer words, with details in brackets and names of functions marked as code."""
+    name, _, details = _clearer(label).partition(", ")
+    name = f"{name} kernel" if name in ("basic", "persistent") else name
+    shown = f"{name} ({details})" if details else name
+    return re.sub(r"\b(torch\.\w+|\w*grouped_gemm|moe_mlp)\b", r"`\1`", shown)

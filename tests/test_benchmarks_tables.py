@@ -67,13 +67,24 @@ def test_a_short_table() -> None:
     peers = {f"peer{i}": 60.0 for i in range(5)}
     found = results_of(*(record("a", p, us) for p, us in times.items()), record("a", ours, 130.0, "eager", host_us=9.0))
     text = tables.markdown(found, short=True)
-    assert (
-        "| case (G, M, N, K) | weights | `torch._grouped_mm` us | `grouped_gemm` us | `grouped_gemm` speedup |" in text
-    )
+    head = "| case (G, M, N, K) | weight layout | `torch._grouped_mm` us | `grouped_gemm` us | `grouped_gemm` speedup |"
+    assert head in text
     assert "| a (8, 64, 32, 16) | `[G, K, N]` | 120 | 100 | 1.20 | 0.50 | " in text
-    assert "basic" not in text and "dense" not in text and "host" not in text and "Made by" not in text
+    assert "basic" not in text and "dense" not in text and "host" not in text and "Measured by" not in text
     found.records += [record("a", p, us) for p, us in peers.items()]
     assert all(line.count("|") == 9 for line in tables.markdown(found, short=True).splitlines() if line[:1] == "|")
+
+
+def test_labels_in_headings() -> None:
+    for label, shown in (
+        ("torch._grouped_mm, bfloat16", "`torch._grouped_mm` (bfloat16)"),
+        ("loop of torch.mm", "loop of `torch.mm`"),
+        ("persistent, table made beforehand", "persistent kernel (list of tiles built before timing)"),
+        ("triton_kernels, metadata made beforehand", "triton_kernels (metadata built before timing)"),
+        ("varied_grouped_gemm, planned", "`varied_grouped_gemm` (with a plan)"),
+        ("step, fp8_block, bfloat16 wgrad", "step (fp8_block, bfloat16 weight gradients)"),
+    ):
+        assert tables._code(label) == shown
 
 
 def test_the_seconds_of_start_up(tmp_path: Path) -> None:
@@ -116,7 +127,7 @@ def test_the_overview_names_the_best_of_what_was_timed(tmp_path: Path) -> None:
     results_of(*records).write(tmp_path / "table.json")
     (tmp_path / "start_up.json").write_text(json.dumps({"layer, caches filled": {"first grouped_gemm": 0.254}}))
     lines = tables.overview(tmp_path).splitlines()
-    layer = "| **100 us** | 200 us, transformers, compiled | 300 us, transformers |"
+    layer = "| **100 us** | 200 us, transformers (compiled) | 300 us, transformers |"
     assert [line.partition(" | ")[2] for line in lines[2:5]] == [layer.removeprefix("| ")] * 3
     assert lines[5].endswith("| **40.0 us** | 60.0 us, loop of `torch.mm` | 50.0 us, `torch._grouped_mm` |")
     assert lines[6].endswith("| **0.25 s** | not measured | not measured |")
@@ -151,17 +162,21 @@ def test_markdown_of_the_wide_set() -> None:
     found = wide_results()
     assert [round(ratio, 2) for ratio, _ in tables.worst_first(found)] == [0.5] + [1.25] * 10
     lines = tables.markdown(found).splitlines()
-    assert (
-        "| cases | number | speedup over the best other | lowest | over `torch._grouped_mm` | lowest | over quack |"
-        in lines
+    head = (
+        "| cases | number of cases | mean speedup over the fastest other | lowest over the fastest other "
+        "| mean speedup over `torch._grouped_mm` | lowest over `torch._grouped_mm` | mean speedup over quack |"
+    )
+    assert head in lines
+    assert lines[0].endswith(
+        "Routings: uniform: groups of equal size; zipf: strong skew; half-empty: every second group is empty."
     )
     [everything] = [line for line in lines if line.startswith("| all |")]
     assert everything == "| all | 11 | 1.15 | 0.50 | 1.66 | 0.50 | 1.25 |"
     assert "| M = 1024 | 5 | 1.25 | 1.25 | 1.88 | 1.88 | 1.25 |" in lines
     assert "| zipf | 4 | 0.99 | 0.50 | 1.35 | 0.50 | 1.25 |" in lines
-    worst = lines.index("The 11 worst of 11 cases, in microseconds:") + 4
+    worst = lines.index("The 11 cases with the lowest speedups, out of 11 cases:") + 4
     assert lines[worst] == "| model down (8, 64, 32, 16) | zipf | 80.0 | 40.0 | 100 | 0.50 |"
-    assert "Not timed: `grouped_gemm` in 1 of the cases: RuntimeError: no." in lines
+    assert "Not timed in 1 of the cases: `grouped_gemm`: RuntimeError: no." in lines
 
 
 def test_markdown_of_fp8() -> None:
@@ -193,7 +208,7 @@ def test_markdown_of_fp8() -> None:
         "| c_up (8, 64, 32, 16) | 80.0 | - |",
         "| decode_dsv3 (8, 64, 32, 16) | 90.0 | 3.00 (2.9) |",
         "| geometric mean without decoding |  | 4.00 (1.5) |",
-        "| largest error of a row |  | 3.0e-03 |",
+        "| largest error of a row, relative to its norm |  | 3.0e-03 |",
         "| a_up (8, 64, 32, 16) | 100 | 2.50 |",
         "| geometric mean without decoding |  | 2.24 |",
         "| a_up (64, 16) | 3000 (3700) | 4000 |",
@@ -203,13 +218,13 @@ def test_markdown_of_fp8() -> None:
         "| mixtral, T = 4096 (8, 64, 32, 16) | 10.0 | +20% (+10%) | - (+10%) |",
         "| mixtral, T = 4096 (8, 64, 32, 16) | 30.0 | 1.50 (1.25) |",
         "| mixtral, T = 4096 (8, 64, 32, 16) | 600 | 790 (800) |",
-        "| `grouped_gemm`, rowwise | 25 | 30 |",
-        "Not timed in all cases: `grouped_gemm`, rowwise: RuntimeError: no.",
+        "| `grouped_gemm` (rowwise) | 25 | 30 |",
+        "Not timed in some cases: `grouped_gemm` (rowwise): RuntimeError: no.",
     ):
         assert line in lines, line
     short = tables.markdown(found, short=True).splitlines()
-    head = "| speedup over `torch._grouped_mm`, bfloat16 | 3 cases of training, geometric mean | decode_dsv3 |"
-    rows = ["| `grouped_gemm`, rowwise | 4.00 | 3.00 |", "| DeepGEMM | 2.24 | 2.25 |"]
+    head = "| speedup over `torch._grouped_mm` (bfloat16) | geometric mean of 3 cases without decoding | decode_dsv3 |"
+    rows = ["| `grouped_gemm` (rowwise) | 4.00 | 3.00 |", "| DeepGEMM | 2.24 | 2.25 |"]
     assert [line for line in short if line.startswith("| ")] == [head, *rows]
 
 
@@ -229,8 +244,9 @@ def convergence_results() -> run.Results:
 
 def test_markdown_of_convergence() -> None:
     lines = tables.markdown(convergence_results()).splitlines()
-    assert "after 150 steps of 32 x 64 bytes of the standard library of Python 3.12.1" in lines[0]
-    head = "| compute | seed 0 | seed 1 | mean | highest less lowest | mean less that of `bfloat16` |"
+    assert "after 150 training steps with batches of 32 x 64 bytes from the source" in lines[0]
+    assert "of the standard library of Python 3.12.1." in lines[0]
+    head = "| compute | seed 0 | seed 1 | mean | highest - lowest | mean - `bfloat16` mean |"
     assert [line for line in lines if line.startswith("| ")] == [
         head,
         "| `bfloat16` | 1.5000 | 1.5300 | 1.5150 | 0.0300 | - |",
