@@ -47,8 +47,7 @@ def uniform_grouped_gemm(
     """
     given, requested = (A, B), (type(num_groups), num_groups, out_dtype)
     if (known := cache.repeat(UNIFORM_GROUPED_GEMM, given, requested)) is not None:
-        again: Tensor = known
-        return again
+        return known
     A, B = autocast(A, B)
     dtype = checks.check_uniform(A, B, num_groups, out_dtype)
     if use_kernels(A, B) and torch_internals.can_bypass_dispatcher(A, B):
@@ -102,8 +101,7 @@ def varied_grouped_gemm(
         else:
             reference.varied_grouped_gemm(group_A, group_B, out=out)
         return list(out)
-    outs: list[Tensor] = ops.varied_grouped_gemm(list(group_A), list(group_B))
-    return outs
+    return ops.varied_grouped_gemm(list(group_A), list(group_B))
 
 
 def plan_varied_grouped_gemm(

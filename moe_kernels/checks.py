@@ -1,7 +1,9 @@
 """Checks of the public functions' arguments, and the interpretation of malformed offsets.
 
 The `check_*` functions run on every eager call that is not a repeat of an earlier one. They read only metadata, so
-they also accept meta and fake tensors.
+they also accept meta and fake tensors. They raise TypeError for a wrong type or dtype, ValueError for a wrong rank,
+shape, device, length or option, and RuntimeError where autograd or forward mode would record a function without
+derivatives. `reference` says that the caller is plain PyTorch, which takes float64 on every device.
 """
 
 from __future__ import annotations
@@ -40,20 +42,7 @@ def check_grouped_gemm(
     *,
     reference: bool = False,
 ) -> torch.dtype:
-    """Check the arguments of a grouped GEMM and return the dtype of its result.
-
-    Args:
-        A_packed: `[M, K]`; bfloat16, float16 or float32, off CUDA also float64.
-        B: `[K, N]` or `[G, K, N]`, a dtype as for `A_packed`, not necessarily the same one.
-        group_offsets: `[G + 1]` for `B [G, K, N]`, any length of at least 1 for `B [K, N]`; int32 or int64.
-            The values are not read: see `clamp_offsets` and `validate_offsets`.
-        out_dtype: a dtype as for `A_packed`, or None for `torch.promote_types(A_packed.dtype, B.dtype)`.
-        reference: the caller is plain PyTorch, which supports float64 on every device.
-
-    Raises:
-        TypeError: an argument is not a tensor or has a wrong dtype.
-        ValueError: wrong rank, shape or device.
-    """
+    """Check the arguments of a grouped GEMM and return the dtype of its result."""
     _check_floats((("A_packed", A_packed), ("B", B)), reference)
     _check_grouped_gemm_shapes(A_packed, B, group_offsets)
     return _result_dtype(A_packed, B, out_dtype, reference)
@@ -78,22 +67,7 @@ def check_scaled_grouped_gemm(
     out_dtype: torch.dtype | None,
     fast_accumulation: bool = False,
 ) -> torch.dtype:
-    """Check the arguments of a grouped GEMM of fp8 operands with scales; return the dtype of its result.
-
-    Args:
-        A_packed: data `[M, K]` in fp8; scales `[M, 1]` ("rowwise") or `[M, cdiv(K, 128)]` ("1x128"), float32.
-        B: data `[K, N]` or `[G, K, N]` in fp8; scales `[.., 1, N]` ("rowwise") or `[.., cdiv(K, 128), cdiv(N, 128)]`
-            ("128x128"), float32.
-        group_offsets: as for `check_grouped_gemm`.
-        bias: `[G, N]`, bfloat16, float16 or float32.
-        out_dtype: bfloat16, float16 or float32; None is bfloat16.
-        fast_accumulation: only for "rowwise".
-
-    Raises:
-        TypeError: an operand is not a ScaledTensor, or an argument has a wrong dtype.
-        ValueError: wrong rank, shape, device or format.
-        RuntimeError: autograd would record the product, or an argument has a forward-mode tangent.
-    """
+    """Check the arguments of a grouped GEMM of fp8 operands with scales; return the dtype of its result."""
     A_packed, B = scaled_both("A_packed", A_packed, "B", B)
     for name, value in (("A_packed", A_packed), ("B", B)):
         _check_scaled(f"{name}.data", f"{name}.scales", value)
@@ -156,11 +130,7 @@ def _check_beside_fp8(name: str, dtype: torch.dtype) -> None:
 def scaled_both(
     name: str, value: ScaledTensor | Tensor, other_name: str, other: ScaledTensor | Tensor
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Check that two operands are ScaledTensors; return them.
-
-    Raises:
-        TypeError: one of them is not.
-    """
+    """Check that two operands are ScaledTensors; return them."""
     made: list[ScaledTensor] = []
     for one, operand, beside in ((name, value, other_name), (other_name, other, name)):
         if not isinstance(operand, ScaledTensor):
@@ -189,12 +159,7 @@ def check_grouped_gemm_wgrad(
     *,
     reference: bool = False,
 ) -> torch.dtype:
-    """Check the arguments of `grouped_gemm_wgrad` and return the dtype of its result, as `check_grouped_gemm` does.
-
-    Raises:
-        TypeError: an argument is not a tensor or has a wrong dtype.
-        ValueError: wrong rank, shape or device.
-    """
+    """Check the arguments of `grouped_gemm_wgrad` and return the dtype of its result, as `check_grouped_gemm` does."""
     operands = ("A_packed", A_packed), ("d_out", d_out)
     _check_floats(operands, reference)
     for name, value in operands:
@@ -210,12 +175,7 @@ def check_grouped_gemm_wgrad(
 
 
 def check_route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> None:
-    """Check the arguments of `route`: ids `[T, top_k]` int32 or int64, topk_weights `[T, top_k]` floating-point.
-
-    Raises:
-        TypeError: an argument is not a tensor or has a wrong dtype, or `num_experts` is not an int.
-        ValueError: wrong rank, shape or device, top_k below 1, or a negative `num_experts`.
-    """
+    """Check the arguments of `route`: ids `[T, top_k]` int32 or int64, topk_weights `[T, top_k]` floating-point."""
     _check_indices("topk_ids", topk_ids)
     _check_floats((("topk_weights", topk_weights),), False)
     if topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
@@ -237,13 +197,7 @@ def check_gating(
     top_groups: int = 1,
     scale: float = 1.0,
 ) -> None:
-    """Check the arguments of a gating function, which are those of `topk_sigmoid`.
-
-    Raises:
-        TypeError: an argument has a wrong type or dtype.
-        ValueError: wrong rank, shape or device, `num_groups` does not divide E, or the chosen groups hold fewer than
-            top_k experts.
-    """
+    """Check the arguments of a gating function, which are those of `topk_sigmoid`."""
     _check_floats((("logits", logits),), True)
     if logits.dim() != 2:
         raise ValueError(f"logits: expected shape [T, E], got {list(logits.shape)}")
@@ -275,12 +229,7 @@ def check_moe(
     fp8_wgrad: bool,
     fast_accumulation: bool,
 ) -> None:
-    """Check the arguments of `MoE`.
-
-    Raises:
-        TypeError: a size or `top_k` is not an int, or another option is not a bool.
-        ValueError: a size below 1, `top_k` outside `1..num_experts`, or an unknown activation or `compute`.
-    """
+    """Check the arguments of `MoE`."""
     check_int("hidden_size", hidden_size, 1)
     check_int("intermediate_size", intermediate_size, 1)
     check_int("num_experts", num_experts, 1)
@@ -291,11 +240,7 @@ def check_moe(
 
 
 def check_layer(hidden: Tensor, router: Tensor) -> None:
-    """Check that `hidden` is `[..., H]` for a router `[E, H]`, and has its dtype unless autocast is enabled.
-
-    Raises:
-        TypeError, ValueError: wrong dtype; wrong rank, shape or device.
-    """
+    """Check that `hidden` is `[..., H]` for a router `[E, H]`, and has its dtype unless autocast is enabled."""
     _check_tensor("router", router)
     _check_tensor("hidden", hidden)
     _check_same_device("hidden", hidden, "the layer", router)
@@ -307,20 +252,12 @@ def check_layer(hidden: Tensor, router: Tensor) -> None:
 
 
 def check_permute(hidden: Tensor, routing: Routing) -> None:
-    """Check that `hidden` is `[T, H]` for the tokens of `routing`.
-
-    Raises:
-        TypeError, ValueError: wrong dtype; wrong rank, shape or device.
-    """
+    """Check that `hidden` is `[T, H]` for the tokens of `routing`."""
     _check_moved("hidden", hidden, "T", routing)
 
 
 def check_unpermute(rows: Tensor, routing: Routing, weighted: bool) -> None:
-    """Check that `rows` is `[R, H]` for the slots of `routing`.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, or `weighted` is not a bool; wrong rank, shape or device.
-    """
+    """Check that `rows` is `[R, H]` for the slots of `routing`."""
     check_bools(weighted=weighted)
     _check_moved("rows", rows, "R", routing)
 
@@ -370,12 +307,7 @@ def check_swiglu_ffn(
     *,
     reference: bool = False,
 ) -> None:
-    """Check the arguments of `swiglu_ffn`.
-
-    Raises:
-        TypeError: an argument is not a tensor or has a wrong dtype.
-        ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
-    """
+    """Check the arguments of `swiglu_ffn`."""
     _check_first_floats("rows", rows, experts, reference)
     _check_first_shapes("rows", "M", rows, experts)
     check_index_vector("group_offsets", group_offsets, 1, "rows", rows)
@@ -388,12 +320,7 @@ def check_moe_mlp(
     topk_weights: Tensor,  # [T, top_k]
     experts: Experts,
 ) -> None:
-    """Check the arguments of `moe_mlp`, as `check_route` and `check_swiglu_ffn` do.
-
-    Raises:
-        TypeError: an argument is not a tensor or has a wrong dtype.
-        ValueError: wrong rank, shape or device, an unknown activation, or options that exclude each other.
-    """
+    """Check the arguments of `moe_mlp`, as `check_route` and `check_swiglu_ffn` do."""
     _check_first_floats("hidden", hidden, experts, False)
     _check_first_shapes("hidden", "T", hidden, experts)
     _check_floats((("hidden", hidden), ("w_down", experts.w_down)), False, (("down_bias", experts.down_bias),))
@@ -409,13 +336,7 @@ def check_quantized_moe_mlp(
     fast_accumulation: bool,
     fp8_wgrad: bool,
 ) -> None:
-    """Check the arguments of `moe_mlp` with `compute`.
-
-    Raises:
-        TypeError: as for `check_moe_mlp`; float64; an option is not a bool.
-        ValueError: as for `check_moe_mlp`; unknown `compute`; weights in fp8, `w_up`, or `transposed`;
-            `fast_accumulation` with "fp8_block".
-    """
+    """Check the arguments of `moe_mlp` with `compute`."""
     check_compute(compute)
     check_bools(fp8_wgrad=fp8_wgrad)
     _check_accumulation(fast_accumulation, FP8_COMPUTE[compute] == "rowwise")
@@ -449,11 +370,7 @@ def _check_one_layout(experts: Experts) -> None:
 
 
 def check_compute(compute: str | None) -> None:
-    """Check the name of the precision of a layer's products.
-
-    Raises:
-        ValueError: unknown `compute`.
-    """
+    """Check the name of the precision of a layer's products."""
     if compute is not None and (not isinstance(compute, str) or compute not in FP8_COMPUTE):
         raise ValueError(f"compute: expected None or one of {', '.join(map(repr, FP8_COMPUTE))}, got {compute!r}")
 
@@ -465,14 +382,7 @@ def check_scaled_moe_mlp(
     experts: Experts,  # Tensors as weights, w_up, up_bias and transposed are refused
     fast_accumulation: bool = False,
 ) -> None:
-    """Check the arguments of `moe_mlp` with weights in fp8, both "rowwise" or both "128x128".
-
-    Raises:
-        TypeError: a weight is not a ScaledTensor, or an argument has a wrong dtype.
-        ValueError: as for `check_moe_mlp`; wrong formats or shapes of scales, `w_up`, or `transposed`;
-            `fast_accumulation` with "128x128".
-        RuntimeError: autograd would record the layer, or an argument has a forward-mode tangent.
-    """
+    """Check the arguments of `moe_mlp` with weights in fp8, both "rowwise" or both "128x128"."""
     _check_one_layout(experts)
     w_gate_up, w_down = scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
     for name, value in (("w_gate_up", w_gate_up), ("w_down", w_down)):
@@ -594,12 +504,7 @@ def _check_spec(spec: GLUSpec, two_weights: bool, up_bias: bool) -> None:
 
 
 def check_quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: bool, *, reference: bool = False) -> None:
-    """Check the arguments of `quantize`.
-
-    Raises:
-        TypeError: `x` is not a tensor or has a wrong dtype, `dtype` is not fp8, or `power_of_two` is not a bool.
-        ValueError: `x` has a wrong rank; unknown format.
-    """
+    """Check the arguments of `quantize`."""
     check_bools(power_of_two=power_of_two)
     _check_floats((("x", x),), reference)
     if x.dim() not in (2, 3):
@@ -610,12 +515,7 @@ def check_quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: boo
 
 
 def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
-    """Check the arguments of `dequantize`.
-
-    Raises:
-        TypeError: not a `ScaledTensor`, or a wrong dtype.
-        ValueError: wrong rank, shape or device; unknown format.
-    """
+    """Check the arguments of `dequantize`."""
     if not isinstance(scaled, ScaledTensor):
         raise TypeError(f"scaled: expected a ScaledTensor, got {type(scaled).__name__}")
     data, scales, format = scaled
@@ -667,10 +567,6 @@ def check_grouped_mm(
 
     The same checks as in `check_grouped_gemm`, except: `offs [G]` are PyTorch's inclusive ends, int32 or int64, and
     `bias [G, N]` may have any dtype that `mat_a` may have; it does not take part in the promotion.
-
-    Raises:
-        TypeError, ValueError: as for `check_grouped_gemm`; ValueError also for missing `offs`, for `offs` with two 3-D
-            operands, and for a bias in any form but 2-D x 3-D.
     """
     _check_floats((("mat_a", mat_a), ("mat_b", mat_b)), reference, (("bias", bias),))
     _check_grouped_mm_shapes(mat_a, mat_b, offs, bias)
@@ -725,12 +621,6 @@ def check_scaled_grouped_mm(
 
     Rowwise scales are returned as `[M, 1]` or `[G, M, 1]`, and `[1, N]` or `[G, 1, N]`; always with G for a grouped
     contraction.
-
-    Raises:
-        TypeError: an argument is not a tensor or has a wrong dtype.
-        ValueError: wrong rank, shape or device; recipes, swizzles or contractions that are not supported; see also
-            `check_grouped_mm`.
-        RuntimeError: autograd would record the product, or an argument has a forward-mode tangent.
     """
     scales_a, scales_b = _only("scale_a", scale_a), _only("scale_b", scale_b)
     recipes = tuple(
@@ -801,18 +691,7 @@ def check_uniform(
     *,
     reference: bool = False,
 ) -> torch.dtype:
-    """Check the arguments of a uniform grouped GEMM and return the dtype of its result.
-
-    Args:
-        A: `[G * M, K]` or `[G, M, K]`; dtypes as for `check_grouped_gemm`.
-        B: `[G * K, N]` or `[G, K, N]`, for either rank of `A`.
-        num_groups: `G`, at least 0.
-        out_dtype, reference: as for `check_grouped_gemm`.
-
-    Raises:
-        TypeError: an argument has a wrong type or dtype.
-        ValueError: wrong rank, shape or device, or a negative `num_groups`.
-    """
+    """Check the arguments of a uniform grouped GEMM and return the dtype of its result."""
     check_int("num_groups", num_groups, 0)
     _check_floats((("A", A), ("B", B)), reference)
     if A.dim() not in (2, 3):
@@ -845,14 +724,7 @@ def check_varied(
     *,
     reference: bool = False,
 ) -> None:
-    """Check the arguments of a varied grouped GEMM: all tensors of one dtype on one device, matching shapes.
-
-    Raises:
-        TypeError: not lists or tuples of tensors; a dtype is not supported or differs from that of `group_A[0]`.
-        ValueError: lengths, ranks, shapes or devices do not match, or elements of `out` share memory through a
-            stride of 0.
-        RuntimeError: `out` is given, and autograd would record the products.
-    """
+    """Check the arguments of a varied grouped GEMM: all tensors of one dtype on one device, matching shapes."""
     lists = {"group_A": group_A, "group_B": group_B} | ({} if out is None else {"out": out})
     for name, tensors in lists.items():
         if not isinstance(tensors, (list, tuple)):
@@ -893,11 +765,7 @@ def check_varied(
 
 
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
-    """Check that `value` is an int, not below `least` or above `most`; `name` is for the error message.
-
-    Raises:
-        TypeError, ValueError: not an int; out of range.
-    """
+    """Check that `value` is an int, not below `least` or above `most`; `name` is for the error message."""
     if type(value) not in _INTS:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     assert isinstance(value, _INTS)
@@ -907,22 +775,14 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
 
 
 def check_bools(**values: object) -> None:
-    """Check that options are True or False, because any other value would count as one of these.
-
-    Raises:
-        TypeError: not a bool.
-    """
+    """Check that options are True or False, because any other value would count as one of these."""
     for name, value in values.items():
         if value is not True and value is not False:
             raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_number(name: str, value: object) -> None:
-    """Check that `value` is a float or an int.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """Check that `value` is a float or an int."""
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
 
@@ -930,12 +790,7 @@ def check_number(name: str, value: object) -> None:
 def check_index_vector(
     name: str, value: Tensor, min_length: int = 0, other_name: str = "", other: Tensor | None = None
 ) -> None:
-    """Check that `value` is an int32 or int64 tensor `[at least min_length]`, on the device of `other` if given.
-
-    Raises:
-        TypeError: `value` is not a tensor or has another dtype.
-        ValueError: not 1-D, too short, or on another device.
-    """
+    """Check that `value` is an int32 or int64 tensor `[at least min_length]`, on the device of `other` if given."""
     _check_indices(name, value)
     if value.dim() != 1:
         raise ValueError(f"{name}: expected a 1-D tensor, got shape {list(value.shape)}")
@@ -952,11 +807,7 @@ def no_list(name: str, value: object) -> TypeError:
 
 
 def check_matrix(name: str, value: Tensor, form: str) -> None:
-    """Check that `value` is a 2-D tensor; `form`, such as "[M, K]", is for the error message.
-
-    Raises:
-        TypeError, ValueError: not a tensor; another rank.
-    """
+    """Check that `value` is a 2-D tensor; `form`, such as "[M, K]", is for the error message."""
     _check_tensor(name, value)
     if value.dim() != 2:
         raise ValueError(f"{name}: expected shape {form}, got {list(value.shape)}")
@@ -1097,11 +948,7 @@ def _check_tensor(name: str, value: object) -> None:
 
 
 def check_not_torchao(name: str, value: object) -> None:
-    """Check that `value` is not a torchao tensor, whose format and low precision only PyTorch's own products support.
-
-    Raises:
-        TypeError: it is one; the message says how to convert it.
-    """
+    """Check that `value` is no torchao tensor: only PyTorch's own products support its format and low precision."""
     kind = type(value)
     if kind.__module__.partition(".")[0] != "torchao":
         return

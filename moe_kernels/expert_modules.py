@@ -44,12 +44,7 @@ class Stacked(NamedTuple):
 
 
 def listed(experts: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the experts as a list.
-
-    Raises:
-        TypeError: `experts` is not an iterable of modules.
-        ValueError: `experts` is empty.
-    """
+    """Return the experts as a list."""
     if not isinstance(experts, Iterable):
         raise TypeError(
             f"experts: expected a module for each expert, got {type(experts).__name__}; weights that are stacked "
@@ -66,12 +61,7 @@ def listed(experts: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def stack(experts: Sequence[nn.Module]) -> Stacked:
-    """Copy and stack the weights of experts that all have the same one of `LAYOUTS`.
-
-    Raises:
-        TypeError: the weights' dtypes differ or are unsupported, or a weight is a torchao tensor.
-        ValueError: an unknown layout, a bias, active dropout, or shapes or devices that differ.
-    """
+    """Copy and stack the weights of experts that all have the same one of `LAYOUTS`."""
     into, back, gated = layout = _layout("experts[0]", experts[0])
     names = (*into, back)
     first = [_weight(experts[0], name) for name in names]
@@ -97,12 +87,7 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
 
 
 def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> Tensor:  # [E, H]
-    """Return a copy of the router's weight, checked against the experts' `w_down [E, H, I]`.
-
-    Raises:
-        TypeError: neither a tensor nor a module whose weight is one, a torchao tensor, or not the dtype of `w_down`.
-        ValueError: a bias, or a shape or device that does not match `w_down`.
-    """
+    """Return a copy of the router's weight, checked against the experts' `w_down [E, H, I]`."""
     weight = getattr(router, "weight", router)
     if not isinstance(weight, Tensor):
         raise TypeError(f"router: expected a tensor [E, H] or an nn.Linear, got {type(router).__name__}")
@@ -126,10 +111,6 @@ def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
     """Return the activation that all experts compute, found by calling each one in float64.
 
     All are called with the weights of the first expert, each in its current train or eval mode.
-
-    Raises:
-        ValueError: not exactly one activation reproduces an expert's result, or it is not that of the first expert; an
-            expert draws random numbers, or cannot be called with hidden states alone.
     """
     into, back, gated = _layout("experts[0]", experts[0])
     with torch.no_grad():
@@ -191,8 +172,7 @@ def _close(got: Tensor, want: Tensor) -> bool:
 def _random_state(device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
+    return torch.get_device_module(device).get_rng_state(device)
 
 
 def _check_no_dropout(where: str, expert: nn.Module) -> None:

@@ -69,8 +69,7 @@ def swiglu_ffn(
         checks.validate_offsets(group_offsets, rows.size(0))
     w_in, w_up = _columns(w_gate_up, transposed), _columns(w_up, transposed)
     save_preact = differentiated(rows, w_in, w_up, gate_up_bias, up_bias)
-    act: Tensor = ops.swiglu_ffn(rows, group_offsets, w_in, w_up, gate_up_bias, up_bias, save_preact, *spec)[0]
-    return act
+    return ops.swiglu_ffn(rows, group_offsets, w_in, w_up, gate_up_bias, up_bias, save_preact, *spec)[0]
 
 
 def moe_mlp(
@@ -155,8 +154,7 @@ def moe_mlp(
     given, requested = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases), (transposed, spec)
     validates = checks.validation_enabled(validate)
     if not validates and w_up is None and (known := cache.repeat(MOE_LAYER, given, requested)) is not None:
-        again: Tensor = known
-        return again
+        return known
     hidden, first, w_up, second = autocast(hidden, w_gate_up, w_up, w_down)
     experts = checks.Experts(first, second, w_up, *biases, spec, transposed)
     checks.check_moe_mlp(hidden, topk_ids, topk_weights, experts)
@@ -181,12 +179,10 @@ def moe_mlp(
     ):
         T, top_k = topk_ids.shape
         if one_token_is_faster(T, top_k, w_in, w_out):
-            one: Tensor = ops.moe_mlp_of_one_token(hidden, topk_ids, topk_weights, w_in, w_up, w_out, *biases, *spec)
-            return one
+            return ops.moe_mlp_of_one_token(hidden, topk_ids, topk_weights, w_in, w_up, w_out, *biases, *spec)
     routing = ops.route(topk_ids, num_experts)
     weights = (w_in, w_up, w_out)
-    out: Tensor = ops.moe_mlp(hidden, topk_weights, *routing, *weights, *biases, save_preact, *spec)[0]
-    return out
+    return ops.moe_mlp(hidden, topk_weights, *routing, *weights, *biases, save_preact, *spec)[0]
 
 
 def _scaled_moe_mlp(
@@ -205,8 +201,7 @@ def _scaled_moe_mlp(
     validates = checks.validation_enabled(validate)
     repeats = not validates and experts.w_up is None and experts.up_bias is None
     if repeats and (known := cache.repeat(SCALED_MOE_MLP, given, requested)) is not None:
-        again: Tensor = known
-        return again
+        return known
     (hidden,) = autocast(hidden)
     checks.check_scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, fast_accumulation)
     if validates:
@@ -237,8 +232,7 @@ def _quantized_moe_mlp(
     save = differentiated(hidden, topk_weights, *parameters)
     routing = ops.route(topk_ids, num_experts)
     options = (compute == "fp8_rowwise", fast_accumulation, fp8_wgrad, save, *experts.spec)
-    out: Tensor = ops.quantized_moe_mlp(hidden, topk_weights, *routing, *parameters, *options)[0]
-    return out
+    return ops.quantized_moe_mlp(hidden, topk_weights, *routing, *parameters, *options)[0]
 
 
 def _columns(weight: Any, transposed: bool) -> Any:

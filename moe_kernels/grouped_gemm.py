@@ -64,8 +64,7 @@ def grouped_gemm(
         raise ValueError("fast_accumulation: expected False for plain tensors; it is for rowwise ScaledTensors")
     given, requested = (A_packed, B, group_offsets, None), (out_dtype, variant)
     if not validate and (known := cache.repeat(GROUPED_GEMM, given, requested)) is not None:
-        again: Tensor = known
-        return again
+        return known
     _check_variant(variant)
     left, right = autocast(A_packed, B)
     dtype = checks.check_grouped_gemm(left, right, group_offsets, out_dtype)
@@ -91,8 +90,7 @@ def _scaled_grouped_gemm(
     rank = getattr(A.scales, "ndim", None)  # 1-D scales are refused, even if they look like flattened ones
     requested = (A.format, weight.format, rank, out_dtype, variant, fast_accumulation)
     if not validate and (known := cache.repeat(SCALED_GROUPED_GEMM, given, requested)) is not None:
-        again: Tensor = known
-        return again
+        return known
     _check_variant(variant)
     dtype = checks.check_scaled_grouped_gemm(A, weight, group_offsets, bias, out_dtype, fast_accumulation)
     if validate:
@@ -149,8 +147,7 @@ def grouped_gemm_wgrad(
     dtype = checks.check_grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype)
     if checks.validation_enabled(validate):
         checks.validate_offsets(group_offsets, A_packed.size(0))
-    out: Tensor = ops.grouped_gemm_wgrad(A_packed, d_out, group_offsets, False, False, dtype)
-    return out
+    return ops.grouped_gemm_wgrad(A_packed, d_out, group_offsets, False, False, dtype)
 
 
 def grouped_mm(
@@ -195,8 +192,7 @@ def grouped_mm(
         return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype).T
     if checks.validation_enabled(None):
         checks.validate_offsets(group_offsets, mat_a.size(0))
-    out: Tensor = ops.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
-    return out
+    return ops.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
 
 
 def scaled_grouped_mm(

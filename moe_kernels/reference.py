@@ -4,7 +4,8 @@
     out[g] = A[g] @ B[g]                                     (uniform and varied)
 
 They run on any device and leave gradients to autograd. Products that are not in fp8 take bfloat16, float16, float32
-or float64. Grouped products read the offsets on the host (a sync).
+or float64. Grouped products read the offsets on the host (a sync). Arguments are checked as those of the public
+functions, by `checks`, and raise the same errors.
 """
 
 from __future__ import annotations
@@ -45,9 +46,6 @@ def grouped_gemm(
     Returns:
         `[M, N]`. Rows outside all groups are exact zeros. So are their gradients and the weight gradients of empty
         groups, even if the operands hold NaN there.
-
-    Raises:
-        TypeError, ValueError: see `checks.check_grouped_gemm`.
     """
     result = checks.check_grouped_gemm(A_packed, B, group_offsets, out_dtype, reference=True)
     M, N = A_packed.shape[0], B.shape[-1]
@@ -80,9 +78,6 @@ def grouped_gemm_wgrad(
 
     Offsets and `out_dtype` are as for `grouped_gemm`. Empty groups give exact zeros. Rows outside all groups do not
     affect the result, even if they hold NaN.
-
-    Raises:
-        TypeError, ValueError: see `checks.check_grouped_gemm_wgrad`.
     """
     result = checks.check_grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype, reference=True)
     compute = result if A_packed.dtype == d_out.dtype == result else _accumulation_dtype(A_packed, d_out)
@@ -108,9 +103,6 @@ def grouped_mm(
 
     The bias is added as by `grouped_linear`, and does not change the result's dtype. Rows or columns outside all groups
     are exact zeros, to which no bias is added.
-
-    Raises:
-        TypeError, ValueError: see `checks.check_grouped_mm`.
     """
     result = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype, reference=True)
     if offs is None:
@@ -152,11 +144,7 @@ def scaled_grouped_gemm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [M, N]
-    """Compute `grouped_linear` of the operands dequantised to float32, rounded once; `out_dtype` None is bfloat16.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: see `checks.check_scaled_grouped_gemm`.
-    """
+    """Compute `grouped_linear` of the operands dequantised to float32, rounded once; `out_dtype` None is bfloat16."""
     result = checks.check_scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype)
     return grouped_linear(dequantize(A_packed), dequantize(B), group_offsets, bias, result)
 
@@ -179,9 +167,6 @@ def scaled_grouped_mm(
     """Compute `grouped_mm` of the operands dequantised to float32, rounded once; `output_dtype` None is bfloat16.
 
     `use_fast_accum` has no effect.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: see `checks.check_scaled_grouped_mm`.
     """
     recipes = (scale_a, scale_recipe_a, scale_b, scale_recipe_b, swizzle_a, swizzle_b)
     options = (bias, offs, output_dtype, contraction_dim, use_fast_accum)
@@ -207,9 +192,6 @@ def uniform_grouped_gemm(
     """Multiply groups of one size: `out[g] = A[g] @ B[g]`.
 
     The products are `torch.bmm`, in the same dtypes as in `grouped_gemm`.
-
-    Raises:
-        TypeError, ValueError: see `checks.check_uniform`.
     """
     result = checks.check_uniform(A, B, num_groups, out_dtype, reference=True)
     compute = result if A.dtype == B.dtype == result else _accumulation_dtype(A, B)
@@ -226,11 +208,7 @@ def varied_grouped_gemm(
     *,
     out: Sequence[Tensor] | None = None,  # P of [M_p, N_p]
 ) -> list[Tensor]:
-    """Multiply pairs of matrices, each pair of its own size: `torch.mm(group_A[p], group_B[p])`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: see `checks.check_varied`.
-    """
+    """Multiply pairs of matrices, each pair of its own size: `torch.mm(group_A[p], group_B[p])`."""
     checks.check_varied(group_A, group_B, out, reference=True)
     outs = [None] * len(group_A) if out is None else out
     return [torch.mm(a, b, out=o) for a, b, o in zip(group_A, group_B, outs, strict=True)]
@@ -243,11 +221,7 @@ def quantize(
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two: bool = False,
 ) -> ScaledTensor:
-    """Quantise to fp8 with one scale per block; see `moe_kernels.quantize`. float64 is first rounded to float32.
-
-    Raises:
-        TypeError, ValueError: see `checks.check_quantize`.
-    """
+    """Quantise to fp8 with one scale per block; see `moe_kernels.quantize`. float64 is first rounded to float32."""
     checks.check_quantize(x, format, dtype, power_of_two, reference=True)
     *groups, R, K = x.shape
     *_, rows, parts = scales_shape(x.shape, format)
@@ -268,11 +242,7 @@ def quantize(
 
 
 def dequantize(scaled: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return `data * scale` in float32, rounded once to `dtype`; see `moe_kernels.dequantize`.
-
-    Raises:
-        TypeError, ValueError: see `checks.check_dequantize`.
-    """
+    """Return `data * scale` in float32, rounded once to `dtype`; see `moe_kernels.dequantize`."""
     checks.check_dequantize(scaled, dtype)
     data, scales, _ = scaled
     for dim in (-2, -1):
@@ -283,11 +253,7 @@ def dequantize(scaled: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
-    """Sort the slots of `topk_ids [T, top_k]` by expert without a sync; see `moe_kernels.route`.
-
-    Raises:
-        TypeError, ValueError: see `checks.check_route`.
-    """
+    """Sort the slots of `topk_ids [T, top_k]` by expert without a sync; see `moe_kernels.route`."""
     checks.check_route(topk_ids, topk_weights, num_experts)
     ids = topk_ids.reshape(-1)
     experts = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
@@ -300,22 +266,14 @@ def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
 
 
 def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
-    """Copy each token's row to the rows of its slots; see `moe_kernels.permute`.
-
-    Raises:
-        TypeError, ValueError: see `checks.check_permute`.
-    """
+    """Copy each token's row to the rows of its slots; see `moe_kernels.permute`."""
     checks.check_permute(hidden, routing)
     top_k = routing.topk_weights.size(1)
     return scatter_rows(hidden, None, routing.slot_to_row, routing.group_offsets, top_k, hidden.dtype)
 
 
 def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tensor:  # [R, H] -> [T, H]
-    """Add up each token's rows, weighted by its topk_weights; see `moe_kernels.unpermute`.
-
-    Raises:
-        TypeError, ValueError: see `checks.check_unpermute`.
-    """
+    """Add up each token's rows, weighted by its topk_weights; see `moe_kernels.unpermute`."""
     checks.check_unpermute(rows, routing, weighted)
     topk_weights = routing.topk_weights if weighted else None
     top_k = routing.topk_weights.size(1)
@@ -493,11 +451,7 @@ def swiglu_ffn(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:  # [M, I]
-    """Compute the first half of each expert; see `moe_kernels.swiglu_ffn`.
-
-    Raises:
-        TypeError, ValueError: see `checks.check_swiglu_ffn`.
-    """
+    """Compute the first half of each expert; see `moe_kernels.swiglu_ffn`."""
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     experts = checks.Experts(w_gate_up, None, w_up, gate_up_bias, up_bias, None, spec, transposed)
     checks.check_swiglu_ffn(rows, group_offsets, experts, reference=True)
@@ -521,11 +475,7 @@ def moe_mlp(
     transposed: bool = False,
     **options: Any,  # the other options of swiglu_ffn
 ) -> Tensor:  # [T, H]
-    """Compute a layer of experts; see `moe_kernels.moe_mlp`.
-
-    Raises:
-        TypeError, ValueError: see the functions that it calls.
-    """
+    """Compute a layer of experts; see `moe_kernels.moe_mlp`."""
     routing = route(topk_ids, topk_weights, len(w_gate_up))
     rows = permute(hidden, routing)
     act = swiglu_ffn(rows, w_gate_up, routing.group_offsets, transposed=transposed, **options)
@@ -552,9 +502,6 @@ def scaled_moe_mlp(
 
     The left operands of both products are quantised, act from float32. Both products are rounded to the dtype of
     `hidden`. The kernels for one token are more accurate, because they do not quantise the left operands.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: see `checks.check_scaled_moe_mlp`.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     experts = checks.Experts(w_gate_up, w_down, None, gate_up_bias, None, down_bias, spec, False)

@@ -49,8 +49,7 @@ def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
     """
     checks.check_permute(hidden, routing)
     top_k = routing.topk_weights.size(1)
-    rows: Tensor = ops.scatter_rows(hidden, None, routing.slot_to_row, routing.group_offsets, top_k, hidden.dtype)
-    return rows
+    return ops.scatter_rows(hidden, None, routing.slot_to_row, routing.group_offsets, top_k, hidden.dtype)
 
 
 def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tensor:  # [R, H] -> [T, H]
@@ -69,8 +68,7 @@ def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tenso
     checks.check_unpermute(rows, routing, weighted)
     topk_weights = routing.topk_weights if weighted else None
     top_k = routing.topk_weights.size(1)
-    hidden: Tensor = ops.combine_rows(rows, topk_weights, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)
-    return hidden
+    return ops.combine_rows(rows, topk_weights, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)
 
 
 def topk_softmax(

@@ -306,8 +306,7 @@ def _draw_counts(kind: str, G: int, M: int, seed: int) -> list[int]:
         spread = 0.5 if kind in ("softmax", "half-empty") else 2.0
         weights = torch.softmax(spread * torch.randn(G, generator=generator), 0)
     drawn = torch.multinomial(weights, M, replacement=True, generator=generator)
-    counts: list[int] = drawn.bincount(minlength=G).tolist()
-    return counts
+    return drawn.bincount(minlength=G).tolist()
 
 
 def _plain(A: Tensor, B: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -337,5 +336,4 @@ def _compare(
         terms = (out_block.double() - ref, plain.double() - ref, ref, A_exact.abs() @ B_exact.abs())
         peaks = [term.abs().masked_fill(~finite, 0).amax() for term in terms]
         maxima = maxima.maximum(torch.stack([*peaks, (~same).any().double()]))
-    values: list[float] = maxima.tolist()
-    return values
+    return maxima.tolist()

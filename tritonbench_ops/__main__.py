@@ -105,8 +105,8 @@ def _tritonbench_run() -> Callable[[list[str]], None]:
         assert spec is not None and spec.loader is not None
         found = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found)
-        return found.run  # type: ignore[no-any-return]
-    return found.tritonbench_run  # type: ignore[no-any-return]
+        return found.run
+    return found.tritonbench_run
 
 
 if __name__ == "__main__":

@@ -36,8 +36,7 @@ def _uniform(
 ) -> Tensor:  # [G, M, N]
     if not use_kernels(A, B):
         return reference.uniform_grouped_gemm(A, B, A.size(0), out_dtype=out_dtype)
-    out: Tensor = cache.call(UNIFORM_GROUPED_GEMM, (A, B), (A.size(0), out_dtype))
-    return out
+    return cache.call(UNIFORM_GROUPED_GEMM, (A, B), (A.size(0), out_dtype))
 
 
 def _uniform_fake(A: Tensor, B: Tensor, out_dtype: torch.dtype) -> Tensor:

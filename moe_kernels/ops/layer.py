@@ -85,8 +85,7 @@ def _activate(preact: Tensor, preact_up: Tensor | None, *spec: Any) -> Tensor:
     """Return act `[R, I]` from preact `[R, 2I]` or `[R, I]` and preact_up `[R, I]`."""
     if not use_kernels(preact):
         return reference.activate(preact, preact_up, GLUSpec(*spec))
-    act: Tensor = cache.call(ACTIVATE, (preact, preact_up), (GLUSpec(*spec),))
-    return act
+    return cache.call(ACTIVATE, (preact, preact_up), (GLUSpec(*spec),))
 
 
 def _activate_fake(preact: Tensor, preact_up: Tensor | None, *spec: Any) -> Tensor:
@@ -122,8 +121,7 @@ def _activate_backward(
         d_preact, d_preact_up, weighted, dots = (preact.new_empty(0) if x is None else x for x in found)
         return d_preact, d_preact_up, weighted if weigh else preact.new_empty(0), dots
     tensors = (preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets)
-    grads: tuple[Tensor, Tensor, Tensor, Tensor] = cache.call(ACTIVATE_BACKWARD, tensors, (weigh, spec))
-    return grads
+    return cache.call(ACTIVATE_BACKWARD, tensors, (weigh, spec))
 
 
 def _activate_backward_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -201,8 +199,7 @@ def _swiglu_ffn(
         return _reference_first_half(rows, group_offsets, parameters, save_preact, GLUSpec(*spec))
     check_rows("rows", rows.size(0))
     options = (save_preact, adjacent(w_in, w_up), GLUSpec(*spec))
-    out: tuple[Tensor, Tensor, Tensor] = cache.call(SWIGLU_FFN, (rows, group_offsets, *parameters), options)
-    return out
+    return cache.call(SWIGLU_FFN, (rows, group_offsets, *parameters), options)
 
 
 def _reference_first_half(
@@ -291,8 +288,7 @@ def _projection_gradients(
 
 def weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient of `weight`, in its memory layout."""
-    d_weight: Tensor = grouped_gemm_wgrad(rows, d, group_offsets, False, lies_transposed(weight), weight.dtype)
-    return d_weight
+    return grouped_gemm_wgrad(rows, d, group_offsets, False, lies_transposed(weight), weight.dtype)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -332,8 +328,7 @@ def _moe_mlp(
         check_rows("topk_ids", slot_to_row.size(0))
         tensors = (hidden, topk_weights, *maps, w_in, w_up, w_out, b_in, b_up, b_out)
         options = (save_preact, adjacent(w_in, w_up), GLUSpec(*spec))
-        out: tuple[Tensor, Tensor, Tensor] = cache.call(MOE_MLP, tensors, options)
-        return out
+        return cache.call(MOE_MLP, tensors, options)
     top_k = topk_weights.size(1)
     rows = reference.scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, hidden.dtype)
     act, preact, preact_up = _reference_first_half(rows, group_offsets, parameters, save_preact, GLUSpec(*spec))
@@ -436,8 +431,7 @@ def down_bias_gradient(
     """Return each group's sum of weighted rows."""
     dtype, ones = torch.promote_types(topk_weights.dtype, torch.float32), (d_out.size(0), 1)
     weights = scatter_rows(d_out.new_ones(ones, dtype=dtype), topk_weights, slot_to_row, group_offsets, top_k, dtype)
-    sums: Tensor = grouped_gemm_wgrad(weights, d_rows, group_offsets, False, False, b_out.dtype)[:, 0]
-    return sums
+    return grouped_gemm_wgrad(weights, d_rows, group_offsets, False, False, b_out.dtype)[:, 0]
 
 
 def dots_with_down_bias(
@@ -451,8 +445,7 @@ def dots_with_down_bias(
     """Return the contribution of the bias to the gradient of topk_weights."""
     ones = d_out.new_ones(1, 1).expand(slot_to_row.size(0), 1)
     biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_out.dtype, "auto")
-    dots: Tensor = dot_rows(d_out, biases, slot_to_row, group_offsets, top_k, topk_weights.dtype)
-    return dots
+    return dot_rows(d_out, biases, slot_to_row, group_offsets, top_k, topk_weights.dtype)
 
 
 moe_mlp = define(
@@ -482,8 +475,7 @@ def _moe_mlp_of_one_token(
     """Return the layer's result `[1, H]`, which has no gradient."""
     parameters = (w_in, w_up, w_out, b_in, b_up, b_out)
     if use_kernels(hidden, w_in, w_up, w_out):
-        out: Tensor = cache.call(MOE_MLP_OF_ONE_TOKEN, (hidden, topk_ids, topk_weights, *parameters), (GLUSpec(*spec),))
-        return out
+        return cache.call(MOE_MLP_OF_ONE_TOKEN, (hidden, topk_ids, topk_weights, *parameters), (GLUSpec(*spec),))
     others: dict[str, Any] = {"w_up": w_up, "gate_up_bias": b_in, "up_bias": b_up, "down_bias": b_out}
     options = GLUSpec(*spec)._asdict()
     return reference.moe_mlp(hidden, topk_ids, topk_weights, w_in, w_out, transposed=True, **others, **options)
@@ -492,8 +484,7 @@ def _moe_mlp_of_one_token(
 def _moe_mlp_of_one_token_fake(*inputs: Any) -> Tensor:
     hidden, _, _, w_in, _, w_out, *_ = inputs
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, w_in.dtype), w_out.dtype)
-    out: Tensor = hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=dtype)
-    return out
+    return hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=dtype)
 
 
 moe_mlp_of_one_token = define(

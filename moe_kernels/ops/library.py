@@ -165,8 +165,7 @@ class _LiveContext:
 def _function(name: str, **methods: Callable[..., Any]) -> Callable[..., Any]:
     static = {method: staticmethod(function) for method, function in methods.items()}
     function: Any = type(name, (torch.autograd.Function,), static)
-    apply: Callable[..., Any] = function.apply
-    return apply
+    return function.apply
 
 
 def _looped(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,8 +44,7 @@ def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     if R > MAX_ROWS:  # not in `checks`, where it would limit the shapes that torch.export traces
         raise ValueError(f"topk_ids: expected at most {MAX_ROWS} elements, got {R}")
     if use_kernels(topk_ids) and sorts(R, num_experts):
-        maps: tuple[Tensor, Tensor, Tensor] = cache.call(ROUTE, (topk_ids,), (num_experts,))
-        return maps
+        return cache.call(ROUTE, (topk_ids,), (num_experts,))
     return reference.route(topk_ids, torch.empty_like(topk_ids, dtype=torch.float32), num_experts)[:3]
 
 
@@ -70,8 +69,7 @@ def _mover(operator: Operator, twin: Callable[..., Tensor]) -> Callable[..., Ten
         if not use_kernels(first):
             return twin(first, second, slot_to_row, group_offsets, top_k, out_dtype)
         tensors = first, second, slot_to_row.contiguous(), group_offsets.contiguous()
-        moved: Tensor = cache.call(operator, tensors, (top_k, out_dtype))
-        return moved
+        return cache.call(operator, tensors, (top_k, out_dtype))
 
     return run
 

@@ -41,8 +41,7 @@ def _grouped_gemm(
     if not use_kernels(A_packed, B):
         return reference.grouped_linear(A_packed, B, group_offsets, bias, out_dtype)
     check_rows("A_packed", A_packed.size(0))
-    out: Tensor = cache.call(GROUPED_GEMM, (A_packed, B, group_offsets, bias), (out_dtype, variant))
-    return out
+    return cache.call(GROUPED_GEMM, (A_packed, B, group_offsets, bias), (out_dtype, variant))
 
 
 def _grouped_gemm_fake(
@@ -74,8 +73,7 @@ def _grouped_gemm_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]
 def bias_gradient(d_out: Tensor, group_offsets: Tensor, dtype: torch.dtype) -> Tensor:  # [M, N] -> [G, N]
     """Return each group's sum of rows."""
     ones = d_out.new_ones(1, 1).expand(d_out.size(0), 1)
-    sums: Tensor = grouped_gemm_wgrad(ones, d_out, group_offsets, False, False, dtype)[:, 0]
-    return sums
+    return grouped_gemm_wgrad(ones, d_out, group_offsets, False, False, dtype)[:, 0]
 
 
 def _wgrad(

@@ -62,8 +62,7 @@ def _quantized_grouped_gemm(
         return reference.quantized_grouped_gemm(A, B, scales_B, group_offsets, slot_to_row, bias, rowwise, out_dtype)
     check_rows("A", M)
     tensors, top_k = (A, B, scales_B, group_offsets, slot_to_row, bias), M // A.size(0)
-    out: Tensor = cache.call(QUANTIZED_GROUPED_GEMM, tensors, (rowwise, fast_accumulation, out_dtype, top_k))
-    return out
+    return cache.call(QUANTIZED_GROUPED_GEMM, tensors, (rowwise, fast_accumulation, out_dtype, top_k))
 
 
 def _quantized_grouped_gemm_fake(A: Tensor, B: Tensor, *others: Any) -> Tensor:
@@ -87,8 +86,7 @@ def _quantized_wgrad(
     M = (X if x_slots is None else x_slots).size(0)
     check_rows("X", M)
     top_k = M // max(min(X.size(0), Y.size(0)), 1)
-    out: Tensor = cache.call(QUANTIZED_WGRAD, (X, Y, group_offsets, x_slots, y_slots), (out_dtype, top_k))
-    return out
+    return cache.call(QUANTIZED_WGRAD, (X, Y, group_offsets, x_slots, y_slots), (out_dtype, top_k))
 
 
 def _quantized_wgrad_fake(X: Tensor, Y: Tensor, group_offsets: Tensor, *others: Any) -> Tensor:

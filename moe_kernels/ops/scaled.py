@@ -52,12 +52,11 @@ def _scaled_grouped_gemm(
     if B.stride(-2) != 1:
         B = B.mT.contiguous().mT
     scales_A = flattened(scales_A, A)
-    out: Tensor = cache.call(
+    return cache.call(
         SCALED_GROUPED_GEMM,
         (A, scales_A, B, scales_B, group_offsets, bias),
         (out_dtype, variant, fast_accumulation),
     )
-    return out
 
 
 def flattened(scales: Any, rows: Any) -> Any:

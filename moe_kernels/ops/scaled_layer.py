@@ -52,12 +52,11 @@ def _scaled_moe_mlp(
     # Tensor cores need fp8 operands that are contiguous along the contraction.
     w_gate_up, w_down = (w if w.stride(2) == 1 else w.contiguous() for w in (w_gate_up, w_down))
     weights_and_biases = (w_gate_up, scales_gate_up, w_down, scales_down, gate_up_bias, down_bias)
-    out: Tensor = cache.call(
+    return cache.call(
         SCALED_MOE_MLP,
         (hidden, topk_ids, topk_weights, group_offsets, slot_to_row, *weights_and_biases),
         (rowwise, fast_accumulation, GLUSpec(*spec)),
     )
-    return out
 
 
 def _scaled_moe_mlp_fake(hidden: Tensor, *_: Any) -> Tensor:

@@ -305,8 +305,7 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
         runtime=types.SimpleNamespace(get_num_sm=lambda device, **_: gpu.multiprocessors)
     )
     module._helion_tensor_descriptor = _HostDescriptor
-    made: Callable[..., Any] = getattr(module, request.kernel.fn.__name__)
-    return made
+    return getattr(module, request.kernel.fn.__name__)
 
 
 @contextmanager

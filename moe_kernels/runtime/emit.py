@@ -195,5 +195,4 @@ def define(signature: str, statements: Sequence[str], names: Mapping[str, Any]) 
     """Return the function `def signature: statements`, with `names` as its globals."""
     known = dict(names)
     exec("\n    ".join([f"def {signature}:", *statements]), known)
-    made: Callable[..., Any] = known.pop(signature.partition("(")[0])  # avoids a reference cycle
-    return made
+    return known.pop(signature.partition("(")[0])  # avoids a reference cycle

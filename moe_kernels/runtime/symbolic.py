@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 INT32_MAX = 2**31 - 1
-Int = "int | SymbolicInt"
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "+": lambda a, b: a + b,
@@ -82,8 +81,7 @@ def _operation(op: str, a: Any, b: Any) -> SymbolicInt:
         if not isinstance(x, SymbolicInt) and (type(x) is not int or x < 0):
             raise TypeError(f"{op}: expected an integer of at least 0, got {x!r}")
     if op == "*" and 1 in [x for x in (a, b) if type(x) is int]:
-        same: SymbolicInt = b if type(a) is int else a
-        return same
+        return b if type(a) is int else a
     least_first = (least(b), most(b)) if op not in ("-", "//") else (most(b), least(b))
     bounds = [_OPERATIONS[op](f(a), x) for f, x in zip((least, most), least_first, strict=True)]
     if op == "|":  # not monotonic: 3 | 4 is more than 4 | 4

@@ -65,8 +65,7 @@ def reshaped(result: Tensor, shape: tuple[int, ...]) -> Tensor:
     FSDP2 gathers a module's weights for the backward pass in a hook on the module's result. An in-place operation on a
     view would remove that hook from the graph.
     """
-    viewed: Tensor = result.reshape(shape).clone() if _unsafe_view is None else _unsafe_view(result, shape)
-    return viewed
+    return result.reshape(shape).clone() if _unsafe_view is None else _unsafe_view(result, shape)
 
 
 def break_graph(reason: str) -> None:
@@ -89,8 +88,7 @@ def on_current_device(tensor: Tensor) -> bool:
 def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """Return the function that allocates a tensor of a shape, strides and dtype on `device`, the current one."""
     if device.type == "cuda" and empty_strided_cuda is not None:
-        made: Callable[..., Tensor] = empty_strided_cuda
-        return made
+        return empty_strided_cuda
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
