@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     subparsers = parser.add_subparsers(dest="command", metavar="{demo,info,compile,cache,tune}")
     for name, summary, text, add_arguments in (
-        ("demo", "run every kernel, check the results, print times; works without a GPU", _DEMO, None),
+        ("demo", "run the kernels of grouped_gemm, check the results, print times; works without a GPU", _DEMO, None),
         ("info", "print GPU, versions, configs and missing packages", _INFO, commands.add_info_arguments),
         ("compile", "make plans and binaries ahead, for any GPU", commands.COMPILE, commands.add_compile_arguments),
         ("cache", "show or clear the plans and binaries on disk", commands.CACHE, commands.add_cache_arguments),

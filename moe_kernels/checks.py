@@ -87,7 +87,9 @@ def check_scaled_grouped_gemm(
     blocks = 1 if rowwise else -(-K // BLOCK)
     _check_shape("A_packed.scales", A_packed.scales, left, (M, blocks))
     columns = N if rowwise else -(-N // BLOCK)
-    _check_shape("B.scales", B.scales, f"[{'G, ' if groups else ''}{right}]", (*groups, blocks, columns))
+    by_rows = B.scales.shape == (*groups, K, 1)
+    hint = "; for [.., K, N] pass quantize(B.mT, 'rowwise').mT" if rowwise and by_rows else ""
+    _check_shape("B.scales", B.scales, f"[{'G, ' if groups else ''}{right}]", (*groups, blocks, columns), hint)
     if bias is not None:
         _check_shape("bias", bias, "[G, N]", (group_offsets.shape[0] - 1, N))
     return _check_scaled_result((data, A_packed.scales, weight, B.scales, bias), out_dtype, "out_dtype")
@@ -248,7 +250,9 @@ def check_layer(hidden: Tensor, router: Tensor) -> None:
     if hidden.dim() == 0 or hidden.shape[-1] != H:
         raise ValueError(f"hidden: expected shape [..., H] with H = {H}, got {list(hidden.shape)}")
     if hidden.dtype != router.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        raise TypeError(f"hidden: expected {router.dtype} as the router, got {hidden.dtype}; convert it with .to()")
+        raise TypeError(
+            f"hidden: expected {router.dtype} as the router, got {hidden.dtype}; convert it with .to(), or use autocast"
+        )
 
 
 def check_permute(hidden: Tensor, routing: Routing) -> None:
@@ -444,7 +448,9 @@ def _check_routed(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert
     _check_same_device("topk_ids", topk_ids, "hidden", hidden)
     width = spec.width(W, w_up is not None)
     form, down = ("[E, I, H]", (E, width, H)) if transposed else ("[E, H, I]", (E, H, width))
-    _check_shape("w_down", w_down, form, down)
+    gate_alone = spec.gated and w_up is None and w_down.shape == ((E, W, H) if transposed else (E, H, W))
+    hint = "; if w_gate_up holds the gate alone, pass w_up" if gate_alone else ""
+    _check_shape("w_down", w_down, form, down, hint)
     if down_bias is not None:
         _check_shape("down_bias", down_bias, "[E, H]", (E, H))
 
@@ -536,7 +542,8 @@ def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
 
 def _check_format(name: str, format: str) -> None:
     if format not in FORMATS:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, FORMATS))}, got {format!r}")
+        hint = f"; MoE.quantize and compute call {FP8_COMPUTE[format]!r} so" if format in FP8_COMPUTE else ""
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, FORMATS))}, got {format!r}{hint}")
 
 
 def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
@@ -836,7 +843,8 @@ def validate_offsets(group_offsets: Tensor, M: int) -> None:
     torch_internals.break_graph(_VALIDATION_READS)
     values = group_offsets.tolist()
     if values and values[0] != 0:
-        raise ValueError(f"group_offsets[0]: expected 0, got {values[0]}")
+        hint = "for PyTorch's offs, the ends of the groups, pass group_offsets_from_offs(offs)"
+        raise ValueError(f"group_offsets[0]: expected 0, got {values[0]}; {hint}")
     for i in range(1, len(values)):
         if not values[i - 1] <= values[i] <= M:
             raise ValueError(
@@ -875,9 +883,9 @@ def _check_floats(
             raise TypeError(_dtype_error(name, value.dtype, first, reference))
 
 
-def _check_shape(name: str, value: Tensor, form: str, shape: Sequence[int]) -> None:
+def _check_shape(name: str, value: Tensor, form: str, shape: Sequence[int], hint: str = "") -> None:
     if value.shape != shape:
-        hint = f"; pass {name}.mT" if value.dim() == 3 and value.mT.shape == shape else ""
+        hint = f"; pass {name}.mT" if value.dim() == 3 and value.mT.shape == shape else hint
         raise ValueError(f"{name}: expected shape {form} = {list(shape)}, got {list(value.shape)}{hint}")
 
 
@@ -896,7 +904,12 @@ def _check_offsets_length(letter: str, name: str, B: Tensor, group_offsets: Tens
     """Check that there are G + 1 offsets for `B [G, ..]`; `letter` is the name of G in the error message."""
     length, G = group_offsets.shape[0], B.shape[0]
     if length != G + 1:
-        hint = f"; for PyTorch's offs [{letter}] pass group_offsets_from_offs(offs)" if length == G else ""
+        hint = ""
+        if length == G:
+            hint = (
+                f"; for sizes [{letter}] pass group_offsets_from_sizes(sizes), and for PyTorch's offs [{letter}], the "
+                "ends of the groups, group_offsets_from_offs(offs)"
+            )
         raise ValueError(
             f"group_offsets: expected length {letter} + 1 = {G + 1} for {name} {list(B.shape)}, got {length}{hint}"
         )
@@ -982,7 +995,7 @@ def _dtype_error(name: str, got: object, A: Tensor, reference: bool) -> str:
     supported = _supported(A, reference)
     listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in supported)
     hint = "" if torch.float64 in supported else " (CPU tensors may also be float64, through the reference)"
-    error = f"{name}: expected one of {listed} on {A.device.type}{hint}, got {got}"
+    error = f"{name}: expected one of {listed} on {A.device.type}{hint}, got {got!r}"
     if name == "out_dtype" or not isinstance(got, torch.dtype) or got.is_complex or got == torch.bool:
         return error
     if got.itemsize == 1 and got.is_floating_point:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_kernels.ahead import CompileCounts, LayerShape, compile_ahead, output, requests
-from moe_kernels.models import MODELS, positive
+from moe_kernels.models import MODELS, NOT_SWIGLU, positive
 from moe_kernels.runtime import store, targets
 from moe_kernels.runtime.plan import Request
 
@@ -31,6 +31,12 @@ Exits with 0 if all is made, 1 if it could not be stored, 2 for wrong arguments.
 CACHE = """\
 Shows the folder of plans and binaries, the number and size of its files, and its size limit
 (MOE_KERNELS_CACHE_LIMIT_MB, by default 2048; the oldest files are removed first). `cache clear` empties it."""
+
+
+_SIZES_ONLY = (
+    ": plans of SwiGLU layers of these sizes, which the model's own layers, with biases and another activation, do not "
+    "use; for those pass the model's module to moe_kernels.compile_ahead"
+)
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +86,7 @@ def compile_main(options: argparse.Namespace) -> int:
     if options.list:
         print("models (H, I, E, top_k):")
         for name, sizes in MODELS.items():
-            print(f"  {name}: {', '.join(map(str, sizes))}")
+            print(f"  {name}: {', '.join(map(str, sizes))}{_SIZES_ONLY if name in NOT_SWIGLU else ''}")
         print("GPUs:")
         for name, gpu in targets.KNOWN.items():
             print(f"  {name}: {gpu.name}, sm{gpu.arch}, {gpu.multiprocessors} multiprocessors")
@@ -91,6 +97,9 @@ def compile_main(options: argparse.Namespace) -> int:
     dtype = getattr(torch, options.dtype)
     shapes = [LayerShape(*MODELS[name]) for name in options.model] + options.layer
     begun = time.monotonic()
+    for name in options.model:
+        if name in NOT_SWIGLU:
+            print(f"{name}{_SIZES_ONLY}", file=sys.stderr)
     with output(options.output):
         print(f"Into {store.folder()}, for {options.gpu or 'the GPU of this machine'}:", flush=True)
         try:
@@ -148,9 +157,10 @@ def cache_main(options: argparse.Namespace) -> int:
     if options.action == "clear":
         print(f"{store.clear()} files removed from {store.folder()}")
         return 0
-    for root, note in [(store.folder(), ""), *((root, ", read only") for root in store.read_only_folders())]:
-        if not note or root.is_dir():
-            _show(root, note)
+    _show(store.folder(), "")
+    *named, packaged = store.read_only_folders()
+    for root in named + [packaged] * packaged.is_dir():
+        _show(root, ", read only")
     print(f"limit: {store.limit_mb()} MiB (MOE_KERNELS_CACHE_LIMIT_MB)")
     return 0
 

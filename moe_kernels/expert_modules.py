@@ -51,7 +51,7 @@ def listed(experts: Iterable[nn.Module]) -> list[nn.Module]:
             "already go into MoE's parameters or moe_mlp, and models of transformers take "
             'set_experts_implementation("moe_kernels")'
         )
-    modules = list(experts)
+    modules = list(experts.values() if isinstance(experts, nn.ModuleDict) else experts)
     if not modules:
         raise ValueError("experts: expected at least one module, got none")
     for e, module in enumerate(modules):
@@ -88,9 +88,15 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
 
 def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> Tensor:  # [E, H]
     """Return a copy of the router's weight, checked against the experts' `w_down [E, H, I]`."""
-    weight = getattr(router, "weight", router)
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"router: expected a tensor [E, H] or an nn.Linear, got {type(router).__name__}")
+    if not isinstance(router, Tensor) and type(router) is not nn.Linear:
+        error = f"router: expected a tensor [E, H] or an nn.Linear, got {type(router).__name__}"
+        if isinstance(getattr(router, "weight", None), Tensor):
+            error += (
+                ", which may compute more than hidden @ weight.T: pass router.weight if MoE is to take the softmax of "
+                "that, or else this router's choice to moe_mlp"
+            )
+        raise TypeError(error)
+    weight = router if isinstance(router, Tensor) else router.weight
     if getattr(router, "bias", None) is not None:
         raise ValueError("router: MoE's has no bias; add it to the logits, and pass topk_softmax's choice to moe_mlp")
     _check_alike("router", weight, tuple(w_down.shape[:2]), w_down, "the experts")
@@ -187,7 +193,8 @@ def _children(expert: nn.Module) -> str:
 
 
 def _names(layout: Layout) -> str:
-    return ", ".join((*layout.into, layout.back))
+    names = ", ".join((*layout.into, layout.back))
+    return names if names != "0, 2" else "0, 2, as in nn.Sequential(Linear, activation, Linear)"
 
 
 def _layout(where: str, expert: nn.Module) -> Layout:

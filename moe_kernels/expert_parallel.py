@@ -95,8 +95,10 @@ def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
         `[T, H]` in the dtype of `rows`; dropped slots add nothing. Differentiable in `rows` and the topk_weights.
 
     Raises:
-        TypeError, ValueError: as for `unpermute`.
+        TypeError, ValueError: as for `unpermute`; TypeError also if `exchange` is no Exchange.
     """
+    if not isinstance(exchange, Exchange):
+        raise TypeError(f"exchange: expected the Exchange that dispatch returns, got {type(exchange).__name__}")
     routing, arrival, sent, received, group = exchange
     rows = unpermute(rows, arrival, weighted=False)
     rows = _AllToAll.apply(rows, received, sent, group)  # type: ignore[no-untyped-call]

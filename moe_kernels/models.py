@@ -21,6 +21,9 @@ MODELS = {  # name: (H, I, E, top_k)
     "qwen3-next": (2048, 512, 512, 10),
 }
 
+# Models whose own layers have biases and another activation than the SwiGLU layers of these sizes.
+NOT_SWIGLU = ("gpt-oss-120b", "gpt-oss-20b")
+
 
 def gemms(H: int, width: int) -> dict[str, tuple[int, int]]:
     """Return (N, K) of both products of an expert: gate and up together, then down."""

@@ -110,7 +110,7 @@ REFUSALS = [
     ({"B": meta(G, K, N, dtype=torch.int8)}, TypeError, r"B: .*got torch.int8; .* as in .* \* scales$"),
     ({"B": meta(G, K, N, dtype=torch.complex64)}, TypeError, "B: expected one of .*got torch.complex64"),
     ({"out_dtype": torch.int32}, TypeError, "out_dtype: expected one of .*got torch.int32"),
-    ({"out_dtype": "float32"}, TypeError, "out_dtype: expected one of .*got float32"),
+    ({"out_dtype": "float32"}, TypeError, "out_dtype: expected one of .*got 'float32'"),
     ({"out_dtype": []}, TypeError, r"out_dtype: expected one of .*got \[\]"),
     ({"A_packed": meta(K)}, ValueError, r"A_packed: expected shape \[M, K\], got \[3\]"),
     ({"A_packed": meta(1, M, K)}, ValueError, r"A_packed: expected shape \[M, K\], got \[1, 5, 3\]"),
@@ -135,7 +135,8 @@ REFUSALS = [
     (
         {"group_offsets": meta(G, dtype=torch.int32)},
         ValueError,
-        r"group_offsets: expected length G \+ 1 = 3 for B \[2, 3, 4\], got 2; for PyTorch's offs \[G\] pass "
+        r"group_offsets: expected length G \+ 1 = 3 for B \[2, 3, 4\], got 2; for sizes \[G\] pass "
+        r"group_offsets_from_sizes\(sizes\), and for PyTorch's offs \[G\], the ends of the groups, "
         r"group_offsets_from_offs\(offs\)$",
     ),
     (
@@ -480,7 +481,7 @@ def test_transposed_weights_without_need() -> None:
     with pytest.raises(ValueError, match=r"^w_gate_up: .*; for \[E, 2I, H\] pass transposed=False$"):
         swiglu_ffn(A_PACKED, w, OFFSETS, transposed=True)
     with pytest.raises(
-        ValueError, match=r"^group_offsets: expected length E \+ 1 = 3 .*; for PyTorch's offs \[E\] pass"
+        ValueError, match=r"^group_offsets: expected length E \+ 1 = 3 .*; for sizes \[E\] pass .* PyTorch's offs \[E\]"
     ):
         swiglu_ffn(A_PACKED, w, OFFSETS[1:])
 
@@ -719,3 +720,19 @@ grouped_gemm(torch.ones(5, 3), torch.ones(3, 4), torch.tensor([0, 5]))
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "RuntimeError: TRITON_INTERPRET=1 was set after Triton had been imported" in done.stderr.splitlines()[-1]
+
+
+def test_likely_mistakes_are_named() -> None:
+    rowwise = quantize(torch.ones(G, K, 4), "rowwise")  # scales of rows, where a product needs those of columns
+    A = quantize(torch.ones(len(A_PACKED), K), "rowwise")
+    with pytest.raises(
+        ValueError, match=r"^B\.scales: expected .*; for \[\.\., K, N\] pass quantize\(B\.mT, 'rowwise'\)"
+    ):
+        grouped_gemm(A, rowwise, OFFSETS)
+    with pytest.raises(ValueError, match=r"^format: .*got 'fp8_block'; MoE\.quantize and compute call '128x128' so$"):
+        quantize(torch.ones(4, 4), "fp8_block")
+    ids = torch.zeros(5, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^w_down: expected .*; if w_gate_up holds the gate alone, pass w_up$"):
+        moe_mlp(torch.ones(5, 8), ids, torch.ones(5, 1), torch.ones(G, 6, 8), torch.ones(G, 8, 6))
+    with pytest.raises(ValueError, match=r"^group_offsets\[0\]: expected 0, got 2; .*group_offsets_from_offs"):
+        unpack_groups(torch.ones(5, 2), torch.tensor([2, 5]))

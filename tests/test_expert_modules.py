@@ -140,6 +140,17 @@ def with_module(module: nn.Module) -> nn.Module:
     return expert
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def test_experts_in_a_dict() -> None:
+    experts = nn.ModuleDict({f"expert{e}": ffn() for e in range(E)})
+    layer = MoE.from_experts(experts, None, top_k=1, renormalize=False)
+    assert layer.w_down.shape == (E, H, I)
+
+
 @pytest.mark.parametrize(
     "make", [lambda: Dropping(0.3).eval(), lambda: Dropping(0.0), lambda: with_module(nn.Dropout(0.0))]
 )
@@ -240,6 +251,11 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
             ([ffn()] * E, torch.ones(E, H, dtype=torch.float64, device="meta")),
             ValueError,
             "^router: expected on cpu with the experts, got on meta; move it with",
+        ),
+        "router that is no Linear": (
+            ([ffn()] * E, Scaled(H, E, bias=False).double()),
+            TypeError,
+            "^router: .*got Scaled, w",
         ),
         "router's type": (([ffn()] * E, "softmax"), TypeError, r"^router: expected a tensor \[E, H\] or an nn.Linear"),
         "top_k": ([ffn()], ValueError, "^top_k: expected 1 to 1, got 2"),

@@ -22,7 +22,7 @@ from moe_kernels.quantize import quantize
 from moe_kernels.routing import permute, route, unpermute
 from moe_kernels.scaled import BLOCK, ScaledTensor
 
-TESTED = ("5.8", "5.23")  # the oldest and the newest minor version that the tests were run with
+TESTED = ("5.8", "5.24")  # the oldest and the newest minor version that the tests were run with
 _ACTIVATIONS: dict[Any, str] = {}  # function or module class of the library -> moe_mlp's name
 _default_apply_gate: Any = None
 _OTHER = 'this model needs another experts_implementation, such as "eager"'

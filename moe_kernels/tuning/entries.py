@@ -237,15 +237,18 @@ def _usable(file: Path, gpu: str) -> Iterable[Entry]:
     try:
         entries = read(file, gpu)
     except Skipped as error:
-        warn_once(file, f"{error}: skipped. To make a new one: {TUNE}")
+        warn_once(file, f"{error}: skipped. To make a new one: {TUNE} --help")
         return []
     here = installed_versions().minor
     usable = [entry for entry in entries if entry.versions.minor == here]
     tuned = {entry.bucket for entry in usable}
-    if old := [entry for entry in entries if entry.bucket not in tuned]:
+    old = [entry for entry in entries if entry.bucket not in tuned]
+    if old and file.parent != Path(__file__).parent:  # users need not tune again what comes with the package
         found = ", ".join(sorted({"triton {}, helion {}".format(*entry.versions.minor) for entry in old}))
         needed = "triton {}, helion {}".format(*here)
-        warn_once(file, f"has {len(old)} entries for {found}, but {needed} is here: skipped. To tune again: {TUNE}")
+        warn_once(
+            file, f"has {len(old)} entries for {found}, but {needed} is here: skipped. To tune again: {TUNE} --help"
+        )
     return usable
 
 
