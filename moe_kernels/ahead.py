@@ -170,7 +170,7 @@ def layers_of(module: nn.Module) -> list[Any]:
         config = getattr(part, "config", None)
         ours = getattr(config, "_experts_implementation", None) == "moe_kernels" and hasattr(part, "num_experts")
         if isinstance(part, MoE) or (ours and hasattr(part, "down_proj")):
-            kind = tuple((name, tuple(p.shape), p.stride(), p.dtype) for name, p in _tensors(part))
+            kind = tuple((name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad) for name, p in _tensors(part))
             found.setdefault((type(part), part.extra_repr(), _top_k(part), kind), part)
     return list(found.values())
 
@@ -265,7 +265,7 @@ def collect(calls: Iterable[Callable[[], None]]) -> list[PlanRequest]:
         made = [torch.empty(tuple(value(n, extents) for n in x.shape), dtype=x.dtype, device="meta") for x in results]
         return made[0] if len(made) == 1 else tuple(made)
 
-    with cache.collecting(note):
+    with cache.collecting(note), torch.inference_mode(False), torch.enable_grad():
         for call in calls:
             call()
     return list(wanted.values())
@@ -303,7 +303,12 @@ def _begin(absent: Gpu | None) -> None:
 
 def _make(wanted: PlanRequest, gpu: Gpu) -> None:
     operator = _OPERATORS[wanted.operator]
-    rules.with_fallback(lambda: cache.plan_of(operator, wanted.inputs, wanted.options, wanted.signature, gpu))
+    try:
+        rules.with_fallback(lambda: cache.plan_of(operator, wanted.inputs, wanted.options, wanted.signature, gpu))
+    except OSError:
+        raise
+    except Exception as error:  # some of Helion's cannot be sent to another process
+        raise RuntimeError(f"{wanted.operator}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_kernels import checks, ops, reference
 from moe_kernels.ops.batched import UNIFORM_GROUPED_GEMM, varied_launch
-from moe_kernels.ops.library import use_kernels
+from moe_kernels.ops.library import use_kernels, without_autocast
 from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.runtime.torch_internals import autocast
 
@@ -127,7 +127,7 @@ def plan_varied_grouped_gemm(
     group_A, group_B = [a.detach() for a in group_A], [b.detach() for b in group_B]
     out = None if out is None else list(out)
     if not use_kernels(group_A[0]):
-        return partial(reference.varied_grouped_gemm, group_A, group_B, out=out)
+        return partial(without_autocast(reference.varied_grouped_gemm), group_A, group_B, out=out)
     return _Plan(group_A, group_B, out)
 
 

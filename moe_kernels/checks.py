@@ -761,6 +761,10 @@ def check_varied(
             raise ValueError(f"out[{p}]: expected shape {[a.shape[0], b.shape[1]]}, got {list(out[p].shape)}")
         if any(stride == 0 and size > 1 for size, stride in zip(out[p].shape, out[p].stride(), strict=True)):
             raise ValueError(f"out[{p}]: expected every element in memory of its own, got strides {out[p].stride()}")
+    if out is not None and torch_internals.has_tangent(*group_A, *group_B, *out):
+        raise RuntimeError(
+            "out: a result that is written to out= has no forward-mode derivatives, but a tensor has a tangent"
+        )
     if out is not None and torch.is_grad_enabled():
         for name, tensors in lists.items():
             for p, tensor in enumerate(tensors):

@@ -40,9 +40,10 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         raise ValueError(f"groups: expected a list of tensors, or one [G, M, K], got shape {list(groups.shape)}")
     for i, group in enumerate(groups):
         _check_group(i, group, groups[0])
-    if len(groups) == 0:  # also for a tensor [0, M, K]
-        A_packed = torch.empty(0, 0, dtype=torch.float32, device="cpu")
-        return A_packed, torch.zeros(1, dtype=torch.int32, device="cpu")
+    if len(groups) == 0:
+        empty = torch.empty(0, 0, dtype=torch.float32, device="cpu")
+        A_packed = groups.new_empty(0, groups.size(2)) if isinstance(groups, Tensor) else empty
+        return A_packed, torch.zeros(1, dtype=torch.int32, device=A_packed.device)
     offsets = [0, *accumulate(group.shape[0] for group in groups)]
     dtype = torch.int32 if offsets[-1] <= _INT32_MAX else torch.int64
     return torch.cat(list(groups)), torch.tensor(offsets, dtype=dtype, device=groups[0].device)

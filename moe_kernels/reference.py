@@ -231,7 +231,7 @@ def quantize(
     blocks = padded.view(*groups, rows, height, parts, width)
     amax = blocks.abs().amax((-3, -1), keepdim=True)
     finite = amax < torch.inf
-    scale = amax.clamp(min=2.0**-100) * torch.tensor(1 / torch.finfo(dtype).max, device=x.device)
+    scale = amax.clamp(min=2.0**-100) * torch.tensor(1 / torch.finfo(dtype).max, dtype=torch.float32, device=x.device)
     if power_of_two:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     data = torch.where(finite, blocks * scale.reciprocal(), 0.0).to(dtype).reshape(padded.shape)

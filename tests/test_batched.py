@@ -286,3 +286,38 @@ def test_refusals_of_varied_products(
     group_A, group_B, out = arguments
     with pytest.raises(error, match=text):
         function(group_A, group_B, out=out)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_an_operand_that_no_gradient_needs_may_change(left: bool) -> None:
+    leaf = torch.randn(4, 4, requires_grad=True)
+    operand, other = leaf * 1, torch.randn(4, 4)
+    (out,) = varied_grouped_gemm(*([[operand], [other]] if left else [[other], [operand]]))
+    with torch.no_grad():
+        operand.mul_(2)  # raises in the backward if the product has kept it
+    ones = torch.ones(4, 4)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), leaf)[0], ones @ other.T if left else other.T @ ones)
+
+
+def test_batched_gradients() -> None:
+    A, B = torch.randn(4, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    (out,) = varied_grouped_gemm([A], [B])
+    upstream = torch.randn(5, 4, 2)
+    batched = torch.autograd.grad(out, (A, B), upstream, is_grads_batched=True, retain_graph=True)
+    loop = [torch.autograd.grad(out, (A, B), one, retain_graph=True) for one in upstream]
+    for found, each in zip(batched, zip(*loop, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(each))
+
+
+def test_a_plan_computes_in_the_dtype_of_its_tensors() -> None:
+    plan = plan_varied_grouped_gemm([torch.randn(3, 4)], [torch.randn(4, 5)])
+    with torch.autocast("cpu"):
+        assert plan()[0].dtype == torch.float32
+
+
+def test_tangents_are_not_dropped_by_out() -> None:
+    A, B = torch.randn(4, 4), torch.randn(4, 4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(A, torch.ones(4, 4))
+        with pytest.raises(RuntimeError, match=r"^out: .* a tensor has a tangent"):
+            varied_grouped_gemm([dual], [B], out=[torch.empty(4, 4)])

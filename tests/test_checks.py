@@ -736,3 +736,9 @@ def test_likely_mistakes_are_named() -> None:
         moe_mlp(torch.ones(5, 8), ids, torch.ones(5, 1), torch.ones(G, 6, 8), torch.ones(G, 8, 6))
     with pytest.raises(ValueError, match=r"^group_offsets\[0\]: expected 0, got 2; .*group_offsets_from_offs"):
         unpack_groups(torch.ones(5, 2), torch.tensor([2, 5]))
+
+
+def test_fp8_without_scales_under_autocast() -> None:
+    A, B = torch.ones(5, 4).to(torch.float8_e4m3fn), torch.ones(G, 4, 6).to(torch.float8_e4m3fn)
+    with torch.autocast("cpu"), pytest.raises(TypeError, match="pass fp8 with its scales"):
+        grouped_gemm(A, B, OFFSETS)

@@ -243,3 +243,8 @@ def test_conversions_refuse(function, name, value, error, message) -> None:  # t
 def test_offsets_have_at_least_one_entry(function) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=r"^group_offsets: expected a length of at least 1, got 0"):
         function(torch.tensor([], dtype=torch.int32))
+
+
+def test_a_tensor_without_groups_keeps_its_columns() -> None:
+    A_packed, group_offsets = pack_groups(torch.empty(0, 3, 8, dtype=torch.bfloat16))
+    assert A_packed.shape == (0, 8) and A_packed.dtype == torch.bfloat16 and group_offsets.tolist() == [0]

@@ -186,3 +186,17 @@ def test_dequantize_refuses(scaled: Any, dtype: torch.dtype, error: type[Excepti
     for function in (dequantize, reference.dequantize):
         with pytest.raises(error, match=text):
             function(scaled, dtype)
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("format", ["rowwise", "1x128", "128x128"])
+def test_the_default_dtype_changes_nothing(format: str, default: torch.dtype) -> None:
+    x = torch.randn(40, 200)
+    expected = quantize(x, format)
+    torch.set_default_dtype(default)
+    try:
+        found = quantize(x, format)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))

@@ -74,7 +74,10 @@ def _varied_fake(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> list[T
 
 def _varied_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     group_A, group_B = inputs
-    ctx.save_for_backward(*group_A, *group_B)
+    # Unlike in the backward, the flags of both lists are one after the other.
+    needs_A, needs_B = ctx.needs_input_grad[: len(group_A)], ctx.needs_input_grad[len(group_A) :]
+    kept_A = [a if needed else None for a, needed in zip(group_A, needs_B, strict=False)]
+    ctx.save_for_backward(*kept_A, *(b if needed else None for b, needed in zip(group_B, needs_A, strict=True)))
     ctx.set_materialize_grads(False)
 
 

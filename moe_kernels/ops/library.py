@@ -30,7 +30,7 @@ def define(
     Meta tensors get `fake`, also in eager mode. autograd.Function does not take lists of tensors: under torch.func
     transforms, an operator on lists calls `transformed` instead.
     """
-    run = _without_autocast(run)
+    run = without_autocast(run)
     name = schema.partition("(")[0]
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(schema, tags=tags)
@@ -48,7 +48,9 @@ def define(
         every = [one for arg in args for one in (arg if isinstance(arg, list) else (arg,))] if takes_lists else args
         tensors = [one for one in every if isinstance(one, Tensor)]
         if not torch_internals.eager(*tensors) or torch_internals.profiled():
-            return (in_transform if torch_internals.transformed() else operator)(*args)
+            # The older vmap of autograd has no rule for lists.
+            replaced = torch_internals.transformed() or (takes_lists and torch_internals.in_vmap_mode())
+            return (in_transform if replaced else operator)(*args)
         if tensors[0].is_meta and not cache.collects():
             return operator(*args)
         return (recorded if torch_internals.differentiated(*tensors) else run)(*args)
@@ -60,14 +62,14 @@ def define(
     return call
 
 
-def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `run` to disable CPU autocast, so that plain PyTorch computes in the dtypes of its arguments."""
 
-    def plain(*args: Any) -> Any:
+    def plain(*args: Any, **options: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
-            return run(*args)
+            return run(*args, **options)
         with torch.autocast("cpu", enabled=False):
-            return run(*args)
+            return run(*args, **options)
 
     return plain
 

@@ -69,8 +69,10 @@ def flattened(scales: Any, rows: Any) -> Any:
         if type(x) not in PLAIN or x.layout != torch.strided or x.is_nested or x.dim() != 2:
             return scales
     M, parts = scales.shape
-    if parts < 2 or rows.size(0) != M or scales.stride() != (1, M):
+    if rows.size(0) != M or scales.stride() != (1, M):
         return scales
+    if parts == 1:
+        return scales.as_strided((M, 1), (1, 1))
     return scales.as_strided((M * parts,), (1,))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 class Config:
     """`Config(block_sizes=[...], num_warps=4, ...)`, hashable. The attribute `config` holds the values."""
 
-    def __init__(self, **config: Any):
+    def __init__(self, /, **config: Any):
         self.config = config
 
     def unrolled(self, *factors: int) -> Config:

@@ -16,7 +16,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -244,7 +244,7 @@ def libraries() -> Iterator[None]:
     """Within the block, Triton's C libraries, a launcher for each signature, come from the store if it has them.
 
     Triton requests only those that are not in its own cache. It loads that cache's files unchecked, so a new folder
-    replaces a cache that others may write to. Libraries that are built are added to the store.
+    replaces a cache that others may write to, or the user may not. Libraries that are built are added to the store.
     """
     try:
         from triton import knobs
@@ -262,6 +262,15 @@ def libraries() -> Iterator[None]:
             yield
         finally:
             knobs.build.impl = before
+
+
+def ensure_cache() -> None:
+    """Give Triton a cache folder for this process if the user cannot write to its own, as without a home folder."""
+    with suppress(ImportError, AttributeError):
+        from triton import knobs
+
+        if not store.is_writable(knobs.cache.dir):
+            knobs.cache.dir = _own_folder().name
 
 
 @functools.cache

@@ -326,15 +326,28 @@ def _check_folder(root: str) -> None:
 
 
 def is_private(folder: str) -> bool:
-    """Whether only the user and root can replace a folder, which need not exist yet, or the files in it."""
+    """Whether the user, and nobody else but root, can write to a folder, which need not exist yet."""
+    try:
+        _check_folder(str(_nearest(folder)))
+    except (_Refused, OSError):
+        return False
+    return is_writable(folder)
+
+
+def is_writable(folder: str) -> bool:
+    """Whether the user can write to a folder, which need not exist yet."""
+    try:
+        return os.access(_nearest(folder), os.W_OK)
+    except OSError:
+        return False
+
+
+def _nearest(folder: str) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
     path = Path(folder).absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
-    try:
-        _check_folder(str(path))
-    except (_Refused, OSError):
-        return False
-    return True
+    return path
 
 
 def _check_owner(path: Path, status: os.stat_result, is_parent: bool = False) -> None:

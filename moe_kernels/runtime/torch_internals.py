@@ -42,6 +42,7 @@ _functorch_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stac
 _FUNCTIONALIZE = getattr(getattr(_functorch, "TransformType", None), "Functionalize", "Functionalize")
 _jit_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _missing(None))
 _key_included: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_included", _missing(False))
+_CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The mode in which torch.autograd.grad(is_grads_batched=True) runs a backward pass. It is no transform of torch.func.
 _VMAP_MODE = getattr(_C, "_dispatch_key_parse", _missing(None))("VmapMode")
 unpack_dual: Callable[..., Any] = _forward_ad.unpack_dual
@@ -127,9 +128,16 @@ def eager(*tensors: Tensor | None) -> bool:
         return False
     if _functorch_level() is not None or _jit_tracing() is not None:
         return False
-    if _VMAP_MODE is not None and _key_included(_VMAP_MODE):
+    if in_vmap_mode():
         return False
     return all([x is None or (type(x) in PLAIN and not x.is_neg()) for x in tensors])
+
+
+def in_vmap_mode() -> bool:
+    """Whether torch.autograd.grad(is_grads_batched=True) runs a backward pass, outside of torch.compile."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return _VMAP_MODE is not None and _key_included(_VMAP_MODE)
 
 
 def transformed() -> bool:
@@ -157,12 +165,12 @@ _AUTOCAST_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
 
 def autocast(*operands: Any) -> tuple[Any, ...]:
-    """Cast the operands of a product as torch.autocast does. None, float64 and other than floats are unchanged."""
+    """Cast the operands of a product as torch.autocast does, but no float64, and no fp8, which has scales."""
     if not (torch.compiler.is_dynamo_compiling() or autocast_enabled()):
         return operands
     cast = []
     for operand in operands:
-        if isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype != torch.float64:
+        if isinstance(operand, Tensor) and operand.dtype in _CAST_DTYPES:
             device_type = operand.device.type
             if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
                 operand = operand.to(torch.get_autocast_dtype(device_type))
