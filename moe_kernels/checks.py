@@ -114,7 +114,7 @@ def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dty
         _check_same_device("bias", bias, "the operands", others[0])
     if out_dtype is not None:
         _check_beside_fp8(name, out_dtype)
-    _check_not_differentiated(
+    check_not_differentiated(
         "products of fp8 operands with scales have",
         "an operand, its scales or the bias",
         operands,
@@ -424,10 +424,10 @@ def check_scaled_moe_mlp(
         instead = "pass bfloat16 weights"
         if name == "topk_weights":
             instead += " (in an MoE they come from its router: router.requires_grad_(False))"
-        _check_not_differentiated(f"{name}: moe_mlp with fp8 weights has", "this tensor", (tensor,), instead)
+        check_not_differentiated(f"{name}: moe_mlp with fp8 weights has", "this tensor", (tensor,), instead)
 
 
-def _check_not_differentiated(subject: str, name: str, tensors: Sequence[Tensor | None], instead: str) -> None:
+def check_not_differentiated(subject: str, name: str, tensors: Sequence[Tensor | None], instead: str) -> None:
     """Raise RuntimeError if autograd would record a function of these tensors, or one has a forward-mode tangent."""
     if torch_internals.differentiated(*tensors):
         raise RuntimeError(

@@ -121,7 +121,7 @@ def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
     into, back, gated = _layout("experts[0]", experts[0])
     with torch.no_grad():
         w_in, w_out = stacked.w_gate_up[0].double(), stacked.w_down[0].double()
-        x = torch.randn(16, w_in.size(1), generator=torch.Generator().manual_seed(0)).to(w_in)
+        x = torch.randn(16, w_in.size(1), generator=torch.Generator().manual_seed(0), device="cpu").to(w_in)
         x *= 2 / (x @ w_in.T).std()  # preactivations of standard deviation 2, where activations differ
         x[8:] *= 32  # large enough to show a limit
         specs = [GLUSpec(name, gated, False, 0.0, 0.0) for name in _PLAIN]

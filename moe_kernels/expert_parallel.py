@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_kernels import checks
 from moe_kernels.packing import group_sizes
 from moe_kernels.routing import permute, route, unpermute
 from moe_kernels.routing_maps import Routing
@@ -61,11 +62,17 @@ def dispatch(
         `exchange`. Differentiable in `hidden`; the backward pass is collective, too.
 
     Raises:
-        TypeError, ValueError: as for `route` and `permute`; `num_experts` is not a multiple of the number of ranks.
+        TypeError, ValueError: as for `route` and `permute`; `num_experts` is not a multiple of the number of ranks; a
+            `DeviceMesh` of several dimensions, or a group without this rank.
     """
+    checks.check_int("num_experts", num_experts, 0)
     if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group: expected a one-dimensional DeviceMesh, got {group.ndim} dimensions")
         group = group.get_group()
     P = dist.get_world_size(group)
+    if P < 1:
+        raise ValueError("group: expected a process group of which this rank is a member")
     if num_experts % P:
         raise ValueError(f"num_experts: expected a multiple of the group's {P} ranks, got {num_experts}")
     routing = route(topk_ids, topk_weights, num_experts)

@@ -188,13 +188,14 @@ class MoE(nn.Module):
         """Load as `nn.Module` does, but refuse fp8 weights for a layer that is not quantised, and the reverse: without
         their scales the values would be wrong, and `strict=False` would hide that.
         """
-        stored = state_dict.get(f"{prefix}w_gate_up")
-        if stored is not None and (stored.dtype == torch.float8_e4m3fn) != (self.format is not None):
-            way = "load the weights first, and then quantise" if self.format else "call quantize() before loading"
-            has = f"is quantised as {self.format!r}" if self.format else "is not quantised"
-            *_, error_msgs = rest
-            error_msgs.append(f"{prefix}w_gate_up: the layer {has}, and the state dict has {stored.dtype}: {way}")
-            return
+        for name in ("w_gate_up", "w_down"):
+            stored = state_dict.get(prefix + name)
+            if stored is not None and (stored.dtype == torch.float8_e4m3fn) != (self.format is not None):
+                way = "load the weights first, and then quantise" if self.format else "call quantize() before loading"
+                has = f"is quantised as {self.format!r}" if self.format else "is not quantised"
+                *_, error_msgs = rest
+                error_msgs.append(f"{prefix}{name}: the layer {has}, and the state dict has {stored.dtype}: {way}")
+                return
         load: Any = super()._load_from_state_dict
         load(state_dict, prefix, *rest)
 

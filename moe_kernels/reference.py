@@ -456,11 +456,11 @@ def swiglu_ffn(
     experts = checks.Experts(w_gate_up, None, w_up, gate_up_bias, up_bias, None, spec, transposed)
     checks.check_swiglu_ffn(rows, group_offsets, experts, reference=True)
 
-    def project(weight: Tensor, bias: Tensor | None) -> Tensor:
-        return grouped_linear(rows, weight if transposed else weight.mT, group_offsets, bias, None)
+    def project(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+        return grouped_linear(rows, weight if transposed else weight.mT, group_offsets, bias, dtype)
 
-    preact = project(w_gate_up, gate_up_bias)
-    preact_up = None if w_up is None else project(w_up, up_bias)
+    preact = project(w_gate_up, gate_up_bias, None)
+    preact_up = None if w_up is None else project(w_up, up_bias, preact.dtype)
     return activate(preact, preact_up, spec)
 
 

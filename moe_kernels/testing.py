@@ -301,10 +301,10 @@ def byte_count(
 def _draw_counts(kind: str, G: int, M: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     if kind == "zipf":
-        weights = torch.arange(1, G + 1, dtype=torch.float64) ** -1.5
+        weights = torch.arange(1, G + 1, dtype=torch.float64, device="cpu") ** -1.5
     else:
         spread = 0.5 if kind in ("softmax", "half-empty") else 2.0
-        weights = torch.softmax(spread * torch.randn(G, generator=generator), 0)
+        weights = torch.softmax(spread * torch.randn(G, generator=generator, device="cpu"), 0)
     drawn = torch.multinomial(weights, M, replacement=True, generator=generator)
     return drawn.bincount(minlength=G).tolist()
 

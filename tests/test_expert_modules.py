@@ -268,3 +268,10 @@ def test_refusals_say_what_to_do(case: str) -> None:
     arguments = given if isinstance(given, tuple) else (given,)
     with pytest.raises(error, match=text):
         MoE.from_experts(*arguments, top_k=TOP_K, renormalize=True)
+
+
+def test_another_default_device() -> None:
+    experts = [ffn() for _ in range(E)]
+    with torch.device("meta"):
+        layer = MoE.from_experts(experts, None, top_k=1, renormalize=False)
+    assert layer.w_down.device.type == "cpu" and layer.activation == "silu"

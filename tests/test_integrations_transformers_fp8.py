@@ -306,6 +306,11 @@ def test_refusals(make: Make) -> None:
     assert experts(hidden, *routed).any()
     with pytest.raises(RuntimeError, match=r"hidden: moe_mlp with fp8 weights has no gradients"):
         experts(hidden.requires_grad_(), *routed)
+    experts.act_fn = nn.Tanh()  # not fused
+    with pytest.raises(RuntimeError, match=r"^FP8Experts: experts in fp8 have no gradients.*no_grad"):
+        experts(hidden, *routed)
+    with torch.no_grad():
+        assert experts(hidden, *routed).any()
 
 
 def test_plans_ahead(make: Make) -> None:

@@ -348,3 +348,12 @@ def test_plans_ahead() -> None:
         assert [one.operator for one in wanted if "moe" in one.operator] == ["scaled_moe_mlp"] * 2
         with pytest.raises(RuntimeError, match="has no gradients"):
             collect(_calls(made, [1], True))
+
+
+def test_half_a_state_dict_is_refused_too() -> None:
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 8, "num_experts": 4, "top_k": 2, "renormalize": True}
+    plain, quantised = MoE(**sizes), MoE(**sizes).quantize("fp8_rowwise")
+    for layer, other in ((plain, quantised), (quantised, plain)):
+        state = {name: value for name, value in other.state_dict().items() if name.startswith("w_down")}
+        with pytest.raises(RuntimeError, match=r"w_down: the layer is "):
+            layer.load_state_dict(state, strict=False)

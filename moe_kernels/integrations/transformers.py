@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_kernels import requirements
+from moe_kernels import checks, requirements
 from moe_kernels.experts import moe_mlp
 from moe_kernels.grouped_gemm import grouped_gemm, grouped_mm
 from moe_kernels.quantize import quantize
@@ -167,8 +167,12 @@ def fp8_experts_forward(
     validate = False if getattr(experts, "_is_expert_parallel", True) else None
     activation = _fp8_activation_options(experts)
     if activation is not None:
-        routed = hidden_states, top_k_index, top_k_weights
-        return moe_mlp(*routed, w_in, w_out, gated=gated, validate=validate, **activation)
+        inputs = hidden_states, top_k_index, top_k_weights
+        out = moe_mlp(*inputs, w_in, w_out, gated=gated, validate=validate, **activation)
+        return out.to(hidden_states.dtype)  # under autocast
+    routed = (hidden_states, top_k_weights)
+    instead = "run the model under torch.no_grad()"
+    checks.check_not_differentiated(f"{name}: experts in fp8 have", "an input", routed, instead)
     routing = route(top_k_index, top_k_weights, w_in.shape[0], validate=validate)
     offsets, dtype = routing.group_offsets, hidden_states.dtype
     h = grouped_gemm(quantize(permute(hidden_states, routing), "1x128"), w_in.mT, offsets, out_dtype=dtype)

@@ -232,6 +232,8 @@ def fuses(
     """Whether these kernels are faster than `grouped_gemm` and `activate` for `M` rows, those of `A` or gathered."""
     if not spec.gated or least(M) == 0 or 0 in w_in.shape:
         return False
+    if w_up is not None and w_up.dtype != w_in.dtype:  # it would be cast to the dtype of the other product
+        return False
     if least(M) // w_in.size(0) < rules.PERSISTENT_FROM_ROWS:
         return not spec.interleaved or w_in.stride(2) != 1  # each weight has contiguous rows or columns
     gate, up = spec.halves(w_in, w_up)

@@ -207,7 +207,7 @@ def _reference_first_half(
 ) -> tuple[Tensor, Tensor, Tensor]:
     w_in, w_up, b_in, b_up = parameters
     preact = reference.grouped_linear(rows, w_in, group_offsets, b_in, None)
-    preact_up = None if w_up is None else reference.grouped_linear(rows, w_up, group_offsets, b_up, None)
+    preact_up = None if w_up is None else reference.grouped_linear(rows, w_up, group_offsets, b_up, preact.dtype)
     act = reference.activate(preact, preact_up, spec)
     saved = [x if save_preact and x is not None else act.new_empty(0) for x in (preact, preact_up)]
     return act, saved[0], saved[1]
