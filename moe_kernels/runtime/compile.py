@@ -11,6 +11,7 @@ import ast
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import sys
 import tempfile
@@ -281,7 +282,11 @@ def _example_of(x: Any, static: bool) -> Any:
         return _EXAMPLE_NUMBER
     if not isinstance(x, SymbolicTensor):
         return x
-    shape = [_EXAMPLE_ROWS if isinstance(n, SymbolicInt) else n for n in x.shape]
+    rows = _EXAMPLE_ROWS
+    known = math.prod(n for n in x.shape if not isinstance(n, SymbolicInt))
+    while rows * known > INT32_MAX and rows > 2:  # windows overlap: they need no 64 bits, but Helion counts elements
+        rows //= 2
+    shape = [rows if isinstance(n, SymbolicInt) else n for n in x.shape]
     # The example of a symbolic stride is not a multiple of 16 bytes.
     strides = tuple(_EXAMPLE_ROWS + 1 if isinstance(n, SymbolicInt) else n for n in x.strides)
     if x.example_shape is not None:
