@@ -582,14 +582,15 @@ def test_cache_show_and_clear(
     monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", "77")
     store.forget()
     limit = "limit: 77 MiB (MOE_KERNELS_CACHE_LIMIT_MB)"
-    assert cache_main() == cache_main("show") == [f"{mine}: not there yet", limit]
+    nowhere = f"{tmp_path / 'nowhere'}: not there yet"
+    assert cache_main() == cache_main("show") == [f"{mine}: not there yet", f"{image}: not there yet", nowhere, limit]
     for i in range(3):
         store.write_binary(store.Binary(f"{i:064x}", ("i32",), (), "{}", "cubin", bytes([i]) * (1 << 20)))
     store.write_library("a" * 64, bytes(1 << 19))
     os.rename(mine, image)
     store.write_library("b" * 64, bytes(1 << 20))
     libraries = ["  libraries: 1, 1.0 MiB", "  libraries: 1, 0.5 MiB"]
-    shown = [f"{mine}:", libraries[0], f"{image}, read only:", "  binaries: 3, 3.0 MiB", libraries[1], limit]
+    shown = [f"{mine}:", libraries[0], f"{image}, read only:", "  binaries: 3, 3.0 MiB", libraries[1], nowhere, limit]
     assert cache_main("show") == shown
     assert cache_main("clear") == [f"2 files removed from {mine}"]
     assert cache_main("show") == [f"{mine}:", *shown[2:]]

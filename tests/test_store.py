@@ -28,6 +28,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 
 from moe_kernels.runtime import emit, launch, store, targets
 from moe_kernels.runtime.plan import Alloc, Call, Constant, Descriptor, Launch, Plan, Pointer, plan_from_json
@@ -293,6 +294,34 @@ def test_a_file_of_another_key(root: Path, kind: str) -> None:
         assert store.read_plan(other.stem, {}) is None
         assert store.read_binary(other.stem) is None
         assert store.read_library(other.stem) is None
+
+
+def test_a_triton_cache_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This is the case of users without a home folder, as in containers: Triton gets a folder of the process."""
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path / "triton")
+        launch.ensure_cache()
+        assert knobs.cache.dir == str(tmp_path / "triton") and store.is_private(str(tmp_path))
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        assert not store.is_private(str(tmp_path))
+        launch.ensure_cache()
+        assert knobs.cache.dir != str(tmp_path / "triton")
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "exists", refuse)  # of a folder in one that the user may not look into
+    assert not store.is_writable(str(tmp_path)) and not store.is_private(str(tmp_path))
+
+
+def test_settings_of_the_compilers_have_an_environment_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with DISABLE_PTXAS_OPT=1, for debugging, leaves no slow binaries to later ones."""
+    found = {store.environment()}
+    for name, value in (("DISABLE_PTXAS_OPT", "1"), ("TRITON_DEFAULT_FP_FUSION", "0"), ("HELION_FAST_MATH", "1")):
+        monkeypatch.setenv(name, value)
+        store.forget()
+        found.add(store.environment())
+    assert len(found) == 4
 
 
 def test_another_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

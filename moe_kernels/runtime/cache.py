@@ -232,6 +232,7 @@ def plan_of(
     def made() -> tuple[Plan, dict[str, store.Binary]]:
         from moe_kernels.runtime import compile as compiler  # imports Helion
 
+        launch.ensure_cache()
         compiling = compiler.Compiling(gpu)
         plan, sources = make_plan(operator, inputs, options, gpu, compiling.begin)
         binaries = compiling.binaries()

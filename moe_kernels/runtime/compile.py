@@ -34,7 +34,6 @@ from triton.compiler import ASTSource
 from moe_kernels import requirements
 from moe_kernels.runtime import store, torch_internals
 from moe_kernels.runtime.attributes import one_at_a_time, replaced
-from moe_kernels.runtime.launch import ensure_cache
 from moe_kernels.runtime.plan import Alloc, Builder, Call, Constant, Descriptor, Launch, Plan, Pointer, Request
 from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, least, most
 from moe_kernels.runtime.targets import Gpu
@@ -206,7 +205,6 @@ def compiled_kernel(specialized: Specialization, gpu: Gpu) -> Any:
         attrs=dict(specialized.attributes),
     )
     target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
-    ensure_cache()
     return triton.compile(source, target=target, options=dict(specialized.options))
 
 

@@ -8,7 +8,8 @@
 
 The folder is MOE_KERNELS_CACHE_DIR, or else moe_kernels/compiled in the user's cache folder. Folders in
 MOE_KERNELS_CACHE_READONLY, and `compiled` in the installed package, are read after it and never written. An environment
-is a version of this package's kernels and of Triton and Helion; plans do not depend on PyTorch's version.
+is a version of this package's kernels and of Triton and Helion, and the environment variables that change what these
+compile; plans do not depend on PyTorch's version.
 
 Everything read is checked: only the user and root may have write access to folders and files, symbolic links in them
 are not followed, and contents must match their SHA-256 and their file's name. Files that fail are ignored with one
@@ -56,6 +57,15 @@ _SOURCES = (  # the sources that plans depend on; SCHEMA is the version of the s
     "scaled.py",
     "schedule.py",
     "tuning/entries.py",
+)
+_COMPILER_SETTINGS = (  # environment variables by which Helion and Triton compile other code
+    "DISABLE_LLVM_OPT",
+    "DISABLE_PTXAS_OPT",
+    "HELION_FAST_MATH",
+    "PTXAS_OPTIONS",
+    "TRITON_DEFAULT_FP_FUSION",
+    "TRITON_F32_DEFAULT",
+    "TRITON_FORCE_DISABLE_FP_FUSION",
 )
 _LIMIT_MB = 2048
 _HELION = "1.5.0"  # assumed if Helion is not installed: plans compiled elsewhere run without it
@@ -125,6 +135,7 @@ def public_version(package: str) -> str | None:
 def environment() -> str:
     """The name of this environment's folder."""
     parts = [f"{SCHEMA}", str(public_version("triton")), public_version("helion") or _HELION]
+    parts += [f"{name}={os.environ[name]}" for name in _COMPILER_SETTINGS if name in os.environ]
     for name in _SOURCES:
         path = _PACKAGE / name
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:

@@ -247,3 +247,15 @@ def test_weights_that_are_neighbours_by_chance(M: int, device: str) -> None:
 
     exact = half(torch.float64)
     assert_within_budget(act, half(rows.dtype), exact, scale=16 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("rows", [2, 100])
+def test_a_second_weight_of_a_wider_dtype(rows: int, device: str) -> None:
+    """It is multiplied in its own dtype, whatever the number of rows: in float16 it would be infinite."""
+    offsets = torch.tensor([0, rows, 2 * rows], device=device)
+    hidden = 1e-3 * torch.rand(2 * rows, 32, device=device).half()
+    w_gate_up, w_up = torch.rand(2, 16, 32, device=device).half(), 1e5 * (1 + torch.rand(2, 16, 32, device=device))
+    found = swiglu_ffn(hidden, w_gate_up, offsets, w_up=w_up)
+    expected = reference.swiglu_ffn(hidden.double(), w_gate_up.double(), offsets, w_up=w_up.double())
+    assert found.dtype == torch.float16 and expected.abs().min() > 0
+    torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=0)
