@@ -123,7 +123,7 @@ def test_one_token(layer: tuple[int, int, int, int, int], format: str, spec: GLU
     for request in found:
         report = lowered(request)
         assert report["stack"] <= (0 if HELION_1_5_0 else 8)
-        assert report["regs"] <= 64
+        assert report["regs"] <= (64 if HELION_1_5_0 else 72)
         assert report["shared"] <= 4096
         assert "cvt.rn.f16x2.e4m3x2" in report["ptx"]
         if layer[1] % 16 == 0:
