@@ -374,6 +374,7 @@ _folder = tempfile.TemporaryDirectory(prefix="moe_kernels")
 def _import(code: str) -> types.ModuleType:
     """Import generated code as a module, from a file because Triton reads the source there."""
     name = f"moe_kernels_{hashlib.sha256(code.encode()).hexdigest()[:32]}"
+    os.makedirs(_folder.name, exist_ok=True)  # a forked process that ends, or a cleaner of /tmp, removes it
     path = os.path.join(_folder.name, f"{name}.py")
     with open(path, "w") as file:
         file.write(code)

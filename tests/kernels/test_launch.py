@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moe_kernels import grouped_gemm, grouped_gemm_wgrad, moe_mlp, reference, swiglu_ffn
 from moe_kernels.kernels.tiles import windows
 from moe_kernels.runtime import cache, launch, torch_internals
+from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.emit import emit
 from moe_kernels.runtime.launch import DirectLauncher, TritonLauncher
 from moe_kernels.runtime.plan import Constant, Descriptor, Launch, Plan, Pointer
@@ -381,3 +383,9 @@ def test_without_a_private_api(name: str, rows: int, N: int, device: str, monkey
                 assert_within_budget(function(*given), plain(*given), exact, scale=scale, name=function.__name__)
         assert set(cache.plans.recent) == (set() if name == "no guards" else {"grouped_gemm", "moe_layer"})
         assert {type(way) for way in cache.plans.launchers.values()} <= ways
+
+
+def test_the_folder_of_generated_code_may_vanish() -> None:
+    """A forked process removes it when it ends, and so may a cleaner of /tmp."""
+    shutil.rmtree(compiler._folder.name)
+    assert compiler._import("number = 7").number == 7
