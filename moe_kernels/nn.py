@@ -106,14 +106,14 @@ class MoE(nn.Module):
                 and `w2`, or `gate_proj`, `up_proj` and `down_proj`, or `gate_up_proj` (gate first) and `down_proj`.
                 Without a gate: `up_proj` and `down_proj`, or `fc1` and `fc2`, or
                 `nn.Sequential(Linear, activation, Linear)`.
-            router: a tensor `[E, H]`, or a module without a bias whose weight it is; None for random values.
+            router: a tensor `[E, H]`, or an `nn.Linear` without a bias, no subclass; None for random values.
             top_k, renormalize, compute, fp8_wgrad, fast_accumulation: as for the class.
             activation: as for `swiglu_ffn`. By default each expert is called with random hidden states, in float64 and
                 with the weights of the first expert, to find the activation and to check that all experts compute the
                 same and nothing else. If an activation is given, no expert is called.
 
         Raises:
-            TypeError: an expert is not a module, or the router neither a tensor nor a module; the weights' dtypes
+            TypeError: an expert is not a module, or the router neither a tensor nor an `nn.Linear`; the weights' dtypes
                 differ or are unsupported.
             ValueError: there are no experts, their layout is not one of these, there are biases, dropout is active
                 (p above 0, in training mode), the activation could not be found or differs between experts, or the

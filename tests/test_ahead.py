@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -643,3 +644,30 @@ def test_info_of_a_range_and_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].endswith("on NVIDIA A100-SXM4-80GB: launches by token counts")
     assert lines[1].startswith("  1: first_half ")
     assert lines[2] == "2 distinct kernels with configs, 2 with their constants:"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_layer_beside_an_equal_frozen_one(mode: Any) -> None:
+    def layer(trains: bool) -> MoE:
+        return MoE(64, 32, 4, 2, renormalize=True, dtype=torch.bfloat16).requires_grad_(trains)
+
+    def plans(module: torch.nn.Module) -> set[str]:
+        with mode():
+            return {one.signature for one in ahead.collect(ahead._calls(module, [64], True))}
+
+    both = plans(torch.nn.Sequential(layer(False), layer(True)))
+    assert both == plans(layer(True)) | plans(layer(False)) and len(both) > len(plans(layer(False)))
+
+
+def test_what_a_compiling_process_raises_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unsendable(Exception):
+        def __init__(self, *, reason: str):
+            super().__init__(reason)
+
+    def fail(*_: Any) -> None:
+        raise Unsendable(reason="too large")
+
+    monkeypatch.setattr(cache, "plan_of", fail)
+    with pytest.raises(RuntimeError, match=r"^route: Unsendable: too large$") as caught:
+        ahead._make(ahead.PlanRequest("route", (), (4,), ""), H200)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == "route: Unsendable: too large"

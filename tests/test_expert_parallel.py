@@ -138,3 +138,8 @@ def test_a_residual_in_place_under_fsdp2(results: list[dict[str, Any]]) -> None:
         for rank in range(P):
             for got, *each in zip(results[rank]["residuals"][i], *ranks, strict=True):
                 torch.testing.assert_close(got, sum(each) / P, rtol=tolerance, atol=tolerance)
+
+
+def test_combine_names_what_it_needs() -> None:
+    with pytest.raises(TypeError, match=r"^exchange: expected the Exchange that dispatch returns, got Tensor$"):
+        combine(torch.ones(2, 4), torch.ones(2, 4))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from moe_kernels import (
     reference,
     scaled_grouped_mm,
 )
+from moe_kernels.ops.scaled import flattened
 from moe_kernels.runtime import cache, targets
 from moe_kernels.testing import assert_scaled_grouped_gemm_close, assert_within_budget
 
@@ -361,3 +362,12 @@ def test_blocks_with_a_2d_mat_b_are_refused() -> None:
     recipes = RECIPES.BlockWise1x128, RECIPES.BlockWise128x128
     with pytest.raises(ValueError, match="expected RowWise for a 2-D mat_b"):
         scaled_grouped_mm(a, b, torch.ones(M, 2), recipes[0], torch.ones(2, 2), recipes[1], offs=torch.tensor([5]))
+
+
+@pytest.mark.parametrize(("K", "strides"), [(96, (1, 1)), (128, (1, 1)), (200, (1,))])
+def test_strides_of_block_scales_do_not_depend_on_the_rows(K: int, strides: tuple[int, ...]) -> None:
+    """Otherwise each number of rows would have a plan of its own."""
+    for M in (5, 8):
+        x = quantize(torch.randn(M, K), "1x128")
+        found = flattened(x.scales, x.data)
+        assert found.stride() == strides and torch.equal(found.flatten(), x.scales.mT.flatten())

@@ -60,8 +60,9 @@ def _scaled_grouped_gemm(
 
 
 def flattened(scales: Any, rows: Any) -> Any:
-    """Return column-major block scales of `rows [M, K]`, as `quantize` returns them, in one dimension: its stride does
-    not depend on M. Return other arguments unchanged, including those that checks refuse.
+    """Return column-major block scales of `rows [M, K]`, as `quantize` returns them, with strides that do not depend on
+    M: in one dimension, or `[M, 1]` for one block per row. Return other arguments unchanged, including those that
+    checks refuse.
     """
     if torch.compiler.is_dynamo_compiling():  # the comparisons below would guard on M
         return scales
