@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks import run, tables
 from moe_kernels import grouped_gemm, reference, swiglu_ffn, topk_softmax
 from moe_kernels.expert_parallel import combine, dispatch
+from moe_kernels.models import positive
 from moe_kernels.runtime.attributes import replaced
 from moe_kernels.testing import assert_within_budget
 
@@ -147,7 +148,7 @@ def measure(x: dict[str, Tensor], E: int, rounds: int, device: torch.device) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--tiny", action="store_true", help="a small layer, also on a CPU")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/expert_parallel.json, on GPUs")
     options = parser.parse_args(argv)

@@ -185,6 +185,8 @@ def main() -> None:
     parser.add_argument("--compiled", help="a folder that `python -m moe_kernels compile` made")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
     if options.part:
         print(json.dumps(PARTS[options.part]()))
         return

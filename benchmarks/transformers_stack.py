@@ -29,6 +29,7 @@ import transformers
 
 from benchmarks import run, tables
 from moe_kernels.integrations import transformers as integration
+from moe_kernels.models import positive
 from moe_kernels.testing import assert_within_budget
 from moe_kernels.timing import interleaved
 
@@ -138,7 +139,7 @@ def measure(model: Any, part: str, batch: int, length: int, rounds: int) -> list
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--tiny", action="store_true", help="a few small tokens, also on a CPU")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/transformers.json, on a GPU")
     options = parser.parse_args(argv)

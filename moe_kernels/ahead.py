@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moe_kernels import rules
+from moe_kernels import checks, rules
 from moe_kernels.experts import moe_mlp
 from moe_kernels.grouped_gemm import grouped_gemm
 from moe_kernels.models import MODELS
@@ -26,7 +26,7 @@ from moe_kernels.nn import MoE
 from moe_kernels.ops import batched, layer, moves, products, quantized, quantized_layer, scaled_layer
 from moe_kernels.runtime import cache, store, targets
 from moe_kernels.runtime.plan import Request
-from moe_kernels.runtime.signature import Counts, Operator, portable, rows_class, signature, symbolic
+from moe_kernels.runtime.signature import MAX_ROWS, Counts, Operator, portable, rows_class, signature, symbolic
 from moe_kernels.runtime.symbolic import SymbolicTensor, value
 from moe_kernels.runtime.targets import Gpu
 
@@ -93,12 +93,16 @@ def compile_ahead(
         The numbers of plans, binaries and launcher libraries.
 
     Raises:
-        ValueError: an unknown GPU or model, or a module without a layer of this package.
+        TypeError, ValueError: a size or token count that is not an int or out of range; an unsupported dtype; an
+            unknown GPU or model, or a module without a layer of this package.
         RuntimeError: `gpu` is None, and there is no GPU.
         OSError: the folder cannot be written to, or its size limit is too small.
     """
+    if not isinstance(tokens, Iterable):
+        raise TypeError(f"tokens: expected ints, such as range(1, 8193), got {type(tokens).__name__}")
+    checks.check_bools(training=training)
     target = _target(gpu)
-    counts = sorted(set(tokens))
+    counts = list(tokens)
     calls = [call for one in _each(what) for call in _calls(one, counts, training)]
     wanted = collect(calls)
     _make_all([one for one in wanted if _kept(one, target) is None], target, jobs, progress)
@@ -144,6 +148,8 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
             raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {what!r}")
         what = LayerShape(*MODELS[what])
     if isinstance(what, LayerShape):
+        if what.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {what.dtype!r}")
         return [_call_of_shape(what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]
     found = [
         _call_of_module(module, T, training)
@@ -157,8 +163,13 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
 
 def classes(tokens: Iterable[int], E: int, top_k: int) -> list[list[int]]:
     """Group the token counts by class, in ascending order."""
+    checks.check_int("num_experts", E, 1)
+    checks.check_int("top_k", top_k, 1, E)
+    counts = set(tokens)
+    for T in counts:
+        checks.check_int("tokens", T, 0, MAX_ROWS // top_k)
     found: dict[Any, list[int]] = {}
-    for T in sorted(set(tokens)):
+    for T in sorted(counts):
         found.setdefault(rows_class(Counts(T, (T * top_k,), E)), []).append(T)
     return list(found.values())
 

@@ -86,7 +86,7 @@ def varied_grouped_gemm(
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         ImportError: the kernels are needed and a package they need is missing or too old.
         RuntimeError: the call is captured in a CUDA graph; or `out` is given, and a tensor requires grad outside of
-            `torch.no_grad()`, or has a forward-mode tangent, as for `torch.mm`.
+            `torch.no_grad()`, or has a forward-mode tangent, or `torch.vmap` transforms the call, as for `torch.mm`.
     """
     if out is None and isinstance(group_A, (list, tuple)) and isinstance(group_B, (list, tuple)):
         cast = autocast(*group_A, *group_B)

@@ -470,7 +470,7 @@ def _check_first_shapes(
     inputs: Tensor,  # [count, H]
     experts: Experts,
 ) -> None:
-    w_gate_up, _, w_up, gate_up_bias, up_bias, _, spec, transposed = experts
+    w_gate_up, w_down, w_up, gate_up_bias, up_bias, _, spec, transposed = experts
     if inputs.dim() != 2:
         raise ValueError(f"{name}: expected shape [{count}, H], got {list(inputs.shape)}")
     width = "2I" if spec.gated and w_up is None else "I"
@@ -486,7 +486,9 @@ def _check_first_shapes(
     if width == "2I" and W % 2:
         raise ValueError(f"w_gate_up: expected shape {shape} with an even 2I, got {list(w_gate_up.shape)}")
     if w_up is not None:
-        _check_shape("w_up", w_up, shape, w_gate_up.shape)
+        swapped = w_up.shape != w_gate_up.shape == getattr(w_down, "shape", None) and w_up.shape == w_gate_up.mT.shape
+        hint = "; w_up and w_down seem swapped: Mixtral's w1, w3, w2 are gate, up, down" if swapped else ""
+        _check_shape("w_up", w_up, shape, w_gate_up.shape, hint)
     if gate_up_bias is not None:
         _check_shape("gate_up_bias", gate_up_bias, f"[E, {width}]", (E, W))
     if up_bias is not None:
@@ -765,6 +767,8 @@ def check_varied(
         raise RuntimeError(
             "out: a result that is written to out= has no forward-mode derivatives, but a tensor has a tangent"
         )
+    if out is not None and not reference and torch_internals.transformed() and torch_internals.forward_level() < 0:
+        raise RuntimeError("out: expected None in torch.vmap and transforms of torch.func, got a list; leave out= away")
     if out is not None and torch.is_grad_enabled():
         for name, tensors in lists.items():
             for p, tensor in enumerate(tensors):
@@ -778,6 +782,8 @@ def check_varied(
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
     """Check that `value` is an int, not below `least` or above `most`; `name` is for the error message."""
     if type(value) not in _INTS:
+        if torch_internals.jit_tracing() is not None and isinstance(value, Tensor):  # such as x.size(0)
+            return
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     assert isinstance(value, _INTS)
     if least is not None and (value < least or (most is not None and value > most)):
@@ -889,7 +895,7 @@ def _check_floats(
 
 def _check_shape(name: str, value: Tensor, form: str, shape: Sequence[int], hint: str = "") -> None:
     if value.shape != shape:
-        hint = f"; pass {name}.mT" if value.dim() == 3 and value.mT.shape == shape else hint
+        hint = hint or (f"; pass {name}.mT" if value.dim() == 3 and value.mT.shape == shape else "")
         raise ValueError(f"{name}: expected shape {form} = {list(shape)}, got {list(value.shape)}{hint}")
 
 

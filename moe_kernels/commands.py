@@ -15,6 +15,7 @@ from moe_kernels.ahead import CompileCounts, LayerShape, compile_ahead, output, 
 from moe_kernels.models import MODELS, NOT_SWIGLU, positive
 from moe_kernels.runtime import store, targets
 from moe_kernels.runtime.plan import Request
+from moe_kernels.runtime.signature import MAX_ROWS
 
 COMPILE = """\
 Makes the plans and binaries of layers of experts for a range of token counts, and stores them in a folder. A process
@@ -76,8 +77,8 @@ def token_range(text: str) -> range:
         low, high = int(first), int(last or first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected A:B, got {text!r}") from None
-    if not 1 <= low <= high:
-        raise argparse.ArgumentTypeError(f"expected 1 <= A <= B, got {text!r}")
+    if not 1 <= low <= high <= MAX_ROWS:
+        raise argparse.ArgumentTypeError(f"expected 1 <= A <= B <= {MAX_ROWS}, got {text!r}")
     return range(low, high + 1)
 
 
@@ -111,9 +112,9 @@ def compile_main(options: argparse.Namespace) -> int:
                 jobs=options.jobs,
                 progress=_progress,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             print(f"compile: {error}", file=sys.stderr)
-            return 1
+            return 2 if isinstance(error, ValueError) else 1
     print(_summary(made, time.monotonic() - begun))
     return 0
 
@@ -158,8 +159,8 @@ def cache_main(options: argparse.Namespace) -> int:
         print(f"{store.clear()} files removed from {store.folder()}")
         return 0
     _show(store.folder(), "")
-    *named, packaged = store.read_only_folders()
-    for root in named + [packaged] * packaged.is_dir():
+    folders = store.read_only_folders()
+    for root in folders[:-1] + [packaged for packaged in folders[-1:] if packaged.is_dir()]:
         _show(root, ", read only")
     print(f"limit: {store.limit_mb()} MiB (MOE_KERNELS_CACHE_LIMIT_MB)")
     return 0

@@ -72,6 +72,11 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
             f"experts[0].{into[0]}.weight: expected bfloat16, float16, float32 or float64, got {first[0].dtype}; "
             "dequantize the experts first"
         )
+    if len(into) == 2 and first[0].shape == first[2].shape == first[1].T.shape != first[1].shape:
+        raise ValueError(
+            f"experts[0]: expected {_names(layout)} to be gate, up, down, got weights of the shapes "
+            f"{[list(weight.shape) for weight in first]}; {into[1]} and {back} seem swapped: rename them"
+        )
     weights = []
     for e, expert in enumerate(experts):
         if _layout(f"experts[{e}]", expert) != layout:

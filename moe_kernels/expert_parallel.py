@@ -50,11 +50,11 @@ def dispatch(
     Waits for the device once, to read the number of rows to send to and to receive from each rank.
 
     Args:
-        hidden: `[T, H]`, this rank's tokens; T may differ between ranks and may be 0.
+        hidden: `[T, H]`, this rank's tokens; T may differ between ranks and may be 0, H and the dtype may not differ.
         topk_ids: `[T, top_k]` int32 or int64, among the experts of all ranks; an id outside `0..num_experts - 1` drops
             its slot.
         topk_weights: `[T, top_k]`; they stay on this rank, and `combine` applies them.
-        num_experts: E, a multiple of the number of ranks.
+        num_experts: E, a multiple of the number of ranks; if it differs between ranks, the exchange hangs or aborts.
         group: a process group or a one-dimensional `DeviceMesh`; by default all ranks.
 
     Returns:
@@ -63,7 +63,7 @@ def dispatch(
 
     Raises:
         TypeError, ValueError: as for `route` and `permute`; `num_experts` is not a multiple of the number of ranks; a
-            `DeviceMesh` of several dimensions, or a group without this rank.
+            `DeviceMesh` of several dimensions, or a group without this rank; rows of different sizes on the ranks.
     """
     checks.check_int("num_experts", num_experts, 0)
     if isinstance(group, DeviceMesh):
@@ -79,9 +79,17 @@ def dispatch(
     rows = permute(hidden, routing)
 
     to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
-    to_receive = torch.empty_like(to_send)
-    dist.all_to_all_single(to_receive, to_send, group=group)
-    sent, received = torch.stack((to_send.sum(1), to_receive.sum(1))).tolist()
+    row_bytes = rows.size(1) * rows.element_size()
+    message = F.pad(to_send, (0, 1), value=row_bytes)  # an exchange of rows of different sizes would hang or abort
+    answer = torch.empty_like(message)
+    dist.all_to_all_single(answer, message, group=group)
+    to_receive = answer[:, :-1]
+    sent, received, sizes = torch.stack((to_send.sum(1), to_receive.sum(1), answer[:, -1])).tolist()
+    if sizes != [row_bytes] * P:
+        raise ValueError(
+            f"hidden: expected H = {rows.size(1)} and {rows.dtype} on all ranks as on this one, where rows have "
+            f"{row_bytes} bytes; on ranks 0 to {P - 1} of the group they have {sizes}"
+        )
     rows = _AllToAll.apply(rows[: sum(sent)], sent, received, group)  # type: ignore[no-untyped-call]
 
     local_ids = torch.arange(num_experts // P, device=hidden.device).repeat(P)

@@ -146,12 +146,13 @@ def moe_mlp(
     if isinstance(w_gate_up, ScaledTensor) or isinstance(w_down, ScaledTensor):
         experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
         return _scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, fast_accumulation, validate)
-    if fast_accumulation:
+    if fast_accumulation is not False:
         raise ValueError(
             "fast_accumulation: expected False for products that are not in fp8; it is for 'rowwise' weights and "
             "compute='fp8_rowwise'"
         )
-    given, requested = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases), (transposed, spec)
+    given = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases)
+    requested = (type(transposed), type(gated), type(interleaved), transposed, spec)
     validates = checks.validation_enabled(validate)
     if not validates and w_up is None and (known := cache.repeat(MOE_LAYER, given, requested)) is not None:
         return known
@@ -197,7 +198,9 @@ def _scaled_moe_mlp(
     first, second = checks.scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
     weights = (first.data, first.scales, second.data, second.scales, experts.gate_up_bias, experts.down_bias)
     given = (hidden, topk_ids, topk_weights, None, None, *weights)
-    requested = (first.format, second.format, fast_accumulation, experts.transposed, experts.spec)
+    transposed, spec = experts.transposed, experts.spec
+    types = (type(fast_accumulation), type(transposed), type(spec.gated), type(spec.interleaved))
+    requested = (first.format, second.format, types, fast_accumulation, transposed, spec)
     validates = checks.validation_enabled(validate)
     repeats = not validates and experts.w_up is None and experts.up_bias is None
     if repeats and (known := cache.repeat(SCALED_MOE_MLP, given, requested)) is not None:

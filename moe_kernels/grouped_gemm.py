@@ -60,7 +60,7 @@ def grouped_gemm(
     validate = checks.validation_enabled(validate)
     if isinstance(A_packed, ScaledTensor) or isinstance(B, ScaledTensor):
         return _scaled_grouped_gemm(A_packed, B, group_offsets, None, out_dtype, variant, fast_accumulation, validate)
-    if fast_accumulation:
+    if fast_accumulation is not False:
         raise ValueError("fast_accumulation: expected False for plain tensors; it is for rowwise ScaledTensors")
     given, requested = (A_packed, B, group_offsets, None), (out_dtype, variant)
     if not validate and (known := cache.repeat(GROUPED_GEMM, given, requested)) is not None:
@@ -88,7 +88,7 @@ def _scaled_grouped_gemm(
     A, weight = checks.scaled_both("A_packed", A_packed, "B", B)
     given = (A.data, flattened(A.scales, A.data), weight.data, weight.scales, group_offsets, bias)
     rank = getattr(A.scales, "ndim", None)  # 1-D scales are refused, even if they look like flattened ones
-    requested = (A.format, weight.format, rank, out_dtype, variant, fast_accumulation)
+    requested = (A.format, weight.format, rank, out_dtype, variant, type(fast_accumulation), fast_accumulation)
     if not validate and (known := cache.repeat(SCALED_GROUPED_GEMM, given, requested)) is not None:
         return known
     _check_variant(variant)

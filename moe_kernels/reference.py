@@ -428,8 +428,9 @@ def _nonlinear(x: Tensor, spec: GLUSpec) -> tuple[Tensor, Tensor]:
     if spec.activation == "gelu_tanh":
         # (1 + tanh(u)) / 2 = sigmoid(2 u)
         a = 2 * (2 / torch.pi) ** 0.5
-        s = torch.sigmoid(a * (x + 0.044715 * x**3))
-        return x * s, s + x * s * (1 - s) * a * (1 + 3 * 0.044715 * x * x)
+        u = a * (x + 0.044715 * x**3)
+        s = torch.sigmoid(u)
+        return x * s, s + x * s * torch.sigmoid(-u) * a * (1 + 3 * 0.044715 * x * x)
     positive = x.clamp(min=0)
     if spec.activation == "relu":
         return positive, (x > 0).to(x.dtype)

@@ -381,6 +381,22 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ahead.compile_ahead(bare(), tokens=[1])
 
 
+@pytest.mark.parametrize("value", [7.0, "7", None, True])
+@pytest.mark.parametrize("field", ["tokens", *ahead.LayerShape._fields])
+def test_a_number_or_dtype_of_a_wrong_type_is_refused(field: str, value: Any) -> None:
+    what, tokens = (bare(), [8, value]) if field == "tokens" else (SHAPE._replace(**{field: value}), [8])
+    with pytest.raises(TypeError, match=f"^{field}: expected .*, got "):
+        ahead.compile_ahead(what, tokens=tokens, gpu="h200")
+
+
+def test_token_counts_out_of_range_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"^tokens: expected ints, such as range\(1, 8193\), got int$"):
+        ahead.compile_ahead(SHAPE, tokens=8, gpu="h200")  # type: ignore[arg-type]
+    for what, count in ((SHAPE, -1), (bare(), 2**29)):
+        with pytest.raises(ValueError, match=f"^tokens: expected 0 to {2**29 - 1}, got {count}$"):
+            ahead.compile_ahead(what, tokens=[count], gpu="h200")
+
+
 def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An OSError is raised, because storing the plans is the only purpose of the call."""
     pytest.importorskip("helion")
@@ -430,7 +446,7 @@ def test_output_is_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
             assert {name: os.environ[name] for name in before} == before
         with pytest.raises(ZeroDivisionError), ahead.output(str(tmp_path)):
             assert store.folder() == tmp_path
-            assert store.read_only_folders() == [store._PACKAGE / "compiled"]
+            assert store.read_only_folders() == []
             raise ZeroDivisionError
         names = [name for name in os.environ if name.startswith("MOE_KERNELS_CACHE_") and "LIMIT" not in name]
         assert {name: os.environ[name] for name in names} == before
@@ -452,7 +468,7 @@ def test_token_range(text: str, expected: range) -> None:
     assert commands.token_range(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a", "0:4", "0", "-1", "5:4", "1:2:3", "1.5", "1:b"])
+@pytest.mark.parametrize("text", ["", "a", "0:4", "0", "-1", "5:4", "1:2:3", "1.5", "1:b", "1:1073741824"])
 def test_no_token_range(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected"):
         commands.token_range(text)
@@ -473,6 +489,8 @@ def test_compile_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert compile_main("--list") == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  qwen3-30b-a3b: 2048, 768, 128, 8" in lines
+    sizes_only = [line.split()[0] for line in lines if line.endswith(commands._SIZES_ONLY)]
+    assert sizes_only == ["gpt-oss-120b:", "gpt-oss-20b:"]
     assert "  h200: NVIDIA H200, sm90, 132 multiprocessors" in lines
     assert len(lines) == len(MODELS) + len(targets.KNOWN) + 2
 
@@ -550,15 +568,32 @@ def test_compile_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert {name: options[name] for name in expected} == expected
 
 
-def test_compile_fails_where_nothing_can_be_kept(
+def test_compile_says_which_models_have_other_layers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(commands, "compile_ahead", lambda *_, **options: ahead.CompileCounts(0, 0, 0))
+    assert compile_main("--model", "olmoe", "gpt-oss-20b", "--gpu", "h200") == 0
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note.startswith(
+        "gpt-oss-20b: plans of SwiGLU layers of these sizes, which the model's own layers, with biases"
+    )
+    assert note.endswith("for those pass the model's module to moe_kernels.compile_ahead")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(OSError("/nowhere: plans cannot be kept there"), 1), (ValueError("tokens: expected 0 to 3, got 4"), 2)],
+    ids=str,
+)
+def test_compile_ends_with_what_is_wrong(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def compile_ahead(*_: Any, **options: Any) -> None:
-        raise OSError("/nowhere: plans cannot be kept there")
+        raise error
 
     monkeypatch.setattr(commands, "compile_ahead", compile_ahead)
-    assert compile_main("--model", "olmoe", "--gpu", "h200") == 1
-    assert capsys.readouterr().err == "compile: /nowhere: plans cannot be kept there\n"
+    assert compile_main("--model", "olmoe", "--gpu", "h200") == code
+    assert capsys.readouterr().err == f"compile: {error}\n"
 
 
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
@@ -602,7 +637,8 @@ def test_cache_show_and_clear(
     file.touch()
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(file))
     store.forget()
-    assert cache_main("show")[0] == f"{file}: is no folder"
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
+    assert cache_main("show") == [f"{file}: is no folder", limit]
 
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"])

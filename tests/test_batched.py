@@ -208,6 +208,16 @@ def test_varied_products_have_no_gradients_with_out(function: Any, of: str) -> N
             torch.testing.assert_close(o, a @ b)
 
 
+@pytest.mark.parametrize("function", [varied_grouped_gemm, plan_varied_grouped_gemm])
+def test_out_in_vmap(function: Any) -> None:
+    A, B = varied_inputs([(2, 3, 4)])
+    out = [torch.empty(2, 3, dtype=torch.float64)]
+    with pytest.raises(RuntimeError, match=r"^out: expected None in torch\.vmap and transforms of torch\.func"):
+        torch.vmap(lambda a: function([a], B, out=out))(torch.stack(A))
+    plan = plan_varied_grouped_gemm(A, B, out=out)
+    assert torch.equal(torch.vmap(lambda x: x + plan()[0])(torch.zeros(1, 1)), (A[0] @ B[0])[None])
+
+
 def test_the_schedules_example() -> None:
     assert doctest.testmod(schedule).attempted > 0
     assert doctest.testmod(schedule).failed == 0

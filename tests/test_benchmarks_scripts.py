@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from processes import python_path
 
-from benchmarks import convergence, fp8, plots, report, run, tables
+from benchmarks import convergence, fp8, plots, report, run, start_up, tables
 from moe_kernels import ops, quantize
 from tritonbench_ops.baselines import Provider
 
@@ -119,10 +119,27 @@ def test_a_wrong_result_is_not_timed(stack: Any) -> None:
 
 
 @needs_transformers
-def test_a_gpu_is_asked_for(stack: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [([], "--tiny runs without"), (["--tiny", "--rounds", "0"], "expected a positive whole number, got '0'")],
+)
+def test_the_stack_says_what_it_needs(
+    stack: Any, arguments: list[str], needed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        stack.main([])
-    assert "--tiny runs without" in capsys.readouterr().err
+        stack.main(arguments)
+    assert needed in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--part", "host"]])
+def test_start_up_asks_for_a_gpu(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["start_up", *arguments])
+    with pytest.raises(SystemExit):
+        start_up.main()
+    assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")

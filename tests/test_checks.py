@@ -734,6 +734,11 @@ def test_likely_mistakes_are_named() -> None:
     ids = torch.zeros(5, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^w_down: expected .*; if w_gate_up holds the gate alone, pass w_up$"):
         moe_mlp(torch.ones(5, 8), ids, torch.ones(5, 1), torch.ones(G, 6, 8), torch.ones(G, 8, 6))
+    w1, w2, w3 = torch.ones(G, 6, 8), torch.ones(G, 8, 6), torch.ones(G, 6, 8)
+    for up, down, transposed in ((w2, w3, False), (w2.mT, w3.mT, True)):
+        gate = w1.mT if transposed else w1
+        with pytest.raises(ValueError, match=r"^w_up: expected .*; w_up and w_down seem swapped: Mixtral's w1, w3, w2"):
+            moe_mlp(torch.ones(5, 8), ids, torch.ones(5, 1), gate, down, w_up=up, transposed=transposed)
     with pytest.raises(ValueError, match=r"^group_offsets\[0\]: expected 0, got 2; .*group_offsets_from_offs"):
         unpack_groups(torch.ones(5, 2), torch.tensor([2, 5]))
 

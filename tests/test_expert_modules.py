@@ -209,6 +209,11 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
             ValueError,
             rf"^experts\[1\]\.w1\.weight: expected shape \[{I}, {H}\], got \[{I}, {H + 1}\]",
         ),
+        "up and down swapped": (
+            [FFN("w1 w2 w3", F.silu)],
+            ValueError,
+            rf"^experts\[0\]: expected w1, w3, w2 to be gate, up, down, .*\[{H}, {I}\].*; w3 and w2 seem swapped",
+        ),
         "halves that do not fit": ([square], ValueError, rf"w1\.weight: expected shape \[{I + 1}, {H}\], got \[{I}, "),
         "dtypes": (
             [ffn(), ffn().float()],

@@ -100,8 +100,17 @@ def run_rank(rank: int, folder: str) -> None:
         out = combine(grouped_gemm(act, w_down.mT, exchange.group_offsets), exchange)
         gradients = torch.autograd.grad(out, (hidden, topk_weights, w_gate_up, w_down), x["upstream"])
         results[case] = [out.detach(), *gradients]
+    routed = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
     with pytest.raises(ValueError, match=r"num_experts: expected a multiple of the group's 2 ranks, got 7"):
-        dispatch(torch.ones(1, H), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), 7)
+        dispatch(torch.ones(1, H), *routed, 7)
+    with pytest.raises(ValueError, match=rf"hidden: expected H = {H + rank} and .* have \[{4 * H}, {4 * (H + 1)}\]"):
+        dispatch(torch.ones(1, H + rank), *routed, E)
+    with pytest.raises(ValueError, match="group: expected a one-dimensional DeviceMesh, got 2 dimensions"):
+        dispatch(torch.ones(1, H), *routed, E, init_device_mesh("cpu", (1, P)))
+    of_rank_0 = dist.new_group([0])
+    if rank != 0:
+        with pytest.raises(ValueError, match="group: expected a process group of which this rank is a member"):
+            dispatch(torch.ones(1, H), *routed, E, of_rank_0)
     results["residuals"] = residuals_under_fsdp2(rank)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -568,6 +568,15 @@ def test_traced_by_torch_jit(grad: bool) -> None:
     assert torch.equal(traced(other), grouped_gemm(other, B, OFFSETS))
 
 
+@pytest.mark.parametrize("shape", [(7,), (2, 3)], ids=str)
+def test_a_layer_traced_by_torch_jit(shape: tuple[int, ...]) -> None:
+    layer = MoE(8, 6, 4, 2, renormalize=True)
+    with torch.no_grad():  # torch.jit.trace repeats the call without gradients, and compares both graphs
+        traced = torch.jit.trace(layer, torch.randn(*shape, 8))
+    other = torch.randn(*(2 * n for n in shape), 8)
+    assert torch.equal(traced(other), layer(other))
+
+
 def test_operands_of_two_dtypes() -> None:
     A, B = random(7, 3, dtype=torch.float32), random(3, 3, 2, dtype=torch.bfloat16)
     out = grouped_gemm(A, B, OFFSETS)

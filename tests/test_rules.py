@@ -527,8 +527,9 @@ def test_discard_leads_to_the_next_entry_and_then_to_the_rule(tmp_path: Path) ->
     assert not rules.discard(by_rule, "whatever")
 
 
-def test_with_fallback_tries_again_without_what_failed(tmp_path: Path) -> None:
-    file = put(named(tmp_path), entry(), entry(DECODE))
+@pytest.mark.parametrize("made", [entry(), with_config(self=1)], ids=["legal", "with a key self"])
+def test_with_fallback_tries_again_without_what_failed(tmp_path: Path, made: entries.Entry) -> None:
+    file = put(named(tmp_path), made, entry(DECODE))
     tried = []
 
     def attempt() -> str:

@@ -1080,7 +1080,7 @@ INSTEAD: dict[str, Callable[[Any], bool]] = {  # by name in torch._C: whether it
     "_len_torch_dispatch_stack": lambda x: not x.eager(torch.ones(1)),
     "_functorch.peek_interpreter_stack": lambda x: x.transformed() and not x.eager(torch.ones(1)),
     "_functorch.TransformType": lambda x: x._FUNCTIONALIZE == "Functionalize",
-    "_get_tracing_state": lambda x: x._jit_tracing is not torch._C._get_tracing_state,
+    "_get_tracing_state": lambda x: x.jit_tracing is not torch._C._get_tracing_state,
     "_dispatch_tls_is_dispatch_key_included": lambda x: (
         x._key_included is not torch._C._dispatch_tls_is_dispatch_key_included
     ),

@@ -180,8 +180,9 @@ def test_fast_accumulation_is_for_rowwise_operands() -> None:
     A, B, group_offsets = operands("block")
     with pytest.raises(ValueError, match="fast_accumulation: expected False for '1x128' and '128x128'"):
         grouped_gemm(A, B, group_offsets, fast_accumulation=True)
-    with pytest.raises(ValueError, match="fast_accumulation: expected False for plain tensors"):
-        grouped_gemm(torch.ones(M, K), torch.ones(G, K, N), group_offsets, fast_accumulation=True)
+    for fast in (True, 0):
+        with pytest.raises(ValueError, match="fast_accumulation: expected False for plain tensors"):
+            grouped_gemm(torch.ones(M, K), torch.ones(G, K, N), group_offsets, fast_accumulation=fast)  # type: ignore
     assert grouped_gemm(*operands("rowwise"), fast_accumulation=True).any()
 
 

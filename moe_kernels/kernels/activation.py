@@ -60,8 +60,9 @@ def _slope(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
         density = 0.3989422804014327 * _exp(-0.5 * x * x)
         return 0.5 * (1.0 + _erf(x * 0.7071067811865476)) + x * density
     if name == "gelu_tanh":
-        s = torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406972031 * x * x)
+        u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        s = torch.sigmoid(u)
+        return s + x * s * torch.sigmoid(-u) * (1.5957691216057308 + 0.21406444881780073 * x * x)  # 1 - s would cancel
     if name == "relu":
         return torch.where(x > 0, 1.0, 0.0)
     return 2.0 * torch.clamp(x, min=0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_kernels import reference, rules
 from moe_kernels.ops.library import define, needs, use_kernels
 from moe_kernels.rules import varied as varied_rules
-from moe_kernels.runtime import cache, targets
+from moe_kernels.runtime import cache, targets, torch_internals
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.schedule import tile_counts
 
@@ -123,6 +123,10 @@ def varied_launch(
     group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor], wait: bool = False
 ) -> Callable[..., None]:
     """Return the function that writes the products to `outs`, or to the same parts of a buffer passed to it."""
+    torch_internals.break_graph(
+        "varied_grouped_gemm(out=) and its plans read addresses on the host, which fullgraph=True and torch.export "
+        "rule out: call varied_grouped_gemm without out= there"
+    )
     for name, tensors in {"group_A": group_A, "group_B": group_B, "out": outs}.items():
         for p, tensor in enumerate(tensors):
             if tensor.is_neg():

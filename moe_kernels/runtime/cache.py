@@ -93,7 +93,10 @@ def repeat(operator: Operator, tensors: Tensors, requested: Any) -> Any:
 
 
 def remember(operator: Operator, tensors: Tensors, requested: Any, options: Any) -> None:
-    """Let later calls like this one be repeated. `requested` are its options as given, `options` as resolved."""
+    """Let later calls like this one be repeated.
+
+    `requested` are its options as given, with the types of those that are bools (1 == True), `options` as resolved.
+    """
     if torch.compiler.is_dynamo_compiling() or not torch_internals.can_bypass_dispatcher(*tensors):
         return
     first = next(x for x in tensors if x is not None)

@@ -11,7 +11,6 @@ import ast
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import sys
 import tempfile
@@ -280,11 +279,7 @@ def _example_of(x: Any, static: bool) -> Any:
         return _EXAMPLE_NUMBER
     if not isinstance(x, SymbolicTensor):
         return x
-    rows = _EXAMPLE_ROWS
-    known = math.prod(n for n in x.shape if not isinstance(n, SymbolicInt))
-    while rows * known > INT32_MAX and rows > 2:  # windows overlap: they need no 64 bits, but Helion counts elements
-        rows //= 2
-    shape = [rows if isinstance(n, SymbolicInt) else n for n in x.shape]
+    shape = [_EXAMPLE_ROWS if isinstance(n, SymbolicInt) else n for n in x.shape]
     # The example of a symbolic stride is not a multiple of 16 bytes.
     strides = tuple(_EXAMPLE_ROWS + 1 if isinstance(n, SymbolicInt) else n for n in x.strides)
     if x.example_shape is not None:
@@ -361,6 +356,7 @@ def _variant(kernel: Any, int64_index: bool, tf32: bool) -> Any:
     if key not in _variants:
         _variants[key] = helion.kernel(
             kernel.fn,
+            backend=kernel.settings.backend,
             static_shapes=kernel.settings.static_shapes,
             index_dtype=torch.int64 if int64_index else torch.int32,
             dot_precision="tf32" if tf32 else "ieee",
@@ -418,6 +414,8 @@ def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
             return torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=device)
 
     with (
+        # Helion would refuse 32-bit indices for tensors with more elements, but groups and windows have their own.
+        replaced(sys.modules[helion.Kernel.__module__], _resolve_index_dtype=lambda settings, _: settings.index_dtype),
         replaced(helion_environment.CompileEnvironment, _to_fake_tensor=symbolic_fake),
         replaced(helion_environment, tensor_descriptor_runtime_alignment_signature=alignment),
         replaced(FakeTensor, data_ptr=lambda self: self.storage_offset() * self.element_size()),

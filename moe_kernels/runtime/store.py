@@ -120,9 +120,9 @@ def folder() -> Path:
 
 
 def read_only_folders() -> list[Path]:
-    """Further folders of plans and binaries, which are only read."""
-    named = os.environ.get("MOE_KERNELS_CACHE_READONLY", "")
-    return [Path(part) for part in named.split(os.pathsep) if part] + [_PACKAGE / "compiled"]
+    """Further folders of plans and binaries, which are only read: none if MOE_KERNELS_CACHE_READONLY is set to ""."""
+    named = os.environ.get("MOE_KERNELS_CACHE_READONLY", os.pathsep)
+    return [Path(part) for part in named.split(os.pathsep) if part] + [_PACKAGE / "compiled"] * bool(named)
 
 
 def public_version(package: str) -> str | None:

@@ -40,7 +40,7 @@ _functorch: Any = getattr(_C, "_functorch", None)
 _unknown_transform = SimpleNamespace(key=_missing(None))
 _functorch_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", _missing(_unknown_transform))
 _FUNCTIONALIZE = getattr(getattr(_functorch, "TransformType", None), "Functionalize", "Functionalize")
-_jit_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _missing(None))
+jit_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _missing(None))
 _key_included: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_included", _missing(False))
 _CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The mode in which torch.autograd.grad(is_grads_batched=True) runs a backward pass. It is no transform of torch.func.
@@ -66,7 +66,9 @@ def reshaped(result: Tensor, shape: tuple[int, ...]) -> Tensor:
     FSDP2 gathers a module's weights for the backward pass in a hook on the module's result. An in-place operation on a
     view would remove that hook from the graph.
     """
-    return result.reshape(shape).clone() if _unsafe_view is None else _unsafe_view(result, shape)
+    if _unsafe_view is None or jit_tracing() is not None:  # which takes extents given to `torch.ops` for constants
+        return result.reshape(shape).clone()
+    return _unsafe_view(result, shape)
 
 
 def break_graph(reason: str) -> None:
@@ -126,7 +128,7 @@ def eager(*tensors: Tensor | None) -> bool:
         return False
     if forward_level() >= 0 or _dispatch_modes():
         return False
-    if _functorch_level() is not None or _jit_tracing() is not None:
+    if _functorch_level() is not None or jit_tracing() is not None:
         return False
     if in_vmap_mode():
         return False

@@ -76,6 +76,18 @@ def test_rows(rows: int, spread: _Spread, device: str) -> None:
     assert_as(reference.swiglu_ffn, swiglu_ffn(far, w, group_offsets), A, w, group_offsets)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 300], ids=["basic", "persistent"])
+def test_weights_of_more_than_2_30_elements(rows: int, device: str) -> None:
+    K, N = 4096, 263_168
+    B = torch.empty(2, N, K, dtype=torch.bfloat16, device=device).normal_().mT
+    A, group_offsets = torch.randn(2 * rows, K, device=device).bfloat16(), torch.tensor([0, rows, 2 * rows])
+    group_offsets = group_offsets.int().to(device)
+    out = grouped_gemm(A, B, group_offsets)
+    for columns in (slice(64), slice(N - 64, N)):
+        assert_grouped_gemm_close(out[:, columns], A, B[:, :, columns], group_offsets)
+
+
 @pytest.mark.parametrize(
     ("formats", "rows", "part"), [(("rowwise", "rowwise"), 70, "scales"), (("1x128", "128x128"), 3, "data")], ids=str
 )

@@ -133,6 +133,13 @@ def test_effort_none_does_not_mean_tiny_blocks(effort: str, monkeypatch: pytest.
     assert declared.settings.autotune_effort == ("quick" if effort == "quick" else "full")
 
 
+def test_only_helions_triton_backend_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HELION_BACKEND", "cute")
+    monkeypatch.setattr(compiler, "_variants", {})
+    declared = declare.kernel(lambda *_: pytest.fail("nothing is compiled"))(kernels.jagged.fn)
+    assert declared.settings.backend == compiler._variant(declared, False, False).settings.backend == "triton"
+
+
 def test_refusals_launch_nothing(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(cache, "call", _refuse)
     A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float16, device=device)

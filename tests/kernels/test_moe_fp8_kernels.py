@@ -149,6 +149,9 @@ def test_calls_like_an_earlier_one_are_repeats(
     for options in ({"transposed": True}, {"up_bias": arguments["gate_up_bias"]}):
         with pytest.raises(ValueError):
             moe_mlp(**arguments, **options)
+    for name, value in (("fast_accumulation", 0), ("transposed", 0), ("gated", 1), ("interleaved", 0)):
+        with pytest.raises(TypeError, match=f"^{name}: expected True or False, got {value}"):
+            moe_mlp(**arguments, **{name: value})
 
 
 def assert_exact_but_for_weights(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:

@@ -299,6 +299,10 @@ def test_calls_like_an_earlier_one(name: str, up_bias: bool, device: str, monkey
             assert_within_budget(out, plain, exact, scale=16 * exact.abs().max().item())
         assert [operator for operator, *_ in cache.plans.entries] == ["moe_layer"]
         assert len(cache.plans.recent.get("moe_layer", ())) == ("w_up" not in tensors)
+        for option in ("transposed", "gated", "interleaved"):
+            value = int(options.get(option, option == "gated"))
+            with pytest.raises(TypeError, match=f"^{option}: expected True or False, got {value}"):
+                run(moe_mlp, tensors, ids, options | {option: value})
 
 
 def test_a_second_weight_that_lies_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,6 +365,20 @@ def test_activations(activation: str, dtype: torch.dtype, device: str) -> None:
         unweighted = activate_backward(preact, preact_up, d, *order, False, *spec)
         assert unweighted[2].numel() == 0
         assert all(torch.equal(x, y) for i, (x, y) in enumerate(zip(unweighted, found, strict=True)) if i != 2)
+
+
+@pytest.mark.parametrize("activation", sorted(set(ACTIVATIONS) - set(CLAMPED)))
+@pytest.mark.parametrize("function", [activate_backward, None], ids=["kernel", "reference"])
+def test_derivative_in_float32(function: Any, activation: str, device: str) -> None:
+    spec = GLUSpec(activation, False, False, 1.0, 1.0)
+    x = torch.linspace(-3, 3, 4096, device=device).view(8, 512)
+    exact_x = x.double().requires_grad_()
+    (exact,) = torch.autograd.grad(reference.activate(exact_x, None, spec).sum(), exact_x)
+    if function is None:
+        found = reference.activate_backward(x, None, torch.ones_like(x), None, None, None, spec)
+    else:
+        found = function(x, None, torch.ones_like(x), None, None, None, False, *spec)
+    assert (found[0] - exact).abs().max() < 6e-7  # a difference that cancels has 8e-7
 
 
 @pytest.mark.usefixtures("fresh_plans")

@@ -89,6 +89,8 @@ def test_calls_like_an_earlier_one_are_repeats(
     for options in ({"out_dtype": torch.float32}, {"variant": "basic"}, {"validate": True}):
         with pytest.raises(AssertionError, match="no repeat"):
             grouped_gemm(*tensors, **options)
+    with pytest.raises(TypeError, match="fast_accumulation: expected True or False, got 0"):
+        grouped_gemm(*tensors, fast_accumulation=0)
     A, B, group_offsets = tensors
     with pytest.raises(ValueError, match="A_packed, B: expected the formats"):
         grouped_gemm(A._replace(format="128x128"), B, group_offsets)

@@ -342,3 +342,11 @@ def test_views_that_are_negated_when_they_are_read(device: str) -> None:
             varied_grouped_gemm(*lists, out=[torch.empty_like(plain_A)])
     with pytest.raises(ValueError, match=r"out\[0\]: .*resolve_neg"):
         varied_grouped_gemm([plain_A], [plain_B], out=[out])
+
+
+@pytest.mark.parametrize("function", [varied_grouped_gemm, plan_varied_grouped_gemm])
+def test_out_in_one_graph(function: Any, device: str) -> None:
+    A, B = make([(4, 5, 6)], device)
+    out = [A[0].new_empty(4, 5)]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"_gemm\(out=\) and its plans read addresses"):
+        torch.compile(lambda: function(A, B, out=out), fullgraph=True, backend="eager")()
