@@ -217,9 +217,8 @@ def tail_pieces(N: int) -> int:
 
 def tail_cost(problem: Problem) -> int:
     """The time of a tail in `jagged_tails`, in 64ths of that of a whole tile; see benchmarks/notes.md."""
-    # With few rows or slow memory, tails and whole tiles both wait for the weights.
-    waits = problem.rows < 256 or (problem.gpu is not None and problem.gpu.slow_memory)
-    return 60 if waits else min(50, 40 + 16384 // problem.K)
+    # With few rows, tails and whole tiles both wait for the weights.
+    return 60 if problem.rows < 256 else min(50, 40 + 16384 // problem.K)
 
 
 def basic_height(rows: int) -> int:
