@@ -159,13 +159,20 @@ def quantize_squares(
         rows = tile_r.index
         tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
         scale = scale_of(largest_of(tile, zero), largest, power_of_two)
-        hl.store(scales, [g * of_group + tile_r.id * parts + tile_k.id], scale)
+        # `programs` may be R + 1, and a square may begin there.
+        hl.store(scales, [g * of_group + tile_r.id * parts + tile_k.id], scale, extra_mask=tile_r.begin + zero < R)
         factor = inverse(scale)
         for part in hl.static_range(128 // height):
             r = tile_r.begin + part * height + hl.arange(height)
             y = scaled(hl.load(x, [g, r, tile_k], extra_mask=(r < R)[:, None]), factor).to(data.dtype)
             hl.store(data, [g, r, tile_k], y, extra_mask=(r < R)[:, None])
-            if transposed is not None:
+            if transposed is not None and x.dtype != torch.float32:
+                hl.store(transposed, [g, tile_k, r], y.T, extra_mask=(r < R)[None, :])
+        if transposed is not None and x.dtype == torch.float32:
+            # If one fp8 value converted from float32 is stored in both orders, ptxas 12.8 reads registers too early.
+            for part in hl.static_range(128 // height):
+                r = tile_r.begin + part * height + hl.arange(height)
+                y = scaled(hl.load(x, [g, r, tile_k], extra_mask=(r < R)[:, None]), factor).to(data.dtype)
                 hl.store(transposed, [g, tile_k, r], y.T, extra_mask=(r < R)[None, :])
     return data
 

@@ -102,8 +102,9 @@ def test_as_the_twins(compute: str, options: dict[str, Any], device: str, monkey
 
 
 def test_whole_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An expert has more than 128 tokens, and topk_weights are strided."""
+    """An expert has more than 128 tokens, topk_weights are strided, and weights are in float32."""
     arguments = make(T=150, top_k=2, H=136, I=128, E=3, dtype=torch.float16, device=device)
+    arguments |= {name: arguments[name].float() for name in ("w_gate_up", "w_down")}
     arguments["topk_weights"] = arguments["topk_weights"].T.contiguous().T
     d_out = torch.randn(150, 136, device=device)
     made = assert_as_twins(arguments, d_out, monkeypatch, compute="fp8_block")

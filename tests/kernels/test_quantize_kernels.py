@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from building import run
 from torch import Tensor
 
 from moe_kernels import ScaledTensor, quantize, reference
+from moe_kernels.kernels.quantize import plan_quantize, quantize_squares
 from moe_kernels.rules import quantize as rules
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.scaled import FORMATS, FP8_DTYPES
 
 E4M3, E5M2 = FP8_DTYPES
@@ -115,9 +119,10 @@ def test_sizes(format: str, device: str) -> None:
     assert_as_twin(torch.zeros(5, 0, device=device), format)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_weights_and_strides(format: str, device: str) -> None:
-    weights = spread(3 * 130, 200, torch.bfloat16, device).view(3, 130, 200)
+def test_weights_and_strides(format: str, dtype: torch.dtype, device: str) -> None:
+    weights = spread(3 * 130, 200, dtype, device).view(3, 130, 200)
     assert_as_twin(weights, format)
     made = assert_as_twin(weights.mT, format).mT
     assert made.shape == weights.shape
@@ -126,6 +131,33 @@ def test_weights_and_strides(format: str, device: str) -> None:
     assert_as_twin(weights[:, 1, ::3], format)
     assert_as_twin(weights[0, :1].expand(5, 200), format)
     assert_as_twin(weights[1:2, :, :130].transpose(0, 1), format)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_squares_in_both_orders(dtype: torch.dtype, by_columns: bool, device: str) -> None:
+    for G, R, K in [(2, 136, 130), (1, 128, 256)]:
+        x = spread(G * R, K, dtype, device).view(G, R, K)
+        x = x.mT.contiguous().mT if by_columns else x
+
+        def steps(builder: Builder, x: SymbolicTensor) -> tuple[SymbolicTensor, ...]:
+            other_order = builder.alloc(x.mT.shape, E4M3)
+            return *plan_quantize(builder, (x,), ("128x128", E4M3, False), other_order), other_order
+
+        data, scales, other_order = run(steps, {"x": x}, groups=G)
+        right = reference.quantize(x, "128x128")
+        assert torch.equal(scales, right.scales)
+        assert torch.equal(data.view(torch.uint8), right.data.view(torch.uint8))
+        assert torch.equal(other_order.mT.view(torch.uint8), right.data.view(torch.uint8))
+
+
+def test_no_scale_is_written_behind_the_last(device: str) -> None:
+    """For 256 rows, the grid covers 257, and so a third square of no rows."""
+    x = torch.randn(1, 256, 200, device=device)
+    data, scales = torch.empty_like(x, dtype=E4M3), torch.full((8,), NAN, device=device)
+    quantize_squares(data, None, scales, x, 257, 2 * 256 + 1, 0, 2, 64, 448.0, False)
+    assert torch.equal(scales[:4].view(2, 2), reference.quantize(x[0], "128x128").scales)
+    assert scales[4:].isnan().all()
 
 
 def test_rows_that_no_tile_holds(device: str) -> None:

@@ -29,6 +29,7 @@ from moe_kernels.runtime.signature import Operator, symbolic
 
 # A WGMMA instruction whose accumulator is followed by a list of registers, not by a shared memory descriptor.
 FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^;{]*\{[^;}]*\},\s*\{")
+FP8_CONVERSION = re.compile(r"cvt\.rn\.satfinite\.e[45]m[32]x2")
 TRITON_3_6 = (requirements.minor(triton.__version__) or (0, 0)) <= (3, 6)
 TRITON_3_9 = (requirements.minor(triton.__version__) or (0, 0)) >= (3, 9)
 HELION_1_5_0 = requirements.installed("helion") == "1.5.0"
@@ -68,8 +69,8 @@ def report(specialized: Specialization) -> dict[str, Any]:
     """Return properties of the code that Triton's compiler generates for a kernel; each is compiled once.
 
     Returns `shared` (bytes), `regs` and `stack` (bytes spilled) per thread, the numbers of `tma_load`, `tma_store`,
-    `cp_async`, `wgmma` and `mma_sync` instructions, under `code` the kernel's generated source, and under `ptx` its
-    PTX.
+    `cp_async`, `wgmma` and `mma_sync` instructions, under `code` the generated source, under `ptx` the PTX, and
+    under `sass`, for kernels that convert to fp8, the machine code.
 
     Raises AssertionError for a WGMMA whose left operand is in registers: Triton 3.6 overwrites them while the
     asynchronous instruction may still read them.
@@ -99,7 +100,8 @@ def _compile(specialized: Specialization) -> dict[str, Any]:
         used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
         assert used is not None, usage
         # A stack frame may exist without any spill to it.
-        spills = used[2] != "0" and re.search(r"\b(STL|LDL)\b", _run("nvdisasm", f.name)) is not None
+        sass = _run("nvdisasm", f.name) if used[2] != "0" or FP8_CONVERSION.search(ptx) else ""
+        spills = used[2] != "0" and re.search(r"\b(STL|LDL)\b", sass) is not None
     return {
         "shared": made.metadata.shared,
         "regs": int(used[1]),
@@ -110,6 +112,7 @@ def _compile(specialized: Specialization) -> dict[str, Any]:
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma_sync": ptx.count("mma.sync"),
         "ptx": ptx,
+        "sass": sass,
         "code": function.src,
     }
 
