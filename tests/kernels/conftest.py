@@ -33,6 +33,30 @@ if _empty_strided_cuda is not None:
     torch_internals.empty_strided_cuda = _poisoned  # before any plan: its function holds the allocator
 
 
+_GUARD = 4096  # bytes in front of each allocation of a plan, and behind it; in the interpreter only
+_guarded: list[tuple[torch.Tensor, int]] = []  # memory with both guards, and the bytes between them
+
+
+def _between_guards(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+    memory = torch.full((extent * dtype.itemsize + 2 * _GUARD,), 0xFF, dtype=torch.uint8)
+    _guarded.append((memory, extent * dtype.itemsize))
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), _GUARD // dtype.itemsize, shape, strides)
+
+
+if INTERPRETED:
+    torch_internals.allocator = lambda device: _between_guards
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_written_beside_allocations() -> Iterator[None]:
+    _guarded.clear()
+    yield
+    for memory, size in _guarded:
+        guards = torch.cat((memory[:_GUARD], memory[_GUARD + size :]))
+        assert (guards == 0xFF).all(), f"written beside an allocation of {size} bytes"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/kernels/" not in str(item.path):
@@ -64,7 +88,7 @@ def _leave_memory_to_other_workers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _poison_uninitialised_memory() -> Iterator[None]:
-    """Fill memory that PyTorch itself allocates, which in the interpreter includes that of plans."""
+    """Fill memory that PyTorch itself allocates."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
