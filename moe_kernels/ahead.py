@@ -148,8 +148,7 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
             raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {what!r}")
         what = LayerShape(*MODELS[what])
     if isinstance(what, LayerShape):
-        if what.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise TypeError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {what.dtype!r}")
+        checks.check_kernel_dtype("dtype", what.dtype)
         return [_call_of_shape(what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]
     found = [
         _call_of_module(module, T, training)

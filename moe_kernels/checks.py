@@ -109,11 +109,11 @@ def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dty
     *others, bias = operands
     if bias is not None:
         _check_tensor("bias", bias)
-        _check_beside_fp8("bias", bias.dtype)
+        check_kernel_dtype("bias", bias.dtype)
         assert others[0] is not None
         _check_same_device("bias", bias, "the operands", others[0])
     if out_dtype is not None:
-        _check_beside_fp8(name, out_dtype)
+        check_kernel_dtype(name, out_dtype)
     check_not_differentiated(
         "products of fp8 operands with scales have",
         "an operand, its scales or the bias",
@@ -123,8 +123,8 @@ def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dty
     return out_dtype or torch.bfloat16
 
 
-def _check_beside_fp8(name: str, dtype: torch.dtype) -> None:
-    """Check the dtype of an argument of an fp8 product that is not itself in fp8, or of the result."""
+def check_kernel_dtype(name: str, dtype: torch.dtype) -> None:
+    """Check that the kernels support `dtype`, which is not that of an fp8 operand."""
     if dtype not in _CUDA_DTYPES:
         raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
 
@@ -352,10 +352,10 @@ def check_quantized_moe_mlp(
             )
     _check_one_layout(experts)
     check_moe_mlp(hidden, topk_ids, topk_weights, experts)
-    _check_beside_fp8("hidden", hidden.dtype)
+    check_kernel_dtype("hidden", hidden.dtype)
     for name in ("w_gate_up", "w_down", "gate_up_bias", "down_bias"):
         if (tensor := getattr(experts, name)) is not None:
-            _check_beside_fp8(name, tensor.dtype)
+            check_kernel_dtype(name, tensor.dtype)
 
 
 def _check_one_layout(experts: Experts) -> None:
@@ -407,7 +407,7 @@ def check_scaled_moe_mlp(
             continue
         _check_tensor(name, tensor)
         assert tensor is not None
-        _check_beside_fp8(name, tensor.dtype)
+        check_kernel_dtype(name, tensor.dtype)
         _check_same_device(name, tensor, "w_gate_up", w_gate_up.data)
     _check_same_device("w_down", w_down.data, "w_gate_up", w_gate_up.data)
     data = experts._replace(w_gate_up=w_gate_up.data, w_down=w_down.data)

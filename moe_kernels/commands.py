@@ -159,8 +159,7 @@ def cache_main(options: argparse.Namespace) -> int:
         print(f"{store.clear()} files removed from {store.folder()}")
         return 0
     _show(store.folder(), "")
-    folders = store.read_only_folders()
-    for root in folders[:-1] + [packaged for packaged in folders[-1:] if packaged.is_dir()]:
+    for root in store.read_only_folders():
         _show(root, ", read only")
     print(f"limit: {store.limit_mb()} MiB (MOE_KERNELS_CACHE_LIMIT_MB)")
     return 0

@@ -266,12 +266,11 @@ class _Example:
 
     def dynamic(self, by_tma: bool) -> tuple[Any, ...]:
         """The properties that generated code depends on if shapes are not static."""
-        int64_index = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) > INT32_MAX
         if not by_tma:
-            return self.dtype, int64_index, tuple(min(s, 2) for s in self.strides)
+            return self.dtype, tuple(min(s, 2) for s in self.strides)
         strides = tuple(s if s < 2 else (s * self.dtype.itemsize % 16 == 0) for s in self.strides)
         blocks = tuple(min(n, _EXAMPLE_ROWS) for n in self.shape)  # descriptors' blocks are compared with them
-        return self.dtype, int64_index, strides, blocks
+        return self.dtype, strides, blocks
 
 
 def _example_of(x: Any, static: bool) -> Any:

@@ -120,9 +120,12 @@ def folder() -> Path:
 
 
 def read_only_folders() -> list[Path]:
-    """Further folders of plans and binaries, which are only read: none if MOE_KERNELS_CACHE_READONLY is set to ""."""
-    named = os.environ.get("MOE_KERNELS_CACHE_READONLY", os.pathsep)
-    return [Path(part) for part in named.split(os.pathsep) if part] + [_PACKAGE / "compiled"] * bool(named)
+    """Further folders of plans and binaries, which are only read: those that MOE_KERNELS_CACHE_READONLY names, and the
+    package's own if there is one. None if the variable is set to "".
+    """
+    named, packaged = os.environ.get("MOE_KERNELS_CACHE_READONLY"), _PACKAGE / "compiled"
+    folders = [Path(part) for part in (named or "").split(os.pathsep) if part]
+    return [*folders, packaged] if named != "" and packaged.is_dir() else folders
 
 
 def public_version(package: str) -> str | None:

@@ -81,8 +81,8 @@ def test_rows(rows: int, spread: _Spread, device: str) -> None:
 def test_weights_of_more_than_2_30_elements(rows: int, device: str) -> None:
     K, N = 4096, 263_168
     B = torch.empty(2, N, K, dtype=torch.bfloat16, device=device).normal_().mT
-    A, group_offsets = torch.randn(2 * rows, K, device=device).bfloat16(), torch.tensor([0, rows, 2 * rows])
-    group_offsets = group_offsets.int().to(device)
+    A = torch.randn(2 * rows, K, device=device).bfloat16()
+    group_offsets = torch.tensor([0, rows, 2 * rows], dtype=torch.int32, device=device)
     out = grouped_gemm(A, B, group_offsets)
     for columns in (slice(64), slice(N - 64, N)):
         assert_grouped_gemm_close(out[:, columns], A, B[:, :, columns], group_offsets)
