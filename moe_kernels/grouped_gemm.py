@@ -217,8 +217,7 @@ def scaled_grouped_mm(
         [G, M, K] x [K, N]     ->  [M, N]        the columns of mat_b are grouped
         [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
 
-    Groups and zero rows are those of `grouped_mm`. The second form multiplies in bfloat16, which represents every fp8
-    value exactly, so it is no faster than a product in bfloat16.
+    Groups and zero rows are those of `grouped_mm`. Operands that are not contiguous along K are copied in each call.
 
     Args:
         mat_a, mat_b: shapes as above; float8_e4m3fn or float8_e5m2, not necessarily the same one.
@@ -257,7 +256,7 @@ def scaled_grouped_mm(
     if mat_a.dim() == 3:
         out = _scaled_grouped_gemm(b.mT, a.mT, group_offsets, None, dtype, "auto", use_fast_accum, validate)
         return out.T
-    left, right = mat_a.T.to(torch.bfloat16), mat_b.to(torch.bfloat16)
-    products = grouped_gemm_wgrad(left, right, group_offsets, out_dtype=torch.float32)
-    filled = checks.clamp_offsets(group_offsets, mat_b.size(0)).diff() > 0
-    return torch.where(filled[:, None, None], products * a.scales * b.scales, 0).to(dtype)
+    if validate:
+        checks.validate_offsets(group_offsets, mat_b.size(0))
+    scales_a, scales_b = a.scales.squeeze(2), b.scales.squeeze(1)
+    return ops.scaled_wgrad(mat_a.T, scales_a, mat_b, scales_b, group_offsets, dtype, use_fast_accum)

@@ -173,13 +173,27 @@ def scaled_grouped_mm(
     a, b, result = checks.check_scaled_grouped_mm(mat_a, mat_b, *recipes, *options)
     if mat_a.dim() == mat_b.dim() == 2:
         assert offs is not None
-        ends = checks.clamp_offsets(group_offsets_from_offs(offs), len(mat_b))
-        inside, sizes = int(ends[-1]), ends.diff()
-        values_a = mat_a[:, :inside].float() * a.scales[:, :, 0].repeat_interleave(sizes, 0).T
-        values_b = mat_b[:inside].float() * b.scales[:, 0].repeat_interleave(sizes, 0)
-    else:
-        values_a, values_b = dequantize(a), dequantize(b)
-    return grouped_mm(values_a, values_b, offs=offs, bias=bias, out_dtype=result)
+        group_offsets = group_offsets_from_offs(offs)
+        return scaled_wgrad(mat_a.T, a.scales[:, :, 0], mat_b, b.scales[:, 0], group_offsets, result)
+    return grouped_mm(dequantize(a), dequantize(b), offs=offs, bias=bias, out_dtype=result)
+
+
+def scaled_wgrad(
+    X: Tensor,  # [M, P]
+    scales_X: Tensor,  # [G, P]
+    Y: Tensor,  # [M, Q]
+    scales_Y: Tensor,  # [G, Q]
+    group_offsets: Tensor,  # [G + 1]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [G, P, Q]
+    """Compute `grouped_gemm_wgrad` of fp8 operands, dequantised to float32 by each group's scales, rounded once."""
+    offsets = checks.clamp_offsets(group_offsets, len(X))
+    first, last = int(offsets[0]), int(offsets[-1])
+    x, y = (
+        rows[first:last].float() * scales.repeat_interleave(offsets.diff(), 0)
+        for rows, scales in ((X, scales_X), (Y, scales_Y))
+    )
+    return grouped_gemm_wgrad(x, y, offsets - offsets[0], out_dtype=out_dtype)
 
 
 def uniform_grouped_gemm(

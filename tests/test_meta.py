@@ -85,6 +85,10 @@ def cases() -> dict[str, Case]:
             lambda *x: scaled_grouped_mm(*(y.detach() for y in x[:3]), ROWWISE, x[3].detach(), ROWWISE, offs=x[4]),
             (rows.data, columns.data.mT, rows.scales.flatten(), columns.scales.flatten(1), OFFSETS[1:].int()),
         ),
+        "scaled_grouped_mm, 2-D x 2-D": (
+            lambda *x: scaled_grouped_mm(*(y.detach() for y in x[:3]), ROWWISE, x[3].detach(), ROWWISE, offs=x[4]),
+            (rows.data.T, rows.data, torch.ones(G * K), torch.ones(G * K), OFFSETS[1:].int()),
+        ),
         "uniform_grouped_gemm": (lambda a, b: uniform_grouped_gemm(a, b, G), (randn(G, 2, K), B)),
         "uniform_grouped_gemm, flat": (lambda a, b: uniform_grouped_gemm(a, b, G), (randn(G * 2, K), B)),
         "varied_grouped_gemm": (varied_grouped_gemm, pairs),

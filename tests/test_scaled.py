@@ -132,6 +132,9 @@ def test_operator() -> None:
     # PyTorch's schema check multiplies the arguments, which is not possible in fp8.
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.moe_kernels.scaled_grouped_gemm.default, arguments, test_utils=utils)
+    scales = torch.ones(G, K), torch.ones(G, 5)
+    arguments = (A.data, scales[0], torch.ones(M, 5).to(E5M2), scales[1], group_offsets, torch.bfloat16, True)
+    torch.library.opcheck(torch.ops.moe_kernels.scaled_wgrad.default, arguments, test_utils=utils)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def _preset(
     return scaled_rules.rule(problem, variant).config
 
 
-def _dot(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+def dot(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
     """Return acc + a @ b, added by the tensor cores. Helion has no product of two different fp8 types."""
     return hl.inline_triton("tl.dot({0}, {1}, acc={2})", args=(a, b, acc), output_like=acc)
 
@@ -87,7 +87,7 @@ def product_of(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
     return hl.inline_triton("tl.dot({0}, {1})", args=(a, b), output_like=like)
 
 
-def _add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
+def add_product(a: Tensor, b: Tensor, acc: Tensor, inline_ptx: bool) -> Tensor:
     """Return acc + a @ b, added outside the tensor cores by instructions that Triton cannot fuse into the product."""
     product = product_of(a, b, acc)
     if not inline_ptx:
@@ -175,9 +175,9 @@ def scaled_jagged(
                         scale_b = scales_B[weight, n_block, tile_k.id]
                         acc = acc + product_of(b, a.T, acc) * (scale_a * scale_b)[None, :]
                     elif fast:
-                        acc = _dot(b, a.T, acc)
+                        acc = dot(b, a.T, acc)
                     else:
-                        acc = _add_product(b, a.T, acc, inline_ptx)
+                        acc = add_product(b, a.T, acc, inline_ptx)
                 if not block_scaled:
                     scale_a = hl.load(scales_A, [rows, 0], extra_mask=inside)
                     acc = acc * scale_a[None, :] * scales_B[weight, tile_n, 0][:, None]
@@ -219,7 +219,7 @@ def fast_persistent(
                 a = unmasked(hl.load(A, [row0 + hl.arange(block_m), tile_k]))
             else:
                 a = hl.load(A, [rows, tile_k], extra_mask=(rows < end)[:, None])
-            acc = _dot(a, B[weight, tile_n, tile_k].T, acc)
+            acc = dot(a, B[weight, tile_n, tile_k].T, acc)
         scale_a = hl.load(scales_A, [rows, 0], extra_mask=rows < end)
         acc = acc * scale_a[:, None] * scales_B[weight, tile_n, 0][None, :]
         if bias is not None:
@@ -293,8 +293,8 @@ def promoted_persistent(
                 acc_upper = scaled_sum(product_of(a_upper, b, acc_upper), scale_upper, acc_upper, inline_ptx)
                 acc_lower = scaled_sum(product_of(a_lower, b, acc_lower), scale_lower, acc_lower, inline_ptx)
             else:
-                acc_upper = _add_product(a_upper, b, acc_upper, inline_ptx)
-                acc_lower = _add_product(a_lower, b, acc_lower, inline_ptx)
+                acc_upper = add_product(a_upper, b, acc_upper, inline_ptx)
+                acc_lower = add_product(a_lower, b, acc_lower, inline_ptx)
         if not block_scaled:
             scale_b = scales_B[weight, tile_n, 0][None, :]
             acc_upper = acc_upper * hl.load(scales_A, [upper_scaled, 0])[:, None] * scale_b

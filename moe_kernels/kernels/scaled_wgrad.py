@@ -1,13 +1,17 @@
 """Grouped GEMM that is ragged along the contraction, in fp8: `out[g] = X[rows of g]^T @ Y[rows of g]`.
 
 This is the gradient of a grouped GEMM's weights. fp8 tensor cores need both operands contiguous along the contraction,
-here the rows. So X and Y are quantised to copies that are transposed 128 rows at a time:
+here the rows. So X and Y are copied, transposed 128 rows at a time:
 
     data [slots, C, 128]    the rows of group g, from `start` on, fill slots start // 128 + g and following
 
-These copies pad each group with zeros to a multiple of 128 rows. A slot has one scale per column of X, and one per 128
-columns of Y: "1x128" by "128x128" of the transposed rows of a group. As in `scaled_gemm`, the sum of each 128 rows is
-added outside the tensor cores.
+These copies pad each group with zeros to a multiple of 128 rows. There are two formats of scales:
+
+    rowwise        X and Y are fp8 and already transposed, with a scale per group and column
+    block-scaled   X and Y are quantised here: a slot has one scale per column of X, and one per 128 columns of Y,
+                   which is "1x128" by "128x128" of the transposed rows of a group
+
+As in `scaled_gemm`, the sum of each 128 rows is added outside the tensor cores, unless `fast`.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_wgrad import searchable
 from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
 from moe_kernels.kernels.quantize import inverse, largest_of, largest_of_columns, scale_of, scaled
-from moe_kernels.kernels.scaled_gemm import product_of, scaled_sum
+from moe_kernels.kernels.scaled_gemm import add_product, dot, product_of, scaled_sum
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules
+from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
 from moe_kernels.scaled import BLOCK
@@ -73,6 +78,26 @@ def quantize_columns(
     return data
 
 
+@kernel(lambda *_: rules.padding())
+def pad_columns(
+    data: torch.Tensor,  # [slots, C rounded up to a multiple of 128, 128] fp8, written
+    x: torch.Tensor,  # [C, M] fp8
+    tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, of tile_table with block_m = 128
+    max_tiles: int,
+) -> torch.Tensor:
+    """Copy fp8 data that are already transposed. One program per 128 rows of a group and block of columns."""
+    for tile_t, tile_c in hl.tile([max_tiles, x.size(0)], block_size=[1, None]):
+        num_tiles = tiles[0, 0]
+        t = int32(tile_t.id + 1, num_tiles)
+        if t <= num_tiles:
+            row0 = tiles[t, 1]
+            slot = (divide(row0, 128) + tiles[t, 0]).to(torch.int64)
+            rows = row0 + hl.arange(128)
+            inside = (rows < tiles[t, 2]).unsqueeze(0)
+            hl.store(data, [slot, tile_c, hl.arange(128)], hl.load(x, [tile_c, rows], extra_mask=inside))
+    return data
+
+
 def _rows(
     x: torch.Tensor, rows: torch.Tensor, end: torch.Tensor, tile_c: Any, row_to_slot: torch.Tensor | None, top_k: int
 ) -> torch.Tensor:
@@ -103,20 +128,28 @@ def _computed_here(x: torch.Tensor, inline_ptx: bool) -> torch.Tensor:
     )
 
 
-@kernel(lambda X, Y, scales_X, scales_Y, offsets, out, *_: rules.product(out.size(2), out.size(0), tma=False))
+def _preset(
+    X: Any, Y: Any, scales_X: Any, scales_Y: Any, offsets: Any, out: torch.Tensor, odd_M: Any, scaled: bool, *_: Any
+) -> Config:
+    return rules.product(out.size(2), out.size(0), False, scaled)
+
+
+@kernel(_preset)
 def scaled_wgrad(
     X: torch.Tensor,  # [slots, P rounded up to a multiple of 128, 128] fp8
     Y: torch.Tensor,  # [slots, Q rounded up to a multiple of 128, 128] fp8
-    scales_X: torch.Tensor,  # [slots, P]
-    scales_Y: torch.Tensor,  # [slots, cdiv(Q, 128)]
+    scales_X: torch.Tensor,  # [slots, P] if `block_scaled`, else [G, P]
+    scales_Y: torch.Tensor,  # [slots, cdiv(Q, 128)] if `block_scaled`, else [G, Q]
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [G, P, Q]
     odd_M: int,  # 2 * M + 1
+    block_scaled: hl.constexpr,
+    fast: hl.constexpr,
     width: hl.constexpr,  # a power of two, at least G + 1; 0 for offsets that are clamped and in order already
     half: hl.constexpr,  # rows of half a tile of the result
     inline_ptx: hl.constexpr,
 ) -> torch.Tensor:
-    """Compute the tiles of all groups in halves, with scales loaded one step ahead, as `promoted_persistent`.
+    """Compute the tiles of all groups in halves, with block scales loaded one step ahead, as `promoted_persistent`.
 
     Columns of X and Y past P and Q are uninitialised, and results from them are not stored.
     """
@@ -136,23 +169,37 @@ def scaled_wgrad(
         # Rows past P are not stored; they use the scale of row p0, which exists.
         upper_scaled = torch.where(upper < P, upper, p0)
         lower_scaled = torch.where(lower < P, lower, p0)
-        next_upper = hl.load(scales_X, [first, upper_scaled])
-        next_lower = hl.load(scales_X, [first, lower_scaled])
-        next_y = scales_Y[first, q_block]
+        if block_scaled:
+            next_upper = hl.load(scales_X, [first, upper_scaled])
+            next_lower = hl.load(scales_X, [first, lower_scaled])
+            next_y = scales_Y[first, q_block]
         for step in hl.tile(steps, block_size=1):
             i = int32(step.id, zero)
             slot = (first + i).to(torch.int64)
             y = unmasked(hl.load(Y, [slot, tile_q, tile_k])).T
             x_upper = unmasked(hl.load(X, [slot, p0 + hl.arange(half), tile_k]))
             x_lower = unmasked(hl.load(X, [slot, p0 + half + hl.arange(half), tile_k]))
-            scale_upper = (next_upper * next_y)[:, None]
-            scale_lower = (next_lower * next_y)[:, None]
-            following = first + torch.where(i + 1 < steps, i + 1, 0)
-            next_upper = hl.load(scales_X, [following, upper_scaled])
-            next_lower = hl.load(scales_X, [following, lower_scaled])
-            next_y = scales_Y[following, q_block]
-            acc_upper = scaled_sum(product_of(x_upper, y, acc_upper), scale_upper, acc_upper, inline_ptx)
-            acc_lower = scaled_sum(product_of(x_lower, y, acc_lower), scale_lower, acc_lower, inline_ptx)
+            if block_scaled:
+                scale_upper = (next_upper * next_y)[:, None]
+                scale_lower = (next_lower * next_y)[:, None]
+                following = first + torch.where(i + 1 < steps, i + 1, 0)
+                next_upper = hl.load(scales_X, [following, upper_scaled])
+                next_lower = hl.load(scales_X, [following, lower_scaled])
+                next_y = scales_Y[following, q_block]
+                acc_upper = scaled_sum(product_of(x_upper, y, acc_upper), scale_upper, acc_upper, inline_ptx)
+                acc_lower = scaled_sum(product_of(x_lower, y, acc_lower), scale_lower, acc_lower, inline_ptx)
+            elif fast:
+                acc_upper = dot(x_upper, y, acc_upper)
+                acc_lower = dot(x_lower, y, acc_lower)
+            else:
+                acc_upper = add_product(x_upper, y, acc_upper, inline_ptx)
+                acc_lower = add_product(x_lower, y, acc_lower, inline_ptx)
+        if not block_scaled:
+            scale_y = torch.where(steps > 0, scales_Y[g, tile_q], 0.0)[None, :]
+            scale_upper = torch.where(steps > 0, hl.load(scales_X, [g, upper_scaled]), 0.0)[:, None]
+            scale_lower = torch.where(steps > 0, hl.load(scales_X, [g, lower_scaled]), 0.0)[:, None]
+            acc_upper = acc_upper * scale_upper * scale_y
+            acc_lower = acc_lower * scale_lower * scale_y
         group = _computed_here(g, inline_ptx).to(torch.int64)
         upper = _computed_here(p0, inline_ptx) + hl.arange(half)
         lower = upper + half
@@ -174,23 +221,68 @@ def plan_quantized_wgrad(
     G, P, Q = group_offsets.size(0) - 1, X.size(1), Y.size(1)
     out = builder.alloc((G, P, Q), dtype)
     rows = X if x_slots is None else x_slots
-    if 0 in out.shape:
-        return out
-    if most(rows.size(0)) == 0:
-        builder.zero(out)
+    if _is_empty(builder, rows.size(0), out):
         return out
     tiles = plan_table(builder, group_offsets, rows, BLOCK, zeros=False)
     x = _quantize(builder, X, x_slots, rows.size(0), tiles, G, top_k, squares=False)
     y = _quantize(builder, Y, y_slots, rows.size(0), tiles, G, top_k, squares=True)
-    group_offsets, width = searchable(builder, group_offsets, rows.size(0))
+    _multiply(builder, x, y, group_offsets, rows.size(0), out)
+    return out
+
+
+def plan_scaled_wgrad(
+    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, bool]
+) -> SymbolicTensor:
+    """Plan the result `[G, P, Q]` from fp8 data, which are `[P, M]` and `[Q, M]` in one dimension, scales `[G, P]` and
+    `[G, Q]`, and group_offsets `[G + 1]`.
+    """
+    x, scales_X, y, scales_Y, group_offsets = tensors
+    assert x is not None and scales_X is not None and y is not None and scales_Y is not None
+    assert group_offsets is not None
+    dtype, fast = options
+    (G, P), Q = scales_X.shape, scales_Y.size(1)
+    out = builder.alloc((G, P, Q), dtype)
+    M = x.size(0) // max(P, 1)
+    if _is_empty(builder, M, out):
+        return out
+    tiles = plan_table(builder, group_offsets, x.as_strided((M, P), (1, M), 0), BLOCK, zeros=False)
+    scales_X, scales_Y = replace(scales_X, few_groups=True), replace(scales_Y, few_groups=True)
+    padded_x = _pad(builder, x.as_strided((P, M), (M, 1), 0), tiles, G)
+    padded_y = _pad(builder, y.as_strided((Q, M), (M, 1), 0), tiles, G)
+    _multiply(builder, (padded_x, scales_X), (padded_y, scales_Y), group_offsets, M, out, block_scaled=False, fast=fast)
+    return out
+
+
+def _is_empty(builder: Builder, M: Any, out: SymbolicTensor) -> bool:
+    """Whether there is nothing to multiply; sets `out` to zero if it has elements."""
+    if 0 in out.shape:
+        return True
+    if most(M) == 0:
+        builder.zero(out)
+        return True
+    return False
+
+
+def _multiply(
+    builder: Builder,
+    x: tuple[SymbolicTensor, SymbolicTensor],  # data and scales, as in `scaled_wgrad`
+    y: tuple[SymbolicTensor, SymbolicTensor],
+    group_offsets: SymbolicTensor,  # [G + 1]
+    M: Any,
+    out: SymbolicTensor,  # [G, P, Q]
+    block_scaled: bool = True,
+    fast: bool = False,
+) -> None:
+    """Write the product to `out`."""
+    G, _, Q = out.shape
+    group_offsets, width = searchable(builder, group_offsets, M)
     width = max(width, 128) if width else 0  # with a width of 16, ptxas spills a few bytes
-    constants = (rows.size(0) * 2 + 1, width, rules.HALF, builder.gpu.backend == "cuda")
+    constants = (M * 2 + 1, block_scaled, fast, width, rules.HALF, builder.gpu.backend == "cuda")
     # Slots and groups are indexed with 64 bits.
     arguments = (x[0], y[0], x[1], y[1], group_offsets, replace(out, few_groups=True), *constants)
     int64_index = needs_int64(out.select(0, 0), group_offsets, x[1], y[1])
-    config = rules.product(Q, G, tma=builder.gpu.has_tma and not int64_index)
+    config = rules.product(Q, G, builder.gpu.has_tma and not int64_index, block_scaled)
     builder.launch(scaled_wgrad, arguments, config, int64_index=int64_index)
-    return out
 
 
 def _quantize(
@@ -212,3 +304,12 @@ def _quantize(
     arguments = (data, scales, x, row_to_slot, tiles, max_num_tiles(M, G, BLOCK), *constants)
     builder.launch(quantize_columns, arguments, rules.columns(squares), int64_index=needs_int64(x, scales))
     return data, scales
+
+
+def _pad(builder: Builder, x: SymbolicTensor, tiles: SymbolicTensor, G: int) -> SymbolicTensor:
+    """Return the slots of fp8 data `x [C, M]`, written by `pad_columns`."""
+    C, M = x.shape
+    data = replace(builder.alloc((M // BLOCK + G, -(-C // BLOCK) * BLOCK, BLOCK), x.dtype), few_groups=True)
+    arguments = (data, x, tiles, max_num_tiles(M, G, BLOCK))
+    builder.launch(pad_columns, arguments, rules.padding(), int64_index=needs_int64(x))
+    return data

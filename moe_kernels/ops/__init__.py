@@ -16,13 +16,13 @@ except in fp8. Below, `to` is slot_to_row, w topk_weights, and d or dOut (dB of 
     moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   from the above
     quantize(x)          data, scales in fp8                  none
 
-`scaled_grouped_gemm` is grouped_gemm of fp8 operands with scales, and `scaled_moe_mlp` a layer with fp8 weights; they
-have no gradients. `quantized_moe_mlp` is moe_mlp with products in fp8, whose operands it quantises itself. Its gradient
-uses `quantized_grouped_gemm` and `quantized_wgrad`, and raises an error when differentiated. `moe_mlp_of_one_token` is
-moe_mlp for one token, in two separate kernels, without a gradient. Second-order gradients of `activate` use plain
-PyTorch. The rest of the package calls the functions of these names here. In eager mode they bypass torch.library, which
-costs the host more time than some kernels take, unless a profiler is on, which shows operators by name. Under
-torch.func transforms and in forward mode each is an autograd.Function.
+`scaled_grouped_gemm` and `scaled_wgrad` are products of fp8 operands with scales, and `scaled_moe_mlp` is a layer with
+fp8 weights; they have no gradients. `quantized_moe_mlp` is moe_mlp with products in fp8, whose operands it quantises
+itself. Its gradient uses `quantized_grouped_gemm` and `quantized_wgrad`, and raises an error when differentiated.
+`moe_mlp_of_one_token` is moe_mlp for one token, in two separate kernels, without a gradient. Second-order gradients of
+`activate` use plain PyTorch. The rest of the package calls the functions of these names here. In eager mode they bypass
+torch.library, which costs the host more time than some kernels take, unless a profiler is on, which shows operators by
+name. Under torch.func transforms and in forward mode each is an autograd.Function.
 """
 
 from moe_kernels.ops.batched import uniform_grouped_gemm, varied_grouped_gemm
@@ -32,7 +32,7 @@ from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.ops.quantize import quantize
 from moe_kernels.ops.quantized import quantized_grouped_gemm, quantized_wgrad
 from moe_kernels.ops.quantized_layer import quantized_moe_mlp
-from moe_kernels.ops.scaled import scaled_grouped_gemm
+from moe_kernels.ops.scaled import scaled_grouped_gemm, scaled_wgrad
 from moe_kernels.ops.scaled_layer import scaled_moe_mlp
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "route",
     "scaled_grouped_gemm",
     "scaled_moe_mlp",
+    "scaled_wgrad",
     "scatter_rows",
     "swiglu_ffn",
     "uniform_grouped_gemm",

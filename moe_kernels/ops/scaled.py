@@ -1,4 +1,4 @@
-"""scaled_grouped_gemm."""
+"""scaled_grouped_gemm and scaled_wgrad."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ SCALED_GROUPED_GEMM = Operator(
     inputs=("A", "scales_A", "B", "scales_B", "group_offsets", "bias"),
     rows=("A", "scales_A"),
     counts=_counts,
+)
+
+SCALED_WGRAD = Operator(
+    "scaled_wgrad",
+    planner="moe_kernels.kernels.scaled_wgrad",
+    inputs=("X", "scales_X", "Y", "scales_Y", "group_offsets"),
+    rows=("X", "Y"),
+    counts=lambda tensors, options: Counts(tensors[0].size(0), (tensors[2].size(0),)),
 )
 
 
@@ -87,4 +95,35 @@ scaled_grouped_gemm = define(
     " ScalarType out_dtype, str variant, bool fast_accumulation) -> Tensor",
     _scaled_grouped_gemm,
     _scaled_grouped_gemm_fake,
+)
+
+
+def _scaled_wgrad(
+    X: Tensor,  # [M, P]
+    scales_X: Tensor,  # [G, P]
+    Y: Tensor,  # [M, Q]
+    scales_Y: Tensor,  # [G, Q]
+    group_offsets: Tensor,  # [G + 1]
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:  # [G, P, Q]
+    if not use_kernels(X):
+        return reference.scaled_wgrad(X, scales_X, Y, scales_Y, group_offsets, out_dtype)
+    check_rows("mat_b", X.size(0))
+    # In one dimension, strides do not depend on M.
+    x, y = (rows.T.contiguous().view(-1) for rows in (X, Y))
+    return cache.call(SCALED_WGRAD, (x, scales_X, y, scales_Y, group_offsets), (out_dtype, fast_accumulation))
+
+
+def _scaled_wgrad_fake(
+    X: Tensor, scales_X: Tensor, Y: Tensor, scales_Y: Tensor, group_offsets: Tensor, out_dtype: torch.dtype, _: bool
+) -> Tensor:
+    return X.new_empty((*scales_X.shape, scales_Y.size(1)), dtype=out_dtype)
+
+
+scaled_wgrad = define(
+    "scaled_wgrad(Tensor X, Tensor scales_X, Tensor Y, Tensor scales_Y, Tensor group_offsets, ScalarType out_dtype,"
+    " bool fast_accumulation) -> Tensor",
+    _scaled_wgrad,
+    _scaled_wgrad_fake,
 )

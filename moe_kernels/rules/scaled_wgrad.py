@@ -18,10 +18,16 @@ def columns(squares: bool) -> Config:
     return Config(block_sizes=[width], num_warps=width // 16)
 
 
-def product(Q: int, G: int, tma: bool) -> Config:
+def padding() -> Config:
+    """The config of `pad_columns`."""
+    return Config(block_sizes=[32], num_warps=4)
+
+
+def product(Q: int, G: int, tma: bool, block_scaled: bool) -> Config:
     """The config of `scaled_wgrad` for results of Q columns, like those of promoted products in `rules.scaled`."""
     offsets, scales = [False] * (1 if G < MOST_OFFSETS else 2), [False] * 3
-    options: dict[str, Any] = indexing(*offsets, *scales, tma, tma, tma, *scales, False, False)
+    first = scales if block_scaled else []
+    options: dict[str, Any] = indexing(*offsets, *first, tma, tma, tma, *scales, False, False)
     block_q, num_warps, num_stages = (128, 4, 3) if tma else (32, 8, 2)
     return Config(
         block_sizes=[block_for(Q, block_q)],

@@ -1,4 +1,4 @@
-"""Weights' gradients in fp8: quantising along the rows, bit for bit, and the products against float64."""
+"""Products in fp8 that are ragged along the contraction, against float64; quantising along the rows, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from moe_kernels import reference
 from moe_kernels.checks import clamp_offsets
 from moe_kernels.kernels import scaled_wgrad, tiles
 from moe_kernels.ops import quantized_wgrad
+from moe_kernels.ops import scaled_wgrad as rowwise_wgrad
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.signature import Counts, Operator
@@ -21,6 +22,7 @@ from moe_kernels.scaled import BLOCK
 from moe_kernels.testing import assert_within_budget, group_sizes_for
 
 NAN = float("nan")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OFFSETS = {
     "any sizes": [0, 1, 130, 130, 258],
     "rows outside": [7, 20, 20, 163],
@@ -155,6 +157,76 @@ def test_nan_of_a_group_stays_there(device: str) -> None:
     assert torch.equal(out[1][~wrong], right[1][~wrong])
 
 
+def rowwise_operands(
+    M: int, P: int, Q: int, G: int, device: str, dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return X `[M, P]`, scales `[G, P]`, Y `[M, Q]` and scales `[G, Q]`; X and Y are contiguous along M."""
+    X, Y = (torch.randn(C, M, device=device).to(dtype).T for C, dtype in zip((P, Q), dtypes, strict=True))
+    scales_X, scales_Y = (2.0 ** torch.randint(-5, 5, (G, C), device=device) for C in (P, Q))
+    return X, scales_X, Y, scales_Y
+
+
+def assert_rowwise_right(
+    out: Tensor, X: Tensor, scales_X: Tensor, Y: Tensor, scales_Y: Tensor, group_offsets: Tensor, fast: bool
+) -> None:
+    """Compare each group with the float64 product of the operands; empty groups are exact zeros."""
+    rounding = 2 ** -(12 if fast else 13) / torch.finfo(torch.float32).eps if out.is_cuda else 1
+    offsets = clamp_offsets(group_offsets, len(X)).tolist()
+    for g, (start, end) in enumerate(pairwise(offsets)):
+        x, y = (rows[start:end].double() * scales[g].double() for rows, scales in ((X, scales_X), (Y, scales_Y)))
+        scale = (x.abs().T @ y.abs()).amax().item() if end > start else 0.0
+        scale *= rounding
+        plain = (x.float().T @ y.float()).to(out.dtype)
+        assert_within_budget(out[g], plain, x.T @ y, scale=scale, name=f"group {g}")
+        if start == end:
+            assert not out[g].any()
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+@pytest.mark.parametrize(
+    ("name", "P", "Q", "dtype", "dtypes"),
+    [
+        ("any sizes", 130, 40, torch.float32, (E4M3, E5M2)),
+        ("rows outside", 1, 129, torch.float16, (E5M2, E4M3)),
+        ("malformed", 72, 40, torch.bfloat16, (E4M3, E4M3)),
+        ("empty", 72, 40, torch.bfloat16, (E5M2, E5M2)),
+        ("one", 72, 40, torch.bfloat16, (E4M3, E4M3)),
+    ],
+)
+def test_rowwise_products(
+    name: str,
+    P: int,
+    Q: int,
+    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    fast: bool,
+    device: str,
+) -> None:
+    group_offsets = offsets_of(OFFSETS[name], device)
+    operands = rowwise_operands(260, P, Q, len(group_offsets) - 1, device, dtypes)
+    out = rowwise_wgrad(*operands, group_offsets, dtype, fast)
+    assert_rowwise_right(out, *operands, group_offsets, fast)
+    assert name == "empty" or (out != 0).any()
+    X, scales_X, Y, scales_Y = operands
+    copied = X.contiguous(), scales_X.T.contiguous().T, torch.stack([Y, Y], 1)[:, 0], scales_Y
+    assert torch.equal(rowwise_wgrad(*copied, group_offsets, dtype, fast), out)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+def test_nan_of_a_rowwise_group_stays_there(fast: bool, device: str) -> None:
+    """In data it affects a row or column of the result, and none in rows of no group or in scales of empty groups."""
+    X, scales_X, Y, scales_Y = rowwise_operands(220, 72, 140, 4, device)
+    group_offsets = offsets_of([10, 140, 200, 200, 210], device)
+    right = rowwise_wgrad(X, scales_X, Y, scales_Y, group_offsets, torch.float32, fast)
+    X[:10], Y[210:], X[150, 7], Y[160, 130], scales_X[2], scales_Y[2] = NAN, NAN, NAN, NAN, NAN, NAN
+    out = rowwise_wgrad(X, scales_X, Y, scales_Y, group_offsets, torch.float32, fast)
+    assert torch.equal(out[[0, 2, 3]], right[[0, 2, 3]])
+    wrong = out[1].isnan()
+    assert wrong[7].all() and wrong[:, 130].all()
+    assert wrong.sum() == 72 + 140 - 1
+    assert torch.equal(out[1][~wrong], right[1][~wrong])
+
+
 @pytest.mark.gpu
 def test_more_groups_than_a_program_looks_at(device: str) -> None:
     G, M = 1030, 300
@@ -163,6 +235,9 @@ def test_more_groups_than_a_program_looks_at(device: str) -> None:
     X, Y = (spread(M, 16, torch.bfloat16, device) for _ in range(2))
     out = quantized_wgrad(X, Y, group_offsets, None, None, False, torch.float32)
     assert_right(out, X, Y, group_offsets, None, None)
+    operands = rowwise_operands(M, 16, 16, G, device)
+    out = rowwise_wgrad(*operands, group_offsets, torch.float32, True)
+    assert_rowwise_right(out, *operands, group_offsets, True)
 
 
 @pytest.mark.gpu
@@ -206,3 +281,55 @@ def test_sizes_of_models(P: int, Q: int, G: int, M: int, device: str) -> None:
     assert_right(out, X, Y, group_offsets, None, None)
     for _ in range(5):
         assert torch.equal(quantized_wgrad(X, Y, group_offsets, None, None, False, torch.bfloat16), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+@pytest.mark.parametrize(
+    ("M", "P", "Q", "G"),
+    [
+        (600, 4096, 2048, 270),  # the result has 2.3e9 elements
+        (600_000, 4096, 64, 4),  # X has 2.5e9 elements
+        (600_000, 64, 4095, 4),  # Y has 2.5e9 elements
+    ],
+)
+def test_rowwise_with_more_than_2_to_the_31_elements(M: int, P: int, Q: int, G: int, fast: bool, device: str) -> None:
+    """The last group's product and the last columns of the one before it are compared."""
+    torch.use_deterministic_algorithms(False)  # filling these tensors with NaN takes long
+    X, Y = (torch.empty(C, M, dtype=torch.bfloat16, device=device).normal_().to(E4M3).T for C in (P, Q))
+    scales_X, scales_Y = (2.0 ** torch.randint(-5, 5, (G, C), device=device) for C in (P, Q))
+    group_offsets = torch.zeros(G + 1, dtype=torch.int32, device=device)
+    group_offsets[-2], group_offsets[-1] = M - 300, M
+    out = rowwise_wgrad(X, scales_X, Y, scales_Y, group_offsets, torch.bfloat16, fast)
+    for g, start, end, columns in ((G - 1, M - 300, M, slice(None)), (G - 2, 0, M - 300, slice(-16, None))):
+        one = X[start:end, columns], scales_X[g : g + 1, columns], Y[start:end], scales_Y[g : g + 1]
+        assert_rowwise_right(out[g : g + 1, columns], *one, offsets_of([0, end - start], device), fast)
+    assert not out[0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+@pytest.mark.parametrize(
+    ("P", "Q", "G", "M"), [(4096, 2048, 32, 20_000), (2880, 5760, 8, 9001), (2048, 768, 128, 65_536)]
+)
+def test_rowwise_sizes_of_models(P: int, Q: int, G: int, M: int, fast: bool, device: str) -> None:
+    sizes = torch.tensor(group_sizes_for("empty", G, M), dtype=torch.int32)
+    group_offsets = torch.cat((torch.zeros(1, dtype=torch.int32), sizes.cumsum(0, dtype=torch.int32))).to(device)
+    operands = rowwise_operands(M, P, Q, G, device)
+    out = rowwise_wgrad(*operands, group_offsets, torch.bfloat16, fast)
+    assert_rowwise_right(out, *operands, group_offsets, fast)
+    for _ in range(5):
+        assert torch.equal(rowwise_wgrad(*operands, group_offsets, torch.bfloat16, fast), out)
+
+
+@pytest.mark.gpu
+def test_exact_rowwise_sums_are_closer_than_fast_ones(device: str) -> None:
+    """Fast sums, in 14 bits, differ by over 2^-12 of the largest sum of magnitudes, exact ones by 2^-17."""
+    group_offsets = offsets_of([0, 7000, 7000, 16_000], device)
+    operands = rowwise_operands(16_000, 256, 256, 3, device)
+    exact = rowwise_wgrad(*operands, group_offsets, torch.float32, False)
+    fast = rowwise_wgrad(*operands, group_offsets, torch.float32, True)
+    x, y = (rows.double() for rows in (operands[0], operands[2]))
+    for g, rows in ((0, slice(0, 7000)), (2, slice(7000, None))):
+        right = (x[rows].T @ y[rows]) * operands[1][g, :, None].double() * operands[3][g].double()
+        assert (exact[g] - right).norm() <= (fast[g] - right).norm() / 4

@@ -1,4 +1,4 @@
-"""The compiled code of weights' gradients in fp8: fp8 WGMMA, TMA, no spills, wide accesses to rows."""
+"""The compiled code of products in fp8 that are ragged along the contraction: WGMMA, TMA, no spills, wide stores."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import FP8_STACK, TRITON_3_6, empty, lowered, ptxas_says, requests
 
 from moe_kernels.ops.quantized import QUANTIZED_GROUPED_GEMM, QUANTIZED_WGRAD
+from moe_kernels.ops.scaled import SCALED_WGRAD
 
 I32 = torch.int32
+SIZES = [(32768, 7168, 4096, 32), (8192, 14336, 4096, 8), (65536, 1536, 2048, 128), (16384, 2880, 97, 32)]
 
 
 def reports_of(
@@ -28,24 +30,45 @@ def reports_of(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "sizes", [(32768, 7168, 4096, 32), (8192, 14336, 4096, 8), (65536, 1536, 2048, 128), (16384, 2880, 97, 32)], ids=str
-)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_products(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Sums are taken from the tensor cores after each step, element by element; two programs fit on an SM.
 
     All registers are in use: with Triton 3.7 and later, a few values are spilled around the loop.
     """
     report = reports_of(*sizes, dtype)[-1]
+    assert_in_fp8(report, "e4m3", stack=0 if TRITON_3_6 else 56)
+    assert report["ptx"].count("fma.rn.f32") >= (128 if sizes[2] >= 128 else 64)
+
+
+def assert_in_fp8(report: dict[str, Any], y_type: str, stack: int) -> None:
     assert report["name"] == "scaled_wgrad"
-    assert report["stack"] <= (0 if TRITON_3_6 else 56)
-    fp8 = re.findall(r"wgmma\.mma_async\S*\.m64n\d+k32\.f32\.e4m3\.e4m3", report["ptx"])
+    assert report["stack"] <= stack
+    fp8 = re.findall(rf"wgmma\.mma_async\S*\.m64n\d+k32\.f32\.e4m3\.{y_type}", report["ptx"])
     assert len(fp8) == report["wgmma"] > 0 and report["mma_sync"] == 0
     assert "Potential Performance Loss" not in ptxas_says(report["ptx"])
     assert len(re.findall(r"_desc\w*\.load\(", report["code"])) == 3 and report["cp_async"] == 0
-    assert report["ptx"].count("fma.rn.f32") >= (128 if sizes[2] >= 128 else 64)
     assert 2 * (report["shared"] + 1024) <= 228 << 10
     assert report["grid"][0] == 2 * 132
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_rowwise_products(sizes: tuple[int, int, int, int], fast: bool) -> None:
+    """Exact sums are taken from the tensor cores after each step; data in fp8 are copied in 16 bytes at a time."""
+    M, P, Q, G = sizes
+    dtypes = torch.float8_e4m3fn, torch.float8_e5m2
+    x, y = (empty(M * C, dtype=dtype) for C, dtype in zip((P, Q), dtypes, strict=True))
+    scales_X, scales_Y = (empty(G, C, dtype=torch.float32) for C in (P, Q))
+    options = (torch.bfloat16, fast)
+    tensors = (x, scales_X, y, scales_Y, empty(G + 1, dtype=I32))
+    table, *copies, report = [lowered(request) for request in requests(SCALED_WGRAD, tensors, options)]
+    assert table["name"] == "tile_table"
+    for copy in copies:
+        assert copy["name"] == "pad_columns" and copy["stack"] == 0
+        assert re.findall(r"st\.global[\w.:]*", copy["ptx"]) == ["st.global.v4.b32"] * 2
+    assert_in_fp8(report, "e5m2", stack=0 if TRITON_3_6 else 56)
+    assert (report["ptx"].count("add.rn.f32") >= (128 if Q >= 128 else 64)) == (not fast)
 
 
 @pytest.mark.parametrize("top_k", [1, 8], ids=["rows", "tokens"])
