@@ -30,6 +30,7 @@ from moe_kernels.kernels.inline import (
     running_max,
     unmasked,
 )
+from moe_kernels.kernels.row_major import row_major
 from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -208,7 +209,7 @@ def multiply(
     if G == 0 or (K == 0 and bias is None):
         builder.zero(out)
         return
-    A_packed = left_operand(builder, A_packed, B.dtype)
+    A_packed = row_major(builder, left_operand(builder, A_packed, B.dtype))
     shared, transposed = B.size(0) == 1, lies_transposed(B)
     B = replace(B.transpose(1, 2) if transposed else B, few_groups=True)
     problem = _problem(builder, A_packed, B, G, bias, out, transposed, needs_int64(group_offsets, bias))

@@ -20,6 +20,7 @@ import torch
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
 from moe_kernels.kernels.inline import bounds_of, clamped, decode_odd, divide, int32, running_max, unmasked
+from moe_kernels.kernels.row_major import row_major
 from moe_kernels.rules import wgrad as wgrad_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -184,7 +185,7 @@ def plan_grouped_gemm_wgrad(
     if most(X.size(0)) == 0:
         builder.zero(out)
         return out
-    X = left_operand(builder, X, Y.dtype)
+    X, Y = row_major(builder, left_operand(builder, X, Y.dtype)), row_major(builder, Y)
     M = X.size(0)
     problem = _problem(builder, X, Y, out)
     if needs_int64(group_offsets):

@@ -27,6 +27,7 @@ from moe_kernels.kernels.inline import (
     running_max,
     unmasked,
 )
+from moe_kernels.kernels.row_major import row_major
 from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import swiglu as swiglu_rules
 from moe_kernels.rules.config import Config
@@ -270,7 +271,7 @@ def multiply_activated(
     spec: GLUSpec,
 ) -> None:
     """Write the activation, and the preactivations if given. No tensor may be empty."""
-    A = left_operand(builder, A, gate.dtype)
+    A = row_major(builder, left_operand(builder, A, gate.dtype))
     M, E = act.size(0), gate.size(0)
     pairs, transposed = _pairs(A, gate, up, builder), lies_transposed(gate)
     if transposed:

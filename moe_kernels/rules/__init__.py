@@ -328,6 +328,11 @@ def by_rows(width: int, most: int = 1024) -> Config:
     return Config(block_sizes=[block], num_warps=max(1, block // 256))
 
 
+def row_major() -> Config:
+    """The config of the kernel that copies a matrix from any strides to row-major order."""
+    return Config(block_sizes=[64, 64], num_warps=4)
+
+
 def bucket_of(problem: Problem) -> entries.Bucket:
     """The key of `problem` among tuned entries."""
     dtype = entries.dtype_label(problem.dtype, problem.tf32, problem.out_dtype)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import empty, lowered, requests
 
 from moe_kernels import rules
-from moe_kernels.ops.products import GROUPED_GEMM
+from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from moe_kernels.runtime import compile as compiler
 
 SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
@@ -125,16 +125,35 @@ def test_what_tma_cannot_read(monkeypatch: pytest.MonkeyPatch, variant: str, sha
 
 
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
-@pytest.mark.parametrize(("unaligned", "aligned"), [("A_packed", "B"), ("B", "A_packed")])
-def test_odd_addresses(monkeypatch: pytest.MonkeyPatch, variant: str, unaligned: str, aligned: str) -> None:
-    """Only the operand at an odd address is read neither by TMA nor 16 bytes at a time."""
-    reports = compiled(monkeypatch, variant, (8, 4096, 1536, 2048), unaligned=(unaligned,))
+@pytest.mark.parametrize(("M", "unaligned", "aligned"), [(128, "A_packed", "B"), (4096, "B", "A_packed")])
+def test_odd_addresses(monkeypatch: pytest.MonkeyPatch, variant: str, M: int, unaligned: str, aligned: str) -> None:
+    """Weights, and a few rows, at an odd address are read neither by TMA nor 16 bytes at a time."""
+    reports = compiled(monkeypatch, variant, (8, M, 1536, 2048), unaligned=(unaligned,))
     reports.pop("tile_table", None)
     (report,) = reports.values()
     assert_lean(report)
     assert f"{unaligned}_desc.load(" not in report["code"]
     assert f"{aligned}_desc.load(" in report["code"]
     assert report["cp_async"] == 0  # it cannot copy 2 bytes
+
+
+@pytest.mark.parametrize("strides", [(1, 4096), (1, 4097), (0, 0), (2049, 1), "an odd address"], ids=str)
+def test_many_rows_that_tma_cannot_read_are_copied(strides: Any) -> None:
+    """A copy is written in 16 bytes at a time, and read by TMA; both operands of a gradient of weights are copied."""
+    odd = strides == "an odd address"
+    rows = torch.empty_strided((4096, 2048), (2048, 1) if odd else strides, dtype=torch.bfloat16, device="meta")
+    offsets = empty(9, dtype=torch.int32)
+    product: Any = (GROUPED_GEMM, (rows, empty(8, 2048, 1536), offsets, None), (torch.bfloat16, "auto"))
+    gradient: Any = (GROUPED_GEMM_WGRAD, (rows, rows, offsets), (torch.bfloat16,))
+    for (operator, tensors, options), copies in ((product, 1), (gradient, 2)):
+        unaligned = [name for name, x in zip(operator.inputs, tensors, strict=True) if odd and x is rows]
+        reports = [lowered(request) for request in requests(operator, tensors, options, unaligned)]
+        for report in reports[:copies]:
+            assert report["name"] == "copy_row_major"
+            assert set(re.findall(r"st\.global[\w.:]*", report["ptx"])) == {"st.global.v4.b32"}
+            assert_lean(report)
+        assert all(report["name"] != "copy_row_major" for report in reports[copies:])
+        assert reports[-1]["tma_load"] >= 2 and reports[-1]["cp_async"] == 0
 
 
 def test_weights_of_more_than_2_to_the_31_elements_keep_tma(monkeypatch: pytest.MonkeyPatch) -> None:

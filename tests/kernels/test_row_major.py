@@ -1,0 +1,105 @@
+"""Row-major copies of operands: bit for bit, and results of products that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, rules, swiglu_ffn
+from moe_kernels.kernels.row_major import copy_row_major
+from moe_kernels.runtime import cache
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.T.contiguous().T,
+    "rows of odd strides": lambda x: torch.nn.functional.pad(x, (0, 3))[:, : x.size(1)],
+    "every second column": lambda x: torch.stack([x, x + 1], dim=2)[..., 0],
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def copied(x: Tensor) -> Tensor:
+    """Return the copy that a plan makes of `x`."""
+
+    def draw(builder: Builder, inputs: Any, _: Any) -> SymbolicTensor:
+        (source,) = inputs
+        copy = builder.alloc(source.shape, source.dtype)
+        builder.launch(copy_row_major, (source, copy), rules.row_major(), int64_index=needs_int64(source, copy))
+        return copy
+
+    globals()["plan_copied"] = draw
+    operator = Operator("copied", __name__, ("x",), ("x",), lambda tensors, _: Counts(len(tensors[0])))
+    with cache.isolated():
+        made: Tensor = cache.call(operator, (x,), ())
+    return made
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bit_for_bit(layout: str, dtype: torch.dtype, device: str, fresh_plans: None) -> None:
+    x = torch.randint(-(2**15), 2**15, (150, 72), dtype=torch.int16, device=device).view(dtype)
+    source = LAYOUTS[layout](x)
+    copy = copied(source)
+    assert copy.is_contiguous()
+    assert torch.equal(copy.view(torch.int16), source.contiguous().view(torch.int16))
+
+
+def test_of_an_expanded_operand(device: str, fresh_plans: None) -> None:
+    x = torch.randn((), device=device).half()
+    assert torch.equal(copied(x.expand(150, 72)), x.expand(150, 72))
+
+
+@pytest.mark.gpu
+def test_of_more_than_2_to_the_31_elements(device: str) -> None:
+    M, C = 600_000, 4096
+    source = torch.empty(C, M, dtype=torch.int16, device=device).random_().view(torch.bfloat16).T
+    copy = copied(source)
+    for rows in (slice(0, 300), slice(-300, None)):
+        assert torch.equal(copy[rows].view(torch.int16), source[rows].contiguous().view(torch.int16))
+
+
+@pytest.mark.gpu
+@layouts
+def test_products_have_the_bits_of_row_major_operands(layout: str, device: str) -> None:
+    """With TMA, products read copies; operands of 16-bit elements and over 128 rows."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("TMA needs compute capability 9.0")
+    M, K, N, G = 3000, 256, 512, 4
+    A, d_out = (torch.randn(M, C, dtype=torch.bfloat16, device=device) for C in (K, N))
+    W = torch.randn(G, N, K, dtype=torch.bfloat16, device=device)
+    offsets = torch.tensor([0, 700, 700, 2000, 2990], dtype=torch.int32, device=device)
+    change = LAYOUTS[layout]
+    a, d = change(A), change(d_out)
+    for call, given, plain in (
+        (grouped_gemm, (a, W.mT), (A, W.mT)),
+        (grouped_gemm_wgrad, (a, d), (A, d_out)),
+        (swiglu_ffn, (a, W), (A, W)),
+    ):
+        expected = call(*plain, offsets)
+        assert (expected != 0).float().mean() > 0.5
+        assert torch.equal(call(*given, offsets), expected)
+    expanded = torch.ones((), dtype=torch.bfloat16, device=device).expand(M, N)
+    expected = grouped_gemm_wgrad(A, expanded.contiguous(), offsets)
+    assert torch.equal(grouped_gemm_wgrad(A, expanded, offsets), expected)
+
+
+@pytest.mark.gpu
+def test_graphs_replay_with_other_values(device: str) -> None:
+    """The copy is part of the graph."""
+    A = torch.randn(256, 3000, dtype=torch.bfloat16, device=device).T
+    d_out = torch.randn(512, 3000, dtype=torch.bfloat16, device=device).T
+    offs = torch.tensor([700, 700, 3000], dtype=torch.int32, device=device)
+    grouped_mm(A.T, d_out, offs=offs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = grouped_mm(A.T, d_out, offs=offs)
+    A.normal_()
+    offs.copy_(torch.tensor([1, 2000, 2500]))
+    graph.replay()
+    assert torch.equal(out, grouped_mm(A.T, d_out, offs=offs))
