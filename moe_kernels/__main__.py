@@ -83,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         return tune.main(options) if options.command == "tune" else commands.compile_main(options)
     if options.command == "info" and options.model:
-        commands.print_layer(options)
-        return 0
+        return commands.print_layer(options)
     return demo() if options.command == "demo" else info()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from moe_kernels.nn import MoE
 from moe_kernels.ops import batched, layer, moves, products, quantized, quantized_layer, scaled_layer
 from moe_kernels.runtime import cache, store, targets
 from moe_kernels.runtime.plan import Request
-from moe_kernels.runtime.signature import MAX_ROWS, Counts, Operator, portable, rows_class, signature, symbolic
+from moe_kernels.runtime.signature import MAX_ROWS, Counts, Operator, portable, rows_bounds, signature, symbolic
 from moe_kernels.runtime.symbolic import SymbolicTensor, value
 from moe_kernels.runtime.targets import Gpu
 
@@ -102,7 +103,7 @@ def compile_ahead(
         raise TypeError(f"tokens: expected ints, such as range(1, 8193), got {type(tokens).__name__}")
     checks.check_bools(training=training)
     target = _target(gpu)
-    counts = list(tokens)
+    counts = tokens if isinstance(tokens, range) else list(tokens)
     calls = [call for one in _each(what) for call in _calls(one, counts, training)]
     wanted = collect(calls)
     _make_all([one for one in wanted if _kept(one, target) is None], target, jobs, progress)
@@ -160,17 +161,22 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
     return found
 
 
-def classes(tokens: Iterable[int], E: int, top_k: int) -> list[list[int]]:
-    """Group the token counts by class, in ascending order."""
+def classes(tokens: Iterable[int], E: int, top_k: int) -> list[Sequence[int]]:
+    """Group the token counts by class, in ascending order. A range may be long: no list of it is made."""
     checks.check_int("num_experts", E, 1)
     checks.check_int("top_k", top_k, 1, E)
-    counts = set(tokens)
-    for T in counts:
+    is_range = isinstance(tokens, range) and tokens.step > 0
+    given: Any = tokens if is_range else list(dict.fromkeys(tokens))
+    for T in (*given[:1], *given[-1:]) if is_range else given:
         checks.check_int("tokens", T, 0, MAX_ROWS // top_k)
-    found: dict[Any, list[int]] = {}
-    for T in sorted(counts):
-        found.setdefault(rows_class(Counts(T, (T * top_k,), E)), []).append(T)
-    return list(found.values())
+    rest: Sequence[int] = given if is_range else sorted(given)
+    found = []
+    while rest:
+        _, highest = rows_bounds(Counts(rest[0], (rest[0] * top_k,), E))
+        members = bisect_right(rest, highest)
+        found.append(rest[:members])
+        rest = rest[members:]
+    return found
 
 
 def layers_of(module: nn.Module) -> list[Any]:

@@ -179,15 +179,23 @@ def add_info_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the GPU of this machine, or else h200")
 
 
-def print_layer(options: argparse.Namespace) -> None:
-    """Print the launches of a model's layer for each class of token counts, and the distinct kernels and configs."""
+def print_layer(options: argparse.Namespace) -> int:
+    """Print the launches of a model's layer for each class of token counts, and the distinct kernels and configs.
+
+    Returns the exit code.
+    """
     gpu = targets.KNOWN[options.gpu or "h200"]
     if options.gpu is None and torch.cuda.is_available():
         gpu = targets.of_device("cuda", torch.cuda.current_device())
     shape = LayerShape(*MODELS[options.model])
+    try:
+        by_tokens = requests(options.tokens, shape, gpu)
+    except ValueError as error:
+        print(f"info: {error}", file=sys.stderr)
+        return 2
     print(f"{options.model} {tuple(MODELS[options.model])} on {gpu.name}: launches by token counts")
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}  # constants of each launch, by kernel and config
-    for (low, high), launches in requests(options.tokens, shape, gpu).items():
+    for (low, high), launches in by_tokens.items():
         names = []
         for launch in launches:
             found.setdefault((launch.kernel.name, repr(launch.config)), []).append(_constants(launch))
@@ -199,6 +207,7 @@ def print_layer(options: argparse.Namespace) -> None:
         values = {key: sorted({constants[key] for constants in each}, key=repr) for key in each[0]}
         differing = [f"{key} {', '.join(map(str, value))}" for key, value in values.items() if len(value) > 1]
         print("; ".join([f"  {name}: {config.removeprefix('Config')}", *differing]) + f"; in {len(each)} launches")
+    return 0
 
 
 def _constants(launch: Request) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import nn
 from moe_kernels import MoE, ahead, commands
 from moe_kernels.models import MODELS
 from moe_kernels.runtime import cache, store, targets
+from moe_kernels.runtime.signature import Counts, rows_class
 
 SIZES = (64, 32, 4, 2)  # H, I, E, top_k
 TOKENS = range(1, 65)
@@ -419,6 +421,26 @@ def test_a_class_of_token_counts_shares_its_plans(sizes: tuple[int, int, int, in
     assert {one.signature for one in few} == every
     assert len(few) == len(every)
     assert len(ahead.classes(tokens, *sizes[2:])) < 24
+
+
+@pytest.mark.parametrize(("E", "top_k"), [(128, 8), (8, 2), (3, 3), (1, 1)])
+def test_classes_are_those_of_calls(E: int, top_k: int) -> None:
+    every: dict[tuple[int, ...], list[int]] = {}
+    for T in range(3000):
+        every.setdefault(rows_class(Counts(T, (T * top_k,), E)), []).append(T)
+    assert list(map(list, ahead.classes(range(3000), E, top_k))) == list(every.values())
+    assert ahead.classes([*range(2999, -1, -1), 7, 7], E, top_k) == list(every.values())
+    assert list(map(list, ahead.classes(range(2999, -1, -1), E, top_k))) == list(every.values())
+
+
+def test_classes_of_a_long_range() -> None:
+    found = ahead.classes(range(1, 2**27), 128, 8)
+    assert len(found) < 40
+    assert [found[0][0], found[-1][-1]] == [1, 2**27 - 1]
+    assert all(a[-1] + 1 == b[0] for a, b in pairwise(found))
+    with pytest.raises(ValueError, match="tokens: expected 0 to 134217727, got 134217728"):
+        ahead.classes(range(1, 2**27 + 1), 128, 8)
+    assert ahead.classes([], 128, 8) == ahead.classes(range(0), 128, 8) == []
 
 
 def test_signatures_are_those_of_real_calls() -> None:

@@ -180,6 +180,12 @@ def test_info_with_a_helion_that_cannot_be_imported(tmp_path: Path) -> None:
     assert "RuntimeError: broken helion" in done.stdout and requirements.fix() in done.stdout
 
 
+def test_info_of_more_tokens_than_a_layer_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--model", "qwen3-30b-a3b", "--tokens", "1:134217729", "--gpu", "h200"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "info: tokens: expected 0 to 134217727, got 134217729\n" and not captured.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
