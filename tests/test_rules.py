@@ -639,6 +639,8 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({}, ("tails", 128, [64], 8, 4)),
         ({"rows": 1024, "M": 131072, "K": 7168, "G": 1}, ("tails", 128, [64], 8, 4)),
         ({"N": 2880}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 2048, "M": 262144, "N": 2880}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 2048, "M": 262144, "N": 2944}, ("tails", 128, [64], 8, 4)),
         ({"N": 1400}, ("persistent", 128, [256, 64], 8, 4)),
         ({"N": 192}, ("persistent", 128, [128, 64], 8, 4)),
         ({"tma_out": False}, ("persistent", 128, [256, 64], 8, 4)),
@@ -652,7 +654,7 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 64, "M": 512, "G": 8, "K": 7168, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
         ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
-        ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
         ({"rows": 64, "M": 8192, "N": 1400}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 1024, "M": 8192, "G": 8, "K": 7168, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
         # Weights of more than 2 GiB.
@@ -674,8 +676,12 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 128, "M": 16384, "N": 4096, "K": 2048}, ("tails", 128, [64], 8, 4)),
         ({"rows": 16, "M": 2048, "gpu": GPU}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 32, "M": 4096, "gpu": SLOW}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
-        ({"gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"rows": 512, "M": 65536, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 64, "M": 8192, "gpu": SLOW}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
+        ({"rows": 128, "M": 16384, "gpu": SLOW}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
+        ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": SLOW}, ("basic", 128, [128, 256, 16, 64], 8, 4)),
+        ({"rows": 128, "M": 16384, "K": 768, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 256, "M": 32768, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 512, "M": 65536, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
         ({"rows": 1024, "M": 131072, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
         ({"rows": 64, "M": 8192, "dtype": torch.float32, "tf32": True}, ("basic", 64, [64, 64, 256, 32], 4, 3)),
         ({"rows": 16, "M": 2048, "tma_B": False}, ("basic", 32, [32, 64, 256, 64], 4, 3)),
@@ -698,31 +704,42 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
     assert got == expected
     if choice.variant != "tails":  # it takes the number as an argument
-        grouped = choice.variant == "basic" or rules.row_group(problem) == 4
-        assert values["l2_groupings"] == [4 if grouped else 16]
+        assert values["l2_groupings"] == [4 if choice.variant == "basic" else rules.row_group(problem)]
     few_tiles = problem.G == 8 and problem.gpu is GPU and problem.K == 7168 and problem.rows >= 128
-    assert rules.row_group(problem) == (4 if problem.rows < 512 and not few_tiles else 16)
+    few_rows = 8 if problem.gpu is SLOW and problem.rows >= 256 else 4
+    assert rules.row_group(problem) == (few_rows if problem.rows < 512 and not few_tiles else 16)
     assert rules.why_illegal(choice, problem) is None
 
 
 @pytest.mark.parametrize(
-    ("clock", "width", "slow"), [(2_619_000, 5120, True), (3_201_000, 6144, False), (0, 6144, False)]
+    ("clock", "width", "shared_memory", "slow"),
+    [
+        (2_619_000, 5120, 232448, True),
+        (3_201_000, 6144, 232448, False),
+        (0, 6144, 232448, False),
+        (14_001_000, 512, 101376, False),
+    ],
 )
-def test_slow_memory(clock: int, width: int, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of an H100, that of an H200, and one with an unknown clock."""
+def test_slow_memory(clock: int, width: int, shared_memory: int, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of an H100, that of an H200, one with an unknown clock, and a GPU whose kernels do not use TMA."""
     properties = SimpleNamespace(
         name="NVIDIA Test 9000",
         major=9,
         minor=0,
         multi_processor_count=132,
-        shared_memory_per_block_optin=232448,
+        shared_memory_per_block_optin=shared_memory,
         memory_clock_rate=clock,
         memory_bus_width=width,
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert targets.of_device.__wrapped__("cuda", 0) == replace(GPU, slow_memory=slow)
+    assert targets.of_device.__wrapped__("cuda", 0) == replace(GPU, shared_memory=shared_memory, slow_memory=slow)
     assert not targets.of_device("cpu", 0).slow_memory
+
+
+@pytest.mark.parametrize(("rows", "K", "cost"), [(512, 2048, 56), (1024, 2048, 48), (1024, 768, 50)])
+def test_cost_of_a_tail_with_slow_memory(rows: int, K: int, cost: int) -> None:
+    assert rules.tail_cost(replace(PROBLEM, rows=rows, M=128 * rows, K=K, gpu=SLOW)) == cost
 
 
 def test_bundled_files_are_read_and_legal() -> None:

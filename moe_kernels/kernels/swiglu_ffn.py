@@ -327,6 +327,7 @@ def _problem(
         save_preact=outs[1] is not None,
         biases=sum(bias is not None for bias in biases),
         paired=paired,
+        slow_memory=gpu.slow_memory,
         tma_A=not int64_vectors and H >= 16 and row_to_slot is None and tma_readable(gpu, A),
         tma_B=min(H, I) >= 16 and tma_readable(gpu, gate) and tma_readable(gpu, up),
         tma_out=I >= 16 and all(tma_readable(gpu, out) for out in outs if out is not None),

@@ -153,7 +153,12 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
 
 def persistent_from_rows(problem: Problem) -> int:
     """The mean rows per group from which the persistent kernels are faster; see benchmarks/notes.md."""
-    if not _tensor_cores_by_tma(problem) or _few_tiles(problem):
+    if not _tensor_cores_by_tma(problem):
+        return PERSISTENT_FROM_ROWS
+    if _slow_memory(problem) and problem.K >= 1024:
+        # The programs of a basic kernel start in the order of its tiles, so those that share a weight read it together.
+        return 256
+    if _few_tiles(problem):
         return PERSISTENT_FROM_ROWS
     if problem.K <= SHORT and problem.N > 64 and problem.M >= 64:
         return 1
@@ -167,11 +172,17 @@ def row_group(problem: Problem) -> int:
     # With few rows, row tiles belong to different groups, which share no weights. The fewer groups are read at once,
     # the better, unless there are so few tiles that most run at once.
     together = _few_tiles(problem) and _persistent_height(problem) == 64
-    return 4 if problem.rows < 512 and not together else 16
+    if problem.rows >= 512 or together:
+        return 16
+    return 8 if _slow_memory(problem) and problem.rows >= 256 else 4
 
 
 def _large_weights(problem: Problem) -> bool:
     return problem.G * problem.K * problem.N * problem.dtype.itemsize > LARGE_WEIGHTS
+
+
+def _slow_memory(problem: Problem) -> bool:
+    return problem.gpu is not None and problem.gpu.slow_memory
 
 
 def _tensor_cores_by_tma(problem: Problem) -> bool:
@@ -196,8 +207,11 @@ def _apart(problem: Problem) -> bool:
         return False
     if problem.rows < 256 and problem.K < 1024:
         return False
+    # Of many tiles in a group, one that is half empty costs less than results stored in more pieces.
+    if problem.rows >= 2048 and tail_pieces(problem.N) > 2:
+        return False
     # If memory is slow, reading a weight twice costs more than half-empty tiles.
-    enough = problem.gpu is None or not problem.gpu.slow_memory or problem.rows >= 1024
+    enough = not _slow_memory(problem) or problem.rows >= 512
     return enough and _addressing(problem, "tails", TAILS_HEIGHT).tma_out
 
 
@@ -218,6 +232,8 @@ def tail_pieces(N: int) -> int:
 def tail_cost(problem: Problem) -> int:
     """The time of a tail in `jagged_tails`, in 64ths of that of a whole tile; see benchmarks/notes.md."""
     # With few rows, tails and whole tiles both wait for the weights.
+    if _slow_memory(problem) and problem.rows < 1024:
+        return 56
     return 60 if problem.rows < 256 else min(50, 40 + 16384 // problem.K)
 
 
@@ -233,8 +249,8 @@ def _persistent_height(problem: Problem) -> int:
     whole = (
         problem.N % TAILS_WIDTH == 0 and problem.out_dtype is None and _addressing(problem, "persistent", 128).tma_out
     )
-    slow = problem.gpu is None or problem.gpu.slow_memory
-    return 64 if whole and _few_tiles(problem) and 128 <= problem.rows <= 512 and problem.K > 2048 and not slow else 128
+    fast = problem.gpu is not None and not problem.gpu.slow_memory
+    return 64 if whole and _few_tiles(problem) and 128 <= problem.rows <= 512 and problem.K > 2048 and fast else 128
 
 
 def _basic_height(problem: Problem) -> int:
@@ -246,7 +262,7 @@ def _basic_height(problem: Problem) -> int:
     if few_tiles and problem.rows < 16:
         return 16
     # Reading a weight takes longer than multiplying 64 rows by it; with over 2 GiB of weights, longer than 128 rows.
-    tall = 32 if _large_weights(problem) and not few_tiles else 128
+    tall = 32 if _large_weights(problem) and not few_tiles else 64 if _slow_memory(problem) else 128
     height = 32 if problem.rows < 8 else 64 if problem.rows < tall else 128
     # A block of TMA may not have more rows than A.
     return max(16, min(height, problem.M)) if few_tiles or problem.rows < 8 else height

@@ -34,6 +34,7 @@ class Problem(Access):
     save_preact: bool  # the preactivations are written, too
     biases: int
     paired: bool  # the persistent kernel supports the weights
+    slow_memory: bool = False  # as `Gpu.slow_memory`
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,29 @@ class Choice:
     config: Config
 
 
-PERSISTENT_FROM_ROWS = 64  # mean rows per expert; see benchmarks/notes.md
+PERSISTENT_FROM_ROWS = 64  # mean rows per expert
 # block_m: (block_i, block_k, num_warps, num_stages); the first table is for 16-bit types read by TMA
-_TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4)}
+_TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
 _POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (32, 32, 4, 3)}
 _FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 16, 8, 2)}
 
 
 def rule(problem: Problem) -> Choice:
     """The choice for any problem; it compiles on every GPU."""
-    return persistent(problem) if problem.paired and problem.rows >= PERSISTENT_FROM_ROWS else basic(problem)
+    return persistent(problem) if problem.paired and problem.rows >= _persistent_from_rows(problem) else basic(problem)
+
+
+def _persistent_from_rows(problem: Problem) -> int:
+    """The mean rows per expert from which the persistent kernel is faster; see benchmarks/notes.md."""
+    # The programs of the basic kernel start in the order of its tiles, so those that share a weight read it together.
+    large = problem.E > 8 and 2 * problem.E * problem.H * problem.I * problem.dtype.itemsize > 1 << 30
+    return 256 if problem.slow_memory and large else PERSISTENT_FROM_ROWS
 
 
 def basic(problem: Problem) -> Choice:
     """The rule's config of `swiglu`."""
-    block_m = min(basic_height(problem.rows), 64)
+    tall = problem.paired and problem.rows >= PERSISTENT_FROM_ROWS
+    block_m = 128 if tall else min(basic_height(problem.rows), 64)
     by_tma = addressing(problem, problem.tma_A and block_m <= problem.M, problem.tma_B, False)
     tma_A, tma_B, *_ = by_tma
     presets = _FP32 if problem.dtype == torch.float32 else _TMA if tma_B else _POINTERS
@@ -69,7 +78,7 @@ def basic(problem: Problem) -> Choice:
     block_i, block_k = block_for(problem.I, block_i), block_for(problem.H, block_k)
     blocks = [block_m, block_i, offsets_block(problem.E), block_k]
     before, after = [False] * (1 + problem.gathered), [False] * (problem.biases + _results(problem))
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [4]}
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [8 if tall else 4]}
     options |= indexing(*before, tma_A, tma_B, tma_B, *after)
     config = Config(block_sizes=blocks, **options)
     return Choice(False, block_m, block_i, by_tma, config)

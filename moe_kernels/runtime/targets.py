@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class Gpu:
     arch: int | str
     multiprocessors: int
     shared_memory: int  # bytes that a program can have
-    slow_memory: bool = False  # relative to its tensor cores: an H100 reads 3.35 TB/s, an H200 4.8
+    slow_memory: bool = False  # for kernels that use TMA: an H100 reads 3.35 TB/s, an H200 4.8
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -73,15 +73,16 @@ def of_device(kind: str, index: int) -> Gpu:
     count = int(found.multi_processor_count)
     if torch.version.hip is not None:
         return Gpu(found.name, "hip", found.gcnArchName.split(":")[0], count, 65536)
-    kilobits = 2 * found.memory_clock_rate * found.memory_bus_width  # per second: two transfers per line and clock
-    return Gpu(
+    gpu = Gpu(
         name=found.name,
         backend="cuda",
         arch=10 * found.major + found.minor,
         multiprocessors=count,
         shared_memory=int(found.shared_memory_per_block_optin),
-        slow_memory=bool(0 < kilobits < 8 * 4e9) and (found.major, found.minor) >= (9, 0),  # 0 is unknown
     )
+    kilobits = 2 * found.memory_clock_rate * found.memory_bus_width  # per second: two transfers per line and clock
+    slow = 0 < kilobits < 8 * 4e9  # 0 is unknown
+    return replace(gpu, slow_memory=True) if slow and gpu.has_tma else gpu
 
 
 def of_tensor(tensor: torch.Tensor) -> Gpu:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import sm90
 from sm90 import H200, empty, lowered, ptxas_says, requests
 from sm90 import report as report_of
 
@@ -31,6 +32,7 @@ from moe_kernels.runtime.cache import make_plan
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import RANK_UP_TO, rows_bounds, rows_class, symbolic
 from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, most
+from moe_kernels.runtime.targets import KNOWN
 
 SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 SILU = GLUSpec("silu", True, False, 1.0, 1.0)
@@ -206,6 +208,26 @@ def test_swiglu_of_few_tokens(R: int, columns: bool) -> None:
     report = swiglu_report(R, 2048, 768, 128, top_k=8, columns=columns)
     assert report["code"].count("_desc.load(") == 2
     assert report["cp_async"] > 0
+
+
+@pytest.mark.parametrize(("keep", "bias", "top_k"), [(False, False, 8), (True, True, 8), (True, True, 0)])
+@pytest.mark.parametrize(("H", "I"), [(7168, 2048), (2880, 2880)])
+def test_swiglu_of_many_rows_with_slow_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    H: int,
+    I: int,  # noqa: E741
+    keep: bool,
+    bias: bool,
+    top_k: int,
+) -> None:
+    """On an H100, each program of 64 to 255 rows per expert computes one tile, 128 rows high."""
+    monkeypatch.setattr(sm90, "H200", KNOWN["h100"])
+    for rows in (64, 255):
+        report = swiglu_report(rows * 128, H, I, 128, keep=keep, bias=bias, top_k=top_k)
+        assert "persistent" not in report["name"]
+        assert report["code"].count("_desc.load(") == (2 if top_k else 3)
+        assert report["wgmma"] > 0
+        assert "serialized" not in ptxas_says(report["ptx"])
 
 
 @pytest.mark.parametrize("E", [8192, 4096], ids=["73 rows", "146 rows"])
