@@ -23,7 +23,7 @@ import torch
 
 from moe_kernels import requirements, rules
 from moe_kernels.ops.batched import varied_launch
-from moe_kernels.rules import uniform, varied
+from moe_kernels.rules import swiglu, uniform, varied
 from moe_kernels.runtime import cache, launch, store, targets
 from moe_kernels.runtime.plan import Launch, Plan
 from moe_kernels.runtime.signature import Counts, Operator
@@ -680,6 +680,7 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 128, "M": 16384, "gpu": SLOW}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": SLOW}, ("basic", 128, [128, 256, 16, 64], 8, 4)),
         ({"rows": 128, "M": 16384, "K": 768, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 128, "M": 16384, "int64_out": True, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 256, "M": 32768, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 512, "M": 65536, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
         ({"rows": 1024, "M": 131072, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
@@ -737,6 +738,46 @@ def test_slow_memory(clock: int, width: int, shared_memory: int, slow: bool, mon
     assert not targets.of_device("cpu", 0).slow_memory
 
 
+FIRST_HALF = swiglu.Problem(
+    rows=128,
+    M=16384,
+    I=1536,
+    H=4096,
+    E=128,
+    dtype=torch.bfloat16,
+    tf32=False,
+    gathered=True,
+    save_preact=False,
+    biases=0,
+    paired=True,
+    tma_B=True,
+    tma_out=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, (True, 128, [64], 8)),
+        ({"rows": 32, "M": 4096}, (False, 64, [64, 64, 256, 64], 4)),
+        ({"slow_memory": True}, (False, 128, [128, 128, 256, 64], 8)),
+        ({"slow_memory": True, "rows": 64, "M": 8192}, (False, 128, [128, 128, 256, 64], 8)),
+        ({"slow_memory": True, "rows": 64, "M": 8192, "I": 64}, (True, 128, [64], 8)),  # small weights
+        ({"slow_memory": True, "rows": 32, "M": 4096}, (False, 64, [64, 64, 256, 64], 4)),
+        ({"slow_memory": True, "rows": 256, "M": 32768}, (True, 128, [64], 8)),
+        ({"slow_memory": True, "M": 1024, "E": 8, "I": 14336}, (True, 128, [64], 8)),
+        ({"slow_memory": True, "int64_out": True}, (True, 128, [64], 8)),
+        ({"slow_memory": True, "int64_A": True}, (True, 128, [64], 8)),
+        ({"slow_memory": True, "paired": False}, (False, 64, [64, 64, 256, 64], 4)),
+    ],
+    ids=str,
+)
+def test_what_the_rule_gives_for_the_first_half(changed: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    choice = swiglu.rule(replace(FIRST_HALF, **changed))
+    values = choice.config.config
+    assert (choice.persistent, choice.block_m, values["block_sizes"], values["num_warps"]) == expected
+
+
 @pytest.mark.parametrize(("rows", "K", "cost"), [(512, 2048, 56), (1024, 2048, 48), (1024, 768, 50)])
 def test_cost_of_a_tail_with_slow_memory(rows: int, K: int, cost: int) -> None:
     assert rules.tail_cost(replace(PROBLEM, rows=rows, M=128 * rows, K=K, gpu=SLOW)) == cost
@@ -777,7 +818,7 @@ def test_neither_rules_nor_entries_import_a_compiler() -> None:
     code = """
 import sys
 from moe_kernels import rules
-from moe_kernels.rules import uniform, varied
+from moe_kernels.rules import swiglu, uniform, varied
 from moe_kernels.runtime import cache
 from moe_kernels.tuning import search
 rules.reload()

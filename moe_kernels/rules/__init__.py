@@ -155,7 +155,7 @@ def persistent_from_rows(problem: Problem) -> int:
     """The mean rows per group from which the persistent kernels are faster; see benchmarks/notes.md."""
     if not _tensor_cores_by_tma(problem):
         return PERSISTENT_FROM_ROWS
-    if _slow_memory(problem) and problem.K >= 1024:
+    if _slow_memory(problem) and problem.K >= 1024 and not problem.int64_out:
         # The programs of a basic kernel start in the order of its tiles, so those that share a weight read it together.
         return 256
     if _few_tiles(problem):

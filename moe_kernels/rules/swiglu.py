@@ -64,7 +64,8 @@ def _persistent_from_rows(problem: Problem) -> int:
     """The mean rows per expert from which the persistent kernel is faster; see benchmarks/notes.md."""
     # The programs of the basic kernel start in the order of its tiles, so those that share a weight read it together.
     large = problem.E > 8 and 2 * problem.E * problem.H * problem.I * problem.dtype.itemsize > 1 << 30
-    return 256 if problem.slow_memory and large else PERSISTENT_FROM_ROWS
+    int64 = problem.int64_A or problem.int64_out  # then the basic kernel reads everything by pointers
+    return 256 if problem.slow_memory and large and not int64 else PERSISTENT_FROM_ROWS
 
 
 def basic(problem: Problem) -> Choice:
