@@ -103,7 +103,7 @@ def compile_ahead(
         raise TypeError(f"tokens: expected ints, such as range(1, 8193), got {type(tokens).__name__}")
     checks.check_bools(training=training)
     target = _target(gpu)
-    counts = tokens if isinstance(tokens, range) else list(tokens)
+    counts = tokens if isinstance(tokens, Sequence) else list(tokens)
     calls = [call for one in _each(what) for call in _calls(one, counts, training)]
     wanted = collect(calls)
     _make_all([one for one in wanted if _kept(one, target) is None], target, jobs, progress)
@@ -161,15 +161,14 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
     return found
 
 
-def classes(tokens: Iterable[int], E: int, top_k: int) -> list[Sequence[int]]:
-    """Group the token counts by class, in ascending order. A range may be long: no list of it is made."""
+def classes(tokens: Sequence[int], E: int, top_k: int) -> list[Sequence[int]]:
+    """Group the token counts by class, in ascending order."""
     checks.check_int("num_experts", E, 1)
     checks.check_int("top_k", top_k, 1, E)
-    is_range = isinstance(tokens, range) and tokens.step > 0
-    given: Any = tokens if is_range else list(dict.fromkeys(tokens))
-    for T in (*given[:1], *given[-1:]) if is_range else given:
+    ascending = isinstance(tokens, range) and tokens.step > 0  # may be long, so only its ends are looked at
+    for T in (*tokens[:1], *tokens[-1:]) if ascending else tokens:
         checks.check_int("tokens", T, 0, MAX_ROWS // top_k)
-    rest: Sequence[int] = given if is_range else sorted(given)
+    rest = tokens if ascending else sorted(set(tokens))
     found = []
     while rest:
         _, highest = rows_bounds(Counts(rest[0], (rest[0] * top_k,), E))
@@ -341,7 +340,7 @@ def output(folder: str | None) -> Iterator[None]:
         os.environ |= before
 
 
-def requests(tokens: Iterable[int], shape: LayerShape, gpu: Gpu) -> dict[tuple[int, int], list[Any]]:
+def requests(tokens: Sequence[int], shape: LayerShape, gpu: Gpu) -> dict[tuple[int, int], list[Any]]:
     """Map (lowest, highest) token counts of each class to the layer's kernel requests; nothing is compiled."""
     found: dict[tuple[int, int], list[Any]] = {}
     for members in classes(tokens, shape.num_experts, shape.top_k):

@@ -285,6 +285,11 @@ def _multiply(
     builder.launch(scaled_wgrad, arguments, config, int64_index=int64_index)
 
 
+def _slots(builder: Builder, M: Any, C: int, G: int, dtype: torch.dtype) -> SymbolicTensor:
+    """Allocate the slots of M rows and C columns in G groups: `[slots, C rounded up to a multiple of 128, 128]`."""
+    return replace(builder.alloc((M // BLOCK + G, -(-C // BLOCK) * BLOCK, BLOCK), dtype), few_groups=True)
+
+
 def _quantize(
     builder: Builder,
     x: SymbolicTensor,  # [M, C], or tokens [T, C] with row_to_slot
@@ -296,10 +301,9 @@ def _quantize(
     squares: bool,
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
     """Return data and scales, written by `quantize_columns`."""
-    slots, C = M // BLOCK + G, x.size(1)
-    blocks = -(-C // BLOCK)
-    data = replace(builder.alloc((slots, blocks * BLOCK, BLOCK), torch.float8_e4m3fn), few_groups=True)
-    scales = builder.alloc((slots, blocks if squares else C), torch.float32)
+    C = x.size(1)
+    data = _slots(builder, M, C, G, torch.float8_e4m3fn)
+    scales = builder.alloc((data.size(0), -(-C // BLOCK) if squares else C), torch.float32)
     constants = (1 if row_to_slot is None else top_k, squares, _LARGEST)
     arguments = (data, scales, x, row_to_slot, tiles, max_num_tiles(M, G, BLOCK), *constants)
     builder.launch(quantize_columns, arguments, rules.columns(squares), int64_index=needs_int64(x, scales))
@@ -309,7 +313,7 @@ def _quantize(
 def _pad(builder: Builder, x: SymbolicTensor, tiles: SymbolicTensor, G: int) -> SymbolicTensor:
     """Return the slots of fp8 data `x [C, M]`, written by `pad_columns`."""
     C, M = x.shape
-    data = replace(builder.alloc((M // BLOCK + G, -(-C // BLOCK) * BLOCK, BLOCK), x.dtype), few_groups=True)
+    data = _slots(builder, M, C, G, x.dtype)
     arguments = (data, x, tiles, max_num_tiles(M, G, BLOCK))
     builder.launch(pad_columns, arguments, rules.padding(), int64_index=needs_int64(x))
     return data
