@@ -1,4 +1,4 @@
-"""A layer of eight experts spread over ranks, compared with the whole layer on each rank.
+"""A layer of eight experts spread over ranks, compared with the whole layer on each rank; then the same in fp8.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py
 
@@ -48,7 +48,15 @@ def main() -> None:
     tolerance = 3e-2 if on_gpu else 1e-4
     torch.testing.assert_close(out, whole, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(d_hidden, d_whole, rtol=tolerance, atol=tolerance)
-    print(f"rank {rank}: {sum(exchange.sent)} rows sent, {len(rows)} received; output and gradient agree", flush=True)
+
+    rows, exchange = dispatch(hidden.detach(), topk_ids, topk_weights, E)
+    ids = exchange.expert_ids
+    ones = torch.ones_like(ids, dtype=torch.float32)
+    rows = moe_mlp(rows, ids, ones, w_gate_up[mine], w_down[mine], compute="fp8_block")
+    in_fp8 = combine(rows, exchange)
+    whole = moe_mlp(hidden.detach(), topk_ids, topk_weights, w_gate_up, w_down, compute="fp8_block")
+    torch.testing.assert_close(in_fp8, whole, rtol=tolerance, atol=tolerance)
+    print(f"rank {rank}: {sum(exchange.sent)} rows sent, {len(rows)} received; outputs and gradient agree", flush=True)
     dist.destroy_process_group()
 
 

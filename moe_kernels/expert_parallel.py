@@ -1,6 +1,6 @@
 """Expert parallelism: rank p of the P ranks of a process group holds the E / P experts from `p * E / P` on.
 
-hidden --dispatch--> rows of this rank's experts --swiglu_ffn, grouped_gemm--> rows --combine--> hidden
+hidden --dispatch--> rows of this rank's experts --swiglu_ffn, grouped_gemm or moe_mlp--> rows --combine--> hidden
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ class Exchange(NamedTuple):
         """`[E / P + 1]` int32, the offsets of this rank's experts in the rows of `dispatch`."""
         return self.arrival.group_offsets
 
+    @property
+    def expert_ids(self) -> Tensor:
+        """`[R', 1]` int64, the expert of each row of `dispatch`, in `0..E / P - 1`: the `topk_ids` for `moe_mlp`."""
+        sizes = group_sizes(self.group_offsets)
+        experts = torch.arange(sizes.size(0), device=sizes.device)
+        return experts.repeat_interleave(sizes, output_size=sum(self.received))[:, None]
+
 
 def dispatch(
     hidden: Tensor,  # [T, H]
@@ -59,7 +66,8 @@ def dispatch(
 
     Returns:
         `rows [R', H]`, the rows of this rank's experts, sorted by expert with the offsets `exchange.group_offsets`; and
-        `exchange`. Differentiable in `hidden`; the backward pass is collective, too.
+        `exchange`. `moe_mlp` takes the rows as tokens with the one expert `exchange.expert_ids`. Differentiable in
+        `hidden`; the backward pass is collective, too.
 
     Raises:
         TypeError, ValueError: as for `route` and `permute`; `num_experts` is not a multiple of the number of ranks; a

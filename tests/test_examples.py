@@ -91,7 +91,7 @@ runpy.run_path({str(ROOT / "examples" / "moe_layer.py")!r}, run_name="__main__")
 def test_expert_parallel_example() -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     text = run(*launch, str(ROOT / "examples" / "expert_parallel.py"))
-    assert text.count("output and gradient agree") == 2
+    assert text.count("outputs and gradient agree") == 2
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs pip install -e '.[transformers]'")

@@ -85,6 +85,16 @@ def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
     return found
 
 
+def in_fp8(x: dict[str, Tensor], w_gate_up: Tensor, w_down: Tensor) -> list[Tensor]:
+    """Return the result of this rank's tokens, with its experts' products in fp8, and all gradients, in float32."""
+    inputs = [v.detach().float().requires_grad_() for v in (x["hidden"], x["topk_weights"], w_gate_up, w_down)]
+    rows, exchange = dispatch(inputs[0], x["topk_ids"], inputs[1], E)
+    ids = exchange.expert_ids
+    rows = moe_mlp(rows, ids, torch.ones_like(ids, dtype=torch.float32), *inputs[2:], compute="fp8_block")
+    out = combine(rows, exchange)
+    return [out.detach(), *torch.autograd.grad(out, inputs, x["upstream"].float())]
+
+
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=P)
@@ -100,6 +110,7 @@ def run_rank(rank: int, folder: str) -> None:
         out = combine(grouped_gemm(act, w_down.mT, exchange.group_offsets), exchange)
         gradients = torch.autograd.grad(out, (hidden, topk_weights, w_gate_up, w_down), x["upstream"])
         results[case] = [out.detach(), *gradients]
+        results[f"{case}, fp8"] = in_fp8(x, w_gate_up, w_down)
     routed = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
     with pytest.raises(ValueError, match=r"num_experts: expected a multiple of the group's 2 ranks, got 7"):
         dispatch(torch.ones(1, H), *routed, 7)
@@ -137,6 +148,21 @@ def test_ranks_give_what_one_process_gives(case: str, results: list[dict[str, li
     ours = [torch.cat(parts) for parts in zip(*(rank[case] for rank in results), strict=True)]
     for got, want in zip(ours, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_in_fp8(case: str, results: list[dict[str, list[Tensor]]]) -> None:
+    """A token's weight is applied before or after other operands are rounded to fp8, so gradients differ a little."""
+    weights, ranks = make(case)
+    whole = {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
+    inputs = [v.float().requires_grad_() for v in (whole["hidden"], whole["topk_weights"], *weights)]
+    out = moe_mlp(inputs[0], whole["topk_ids"], *inputs[1:], compute="fp8_block")
+    expected = [out.detach(), *torch.autograd.grad(out, inputs, whole["upstream"].float())]
+    ours = [torch.cat(parts) for parts in zip(*(rank[f"{case}, fp8"] for rank in results), strict=True)]
+    for got, want, tolerance in zip(ours, expected, (1e-6, 0.05, 0.05, 0.05, 0.05), strict=True):
+        assert got.shape == want.shape
+        assert (got - want).norm() <= tolerance * want.norm()
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
