@@ -639,8 +639,7 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({}, ("tails", 128, [64], 8, 4)),
         ({"rows": 1024, "M": 131072, "K": 7168, "G": 1}, ("tails", 128, [64], 8, 4)),
         ({"N": 2880}, ("tails", 128, [64], 8, 4)),
-        ({"rows": 2048, "M": 262144, "N": 2880}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"rows": 2048, "M": 262144, "N": 2944}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 1024, "M": 131072, "N": 2880}, ("tails", 128, [64], 8, 4)),
         ({"N": 1400}, ("persistent", 128, [256, 64], 8, 4)),
         ({"N": 192}, ("persistent", 128, [128, 64], 8, 4)),
         ({"tma_out": False}, ("persistent", 128, [256, 64], 8, 4)),
@@ -781,6 +780,24 @@ def test_what_the_rule_gives_for_the_first_half(changed: dict[str, Any], expecte
 @pytest.mark.parametrize(("rows", "K", "cost"), [(512, 2048, 56), (1024, 2048, 48), (1024, 768, 50)])
 def test_cost_of_a_tail_with_slow_memory(rows: int, K: int, cost: int) -> None:
     assert rules.tail_cost(replace(PROBLEM, rows=rows, M=128 * rows, K=K, gpu=SLOW)) == cost
+
+
+@pytest.mark.parametrize(
+    ("rows", "N", "narrow", "pieces"),
+    [
+        (1024, 2880, 64, (1, 2)),
+        (1024, 1408, 128, (1, 2)),
+        (1024, 2048, 0, (2, 2)),
+        (1024, 960, 0, (4, 4)),
+        (512, 2880, 0, (4, 4)),
+        (512, 1408, 0, (2, 2)),
+    ],
+)
+def test_a_narrow_column(rows: int, N: int, narrow: int, pieces: tuple[int, int]) -> None:
+    problem = replace(PROBLEM, rows=rows, M=128 * rows, N=N)
+    assert rules.narrow_column(problem) == narrow
+    assert rules.tail_pieces(N, narrow) == pieces
+    assert not narrow or rules.tail_cost(problem) == {64: 40, 128: 48}[narrow]
 
 
 def test_bundled_files_are_read_and_legal() -> None:

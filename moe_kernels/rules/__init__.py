@@ -93,6 +93,7 @@ SHORT = 512  # Up to this K, a tile ends before its loads are in flight: persist
 # The kernels that each requested variant allows.
 _KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
 TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of whole tiles in `jagged_tails`, whose source repeats these numbers
+NARROW_FROM_ROWS = 1024  # With fewer rows per group, tails of few rows save as much as a narrow column.
 UNSPLIT = 384  # Up to this many rows, reading a group's weight once more for a tail costs more than half a tile.
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM share, from sm90 on
 MAX_BLOCK_G = 1024  # the most offsets that a program processes at once
@@ -118,7 +119,8 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
         variant = "persistent" if many else "basic"
     if variant == "tails" or (variant == "persistent" and block_m is None and _apart(problem)):
         addressing = _addressing(problem, "tails", TAILS_HEIGHT)
-        return Choice("tails", TAILS_HEIGHT, addressing, tails(problem.N, problem.K, problem.has_bias, addressing))
+        config = tails(problem.N, problem.K, problem.has_bias, addressing, narrow_column(problem))
+        return Choice("tails", TAILS_HEIGHT, addressing, config)
     presets = _PERSISTENT if variant == "persistent" else _BASIC
     block_m = block_m or (_persistent_height(problem) if variant == "persistent" else _basic_height(problem))
     addressing = _addressing(problem, variant, block_m)
@@ -202,35 +204,44 @@ def _few_tiles(problem: Problem) -> bool:
 
 
 def _apart(problem: Problem) -> bool:
-    """Whether to compute tails, in tiles of half the height, by `jagged_tails`."""
+    """Whether to compute tails, smaller than other tiles, by `jagged_tails`."""
     if _persistent_height(problem) != TAILS_HEIGHT:
         return False
     if problem.rows < 256 and problem.K < 1024:
-        return False
-    # Of many tiles in a group, one that is half empty costs less than results stored in more pieces.
-    if problem.rows >= 2048 and tail_pieces(problem.N) > 2:
         return False
     # If memory is slow, reading a weight twice costs more than half-empty tiles.
     enough = not _slow_memory(problem) or problem.rows >= 512
     return enough and _addressing(problem, "tails", TAILS_HEIGHT).tma_out
 
 
-def tails(N: int, K: int, has_bias: bool, addressing: Addressing) -> Config:
+def narrow_column(problem: Problem) -> int:
+    """The width of a last column whose tiles are the tails of `jagged_tails`, or 0 for tails of few rows."""
+    width = problem.N % TAILS_WIDTH
+    return width if width in (64, 128) and problem.rows >= NARROW_FROM_ROWS else 0
+
+
+def tails(N: int, K: int, has_bias: bool, addressing: Addressing, narrow: int = 0) -> Config:
     """The config of `jagged_tails`."""
     options: dict[str, Any] = {"num_warps": 8, "num_stages": 4, "pid_type": "flat"}
     if addressing.tma_out:
         options["range_flattens"] = [None, True, True, None]  # both loops over tiles
-    options |= indexing_of("tails", has_bias, addressing, tail_pieces(N))
+    options |= indexing_of("tails", has_bias, addressing, tail_pieces(N, narrow))
     return Config(block_sizes=[block_for(K, 64)], **options)
 
 
-def tail_pieces(N: int) -> int:
-    """The number of pieces in which `jagged_tails` stores 256 columns. N must be a multiple of their width."""
-    return 2 if N % 128 == 0 else 4
+def tail_pieces(N: int, narrow: int) -> tuple[int, int]:
+    """The number of pieces in which `jagged_tails` stores a tail and a whole tile.
+
+    N without a narrow column must be a multiple of the width of a piece of 256 columns.
+    """
+    pieces = 2 if (N - narrow) % 128 == 0 else 4
+    return (1 if narrow else pieces), pieces
 
 
 def tail_cost(problem: Problem) -> int:
     """The time of a tail in `jagged_tails`, in 64ths of that of a whole tile; see benchmarks/notes.md."""
+    if narrow := narrow_column(problem):
+        return 40 if narrow == 64 else 48
     # With few rows, tails and whole tiles both wait for the weights.
     if _slow_memory(problem) and problem.rows < 1024:
         return 56
@@ -287,14 +298,22 @@ def addressing(problem: Access, tma_A: bool, tma_B: bool, tma_out: bool) -> Addr
     return Addressing(tma_A, tma_B, tma_out, int64_index=False)
 
 
-def indexing_of(variant: str, has_bias: bool, addressing: Addressing, pieces: int = 1) -> dict[str, Any]:
+def indexing_of(
+    variant: str, has_bias: bool, addressing: Addressing, pieces: tuple[int, int] = (1, 1)
+) -> dict[str, Any]:
     """The options for `addressing`, in the order of the kernel's accesses: tables, A_packed, B, bias, pieces of out."""
     a, b, out, _ = addressing
     if variant == "tails":
-        tile = [*[False] * 3, a, b, *[False] * has_bias, *[out] * pieces]
-        return indexing(*[False] * 2, *tile, *tile)
+        of_tail, of_whole = pieces
+        numbers = [False] * (1 if of_tail == 1 else 2)  # a narrow column has as many tiles as the others
+        tile = [*[False] * 3, a, b, *[False] * has_bias]
+        return indexing(*numbers, *tile, *[out] * of_tail, *tile, *[out] * of_whole)
     tables = 3 if variant == "persistent" else 1
     return indexing(*[False] * tables, a, b, *[False] * has_bias, out)
+
+
+def _indexing(problem: Problem, variant: str, addressing: Addressing) -> dict[str, Any]:
+    return indexing_of(variant, problem.has_bias, addressing, tail_pieces(problem.N, narrow_column(problem)))
 
 
 def indexing(*tma: bool) -> dict[str, Any]:
@@ -402,7 +421,7 @@ def _adapted(found: entries.Found, problem: Problem) -> Choice:
     entry = found.entry
     config = dict(entry.config)
     addressing = _addressing(problem, entry.kernel, entry.block_m)
-    config |= indexing_of(entry.kernel, problem.has_bias, addressing, tail_pieces(problem.N))
+    config |= _indexing(problem, entry.kernel, addressing)
     if problem.has_bias:
         for per_load in ("load_eviction_policies", "load_cache_modifiers"):
             if isinstance(config.get(per_load), list):
@@ -429,7 +448,7 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     addressing = _addressing(problem, choice.variant, choice.block_m)
     if choice.addressing != addressing or (choice.entry is not None and choice.entry.tma != addressing.tma):
         return "other operands are read or written by TMA"
-    needed = indexing_of(choice.variant, problem.has_bias, choice.addressing, tail_pieces(problem.N))
+    needed = _indexing(problem, choice.variant, choice.addressing)
     if any(values.get(name) != value for name, value in needed.items()):
         return f"indexing is {values.get('indexing')}"
     blocks = values.get("block_sizes")

@@ -1,4 +1,4 @@
-"""The persistent kernel with tiles of two heights: the list of tiles, and that every tile is computed by a worker."""
+"""The persistent kernel with tiles of two sizes: the list of tiles, and that every tile is computed by a worker."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def product(
     return out
 
 
-def table_with_tails(group_offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def table_with_tails(group_offsets: torch.Tensor, out: torch.Tensor, unsplit: int = 384) -> torch.Tensor:
     def steps(builder: Builder, offsets: SymbolicTensor, out: SymbolicTensor) -> SymbolicTensor:
-        return tiles.plan_table(builder, offsets, out, 128, unsplit=384)
+        return tiles.plan_table(builder, offsets, out, 128, unsplit)
 
     table: torch.Tensor = run(steps, {"offsets": group_offsets, "out": out}, rows=("out",))
     return table
@@ -70,8 +70,21 @@ def test_sizes_and_layouts(sizes: list[int], transposed: bool, device: str) -> N
     assert_grouped_gemm_close(product(A, B, group_offsets), A, B, group_offsets)
 
 
-@pytest.mark.parametrize("N", [256, 384])
-def test_a_bias(N: int, device: str) -> None:
+@pytest.mark.parametrize("transposed", [True, False], ids=["B [G, N, K] viewed", "B [G, K, N]"])
+@pytest.mark.parametrize("N", [320, 640, 576])
+@pytest.mark.parametrize("sizes", [SIZES["tails and whole tiles"], SIZES["one large group"]], ids=str)
+def test_a_narrow_column(
+    sizes: list[int], N: int, transposed: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(rules, "NARROW_FROM_ROWS", 0)
+    A, B, group_offsets = make_inputs(sizes, N, 80, dtype=torch.float16, device=device, transposed=transposed)
+    assert_grouped_gemm_close(product(A, B, group_offsets), A, B, group_offsets)
+
+
+@pytest.mark.parametrize("narrow_from_rows", [0, 1024])
+@pytest.mark.parametrize("N", [256, 320, 384])
+def test_a_bias(N: int, narrow_from_rows: int, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(rules, "NARROW_FROM_ROWS", narrow_from_rows)
     sizes = [130, 0, 30]
     A, B, group_offsets = make_inputs(sizes, N, 64, dtype=torch.float16, device=device)
     bias = torch.randn(3, N, device=device).to(torch.float16)
@@ -87,9 +100,13 @@ def test_one_weight_for_all_groups(device: str) -> None:
     assert_grouped_gemm_close(product(A, B.unsqueeze(0), group_offsets), A, B, group_offsets)
 
 
+@pytest.mark.parametrize("N", [256, 320])
 @pytest.mark.parametrize("values", [[3, 200, 100, 150, 290], [-5, 500, 20, 30, 40], [90, 60, 7, 290, 400]], ids=str)
-def test_rows_outside_are_zeros_and_what_is_beside_stays_out(values: list[int], device: str) -> None:
-    A, B, _ = make_inputs([300], 256, 72, dtype=torch.float16, device=device)
+def test_rows_outside_are_zeros_and_what_is_beside_stays_out(
+    values: list[int], N: int, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(rules, "NARROW_FROM_ROWS", 0)
+    A, B, _ = make_inputs([300], N, 72, dtype=torch.float16, device=device)
     B = torch.cat([B, B * 2, B * 3, B * 4])
     group_offsets = torch.tensor(values, dtype=torch.int32, device=device)
     inside = torch.zeros(300, dtype=torch.bool, device=device)
@@ -133,11 +150,12 @@ def test_the_heights_that_a_routing_calls_for(device: str) -> None:
     assert not out[:2].any() and not out[-7:].any() and out[2:-7].isnan().all()
 
 
-def test_the_kernel_object(device: str) -> None:
-    A, B, group_offsets = make_inputs([130, 0, 140], 256, 64, dtype=torch.float16, device=device)
-    out = torch.empty(270, 256, dtype=A.dtype, device=device)
-    table = table_with_tails(group_offsets, out)
-    kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 81, 9, 1, False, False, False, 2, 5)
+@pytest.mark.parametrize("narrow", [0, 64])
+def test_the_kernel_object(narrow: int, device: str) -> None:
+    A, B, group_offsets = make_inputs([130, 0, 140], 256 + narrow, 64, dtype=torch.float16, device=device)
+    out = torch.empty(270, 256 + narrow, dtype=A.dtype, device=device)
+    table = table_with_tails(group_offsets, out, tiles.NO_TAILS if narrow else 384)
+    kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 81, 9, 1, narrow, False, False, False, 2, 5)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
