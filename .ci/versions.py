@@ -47,13 +47,14 @@ EXPLAINED = """\
 
 Written by `python .ci/versions.py`, on a machine without a GPU. Each cell is the number of tests that passed.
 *reference*: plain PyTorch, checks and commands. *interpreter*: the kernels in Triton's interpreter. *lowering*: what
-the kernels compile to for an H200.
+the kernels compile to for an H200. Earlier dates had fewer tests. Skipped tests are not counted.
 """
 BELOW = """\
 
 Helion 1.5.1 cannot be imported with PyTorch 2.11. Uniform products compiled with Helion 1.5.1 store their results
-through pointers; with Helion 1.5.0 they use TMA. A minor version that is not in the table gives a warning, and private
-functions of PyTorch and Triton are then not used. Only the interpreter of Triton 3.6 needs numpy before 2.4.
+through pointers; with Helion 1.5.0 they use TMA. A minor version that is not in the table gives a warning, and calls
+and launches then use no private functions of PyTorch and Triton; compiling still does. Only the interpreter of Triton
+3.6 needs numpy before 2.4.
 """
 
 
@@ -108,12 +109,13 @@ def record(combination: tuple[str, ...], python: str, part: str, last: str) -> N
 
 def page(results: dict[str, Any]) -> str:
     """Return the text of docs/versions.md."""
-    header = ["PyTorch", "Triton", "Helion", "Python", *PARTS]
+    header = ["PyTorch", "Triton", "Helion", "Python", "date", *PARTS]
     rows = [header, ["---"] * len(header)]
     for combination in COMBINATIONS:
         found = results.get(" ".join(combination[:3]), {})
         python = next((one["python"] for one in found.values()), "")
-        rows.append([*combination[:3], python, *(cell(found.get(part)) for part in PARTS)])
+        date = min((one["date"] for one in found.values()), default="")
+        rows.append([*combination[:3], python, date, *(cell(found.get(part)) for part in PARTS)])
     return "\n".join([EXPLAINED, *(f"| {' | '.join(row)} |" for row in rows), BELOW])
 
 

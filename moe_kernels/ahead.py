@@ -96,12 +96,13 @@ def compile_ahead(
     Raises:
         TypeError, ValueError: a size or token count that is not an int or out of range; an unsupported dtype; an
             unknown GPU or model, or a module without a layer of this package.
-        RuntimeError: `gpu` is None, and there is no GPU.
+        RuntimeError: `gpu` is None, and there is no GPU; or there is no C compiler.
         OSError: the folder cannot be written to, or its size limit is too small.
     """
     if not isinstance(tokens, Iterable):
         raise TypeError(f"tokens: expected ints, such as range(1, 8193), got {type(tokens).__name__}")
     checks.check_bools(training=training)
+    checks.check_int("jobs", jobs, 1)
     target = _target(gpu)
     counts = tokens if isinstance(tokens, Sequence) else list(tokens)
     calls = [call for one in _each(what) for call in _calls(one, counts, training)]

@@ -865,7 +865,10 @@ def validate_offsets(group_offsets: Tensor, M: int) -> None:
 
 def validation_enabled(validate: bool | None) -> bool:
     """Whether to check values on the host: `validate`, or if None, whether `MOE_KERNELS_VALIDATE` was 1 at import."""
-    return _VALIDATE if validate is None else validate
+    if validate is None:
+        return _VALIDATE
+    check_bools(validate=validate)
+    return validate
 
 
 def _result_dtype(A: Tensor, B: Tensor, out_dtype: torch.dtype | None, reference: bool) -> torch.dtype:

@@ -112,7 +112,7 @@ def compile_main(options: argparse.Namespace) -> int:
                 jobs=options.jobs,
                 progress=_progress,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             print(f"compile: {error}", file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
     print(_summary(made, time.monotonic() - begun))

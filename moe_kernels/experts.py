@@ -44,13 +44,14 @@ def swiglu_ffn(
             `gated=False` the single weight: `[E, I, H]`.
         group_offsets: `[E + 1]` int32 or int64.
         w_up: `[E, I, H]`, for gate and up in separate tensors.
-        gate_up_bias, up_bias: `[E, 2I]` or `[E, I]`, added in float32.
+        gate_up_bias, up_bias: `[E, 2I]` or `[E, I]`, added in float32; `up_bias` only with `w_up`.
         activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu_squared". Two more clamp gate to at most `limit`, and
             up to `-limit..limit`: "clamped_swiglu", gpt-oss's `gate * sigmoid(alpha * gate) * (up + 1)`; and
             "clamped_silu", DeepSeek-V4's `silu(gate) * up`. These two need `gated=True`.
         gated: False for `act = f(rows @ w)`.
         transposed: weights are `[E, H, 2I]` or `[E, H, I]`.
-        interleaved: gate and up alternate along the dimension of 2I of `w_gate_up`, as in gpt-oss, gate first.
+        interleaved: gate and up alternate along the dimension of 2I of `w_gate_up`, as in gpt-oss, gate first; not
+            with `w_up` or `gated=False`.
         alpha: for "clamped_swiglu"; the default is that of gpt-oss.
         limit: for "clamped_swiglu" and "clamped_silu"; the default is that of gpt-oss, DeepSeek-V4 uses 10.
 

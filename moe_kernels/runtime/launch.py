@@ -347,7 +347,7 @@ def _build_libraries(records: list[store.Binary]) -> int:
 def _build_stub(folder: str) -> None:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise RuntimeError("moe_kernels compile needs a C compiler: apt install gcc")
+        raise RuntimeError("Triton's launchers need a C compiler, and none was found: apt install gcc")
     source, stub = os.path.join(folder, "stub.c"), os.path.join(folder, "libcuda.so.1")
     Path(source).write_text("")
     subprocess.run([compiler, "-shared", "-Wl,-soname,libcuda.so.1", source, "-o", stub], check=True)

@@ -59,8 +59,8 @@ _LEAST_SEARCH = 20  # seconds that Helion's first round of configs takes
 
 HELP = """\
 Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU. The fastest config, or the
-rule's if none is faster, is written to <out>/<gpu>.json, where the next process finds it. Needs a CUDA GPU that nothing
-else uses.
+rule's if none is faster, is written to <out>/<gpu>.json. The next process finds it in the default folder; for another
+folder, set MOE_KERNELS_CONFIG_DIR to it. Needs a CUDA GPU that nothing else uses.
 
 The remaining time is divided evenly between the remaining problems. A problem first tries neighbours of the rule's
 config, then Helion's autotuner from the best of them, under softmax-skewed, zipf-skewed and uniform routing at once. At
