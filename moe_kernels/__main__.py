@@ -78,12 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if options.command == "cache":
         return commands.cache_main(options)
-    if options.command in ("compile", "tune"):
-        if not _kernels_run():
-            return 1
-        return tune.main(options) if options.command == "tune" else commands.compile_main(options)
-    if options.command == "info" and options.model:
+    layer = options.command == "info" and options.model
+    listed = options.command == "compile" and options.list
+    if (layer or options.command in ("compile", "tune")) and not listed and not _kernels_run():
+        return 1
+    if layer:
         return commands.print_layer(options)
+    if options.command in ("compile", "tune"):
+        return tune.main(options) if options.command == "tune" else commands.compile_main(options)
     return demo() if options.command == "demo" else info()
 
 

@@ -132,7 +132,7 @@ def _target(gpu: str | None) -> Gpu:
         if not torch.cuda.is_available():
             raise RuntimeError(f"there is no GPU to compile for: name one of {', '.join(targets.KNOWN)}")
         return targets.of_device("cuda", torch.cuda.current_device())
-    if gpu not in targets.KNOWN:
+    if gpu not in tuple(targets.KNOWN):
         raise ValueError(f"gpu: expected one of {', '.join(targets.KNOWN)}, got {gpu!r}")
     return targets.KNOWN[gpu]
 
@@ -152,6 +152,8 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
     if isinstance(what, LayerShape):
         checks.check_kernel_dtype("dtype", what.dtype)
         return [_call_of_shape(what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]
+    if not isinstance(what, nn.Module):
+        raise TypeError(f"what: expected a module, a LayerShape or a model's name, got {type(what).__name__}")
     found = [
         _call_of_module(module, T, training)
         for module in layers_of(what)
@@ -303,9 +305,12 @@ def _making(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int) -> Iterator[None
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, jobs), context, _begin, (None if here else gpu,)) as pool:
-        for future in as_completed([pool.submit(_make, one, gpu) for one in wanted]):
-            future.result()
-            yield
+        try:
+            for future in as_completed([pool.submit(_make, one, gpu) for one in wanted]):
+                future.result()
+                yield
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _begin(absent: Gpu | None) -> None:

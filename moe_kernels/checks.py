@@ -270,21 +270,22 @@ def _check_moved(name: str, value: Tensor, extent: str, routing: Routing) -> Non
     if not isinstance(routing, Routing):
         raise TypeError(f"routing: expected the Routing that route returns, got {type(routing).__name__}")
     _check_floats(((name, value),), False)
-    expected = (routing.topk_weights if extent == "T" else routing.slot_to_row).shape[0]
+    _check_floats((("routing.topk_weights", routing.topk_weights),), False)
+    for field, indices in (("slot_to_row", routing.slot_to_row), ("group_offsets", routing.group_offsets)):
+        _check_tensor(f"routing.{field}", indices)
+        if indices.dtype != torch.int32:
+            raise TypeError(f"routing.{field}: expected int32, got {indices.dtype}")
+    shape, R = routing.topk_weights.shape, routing.topk_weights.numel()
+    if len(shape) != 2 or shape[1] < 1 or routing.slot_to_row.shape != (R,):
+        raise ValueError(
+            f"routing: expected topk_weights [T, top_k] and slot_to_row [T * top_k], got shapes "
+            f"{list(shape)} and {list(routing.slot_to_row.shape)}"
+        )
+    expected = shape[0] if extent == "T" else R
     if value.dim() != 2 or value.shape[0] != expected:
         raise ValueError(f"{name}: expected shape [{extent}, H] with {extent} = {expected}, got {list(value.shape)}")
     _check_same_device(name, value, "routing", routing.slot_to_row)
-    R = routing.topk_weights.numel()
-    for field, indices in (("slot_to_row", routing.slot_to_row), ("group_offsets", routing.group_offsets)):
-        if indices.dtype != torch.int32:
-            raise TypeError(f"routing.{field}: expected int32, got {indices.dtype}")
-    if routing.topk_weights.dim() != 2 or routing.slot_to_row.shape != (R,):
-        raise ValueError(
-            f"routing: expected topk_weights [T, top_k] and slot_to_row [T * top_k], got shapes "
-            f"{list(routing.topk_weights.shape)} and {list(routing.slot_to_row.shape)}"
-        )
     check_index_vector("routing.group_offsets", routing.group_offsets, 1, name, value)
-    _check_floats((("routing.topk_weights", routing.topk_weights),), False)
     _check_same_device("routing.topk_weights", routing.topk_weights, name, value)
 
 
@@ -543,8 +544,8 @@ def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
 
 
 def _check_format(name: str, format: str) -> None:
-    if format not in FORMATS:
-        hint = f"; MoE.quantize and compute call {FP8_COMPUTE[format]!r} so" if format in FP8_COMPUTE else ""
+    if format not in tuple(FORMATS):  # of a dict, a list would be unhashable
+        hint = f"; MoE.quantize and compute call {FP8_COMPUTE[format]!r} so" if format in tuple(FP8_COMPUTE) else ""
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, FORMATS))}, got {format!r}{hint}")
 
 
@@ -561,6 +562,17 @@ def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
     if len(outside):
         t, k = outside[0].tolist()
         raise ValueError(f"topk_ids[{t}, {k}]: expected 0 to {num_experts - 1}, got {int(topk_ids[t, k])}")
+
+
+def _may_overlap(matrix: Tensor) -> bool:
+    """Whether two elements may be at one address: a line of the inner dimension reaches the next one."""
+    sizes = [(stride, size) for stride, size in zip(matrix.stride(), matrix.shape, strict=True) if size > 1]
+    reached = 0
+    for stride, size in sorted(sizes):
+        if stride <= reached:
+            return True
+        reached += stride * (size - 1)
+    return False
 
 
 def check_grouped_mm(
@@ -606,6 +618,7 @@ def _check_grouped_mm_shapes(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, 
                 f"got {offs.shape[0]}{hint if offs.shape[0] == G + 1 else ''}"
             )
     if bias is not None:
+        _check_tensor("bias", bias)
         if mat_a.dim() != 2 or mat_b.dim() != 3:
             raise ValueError("bias: expected None unless mat_a is [M, K] and mat_b is [G, K, N], got a value")
         _check_shape("bias", bias, "[G, N]", (mat_b.shape[0], mat_b.shape[2]))
@@ -644,8 +657,9 @@ def check_scaled_grouped_mm(
         )
     for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
         for one in swizzle if isinstance(swizzle, (list, tuple)) else [swizzle]:
-            if getattr(one, "name", one) not in (None, "NO_SWIZZLE"):
-                raise ValueError(f"{name}: expected None or NO_SWIZZLE, got {one}")
+            if one is not None and getattr(one, "name", None) != "NO_SWIZZLE":  # a tensor's name is None
+                found = type(one).__name__ if isinstance(one, Tensor) else one
+                raise ValueError(f"{name}: expected None or NO_SWIZZLE, got {found}")
     check_bools(use_fast_accum=use_fast_accum)
     if use_fast_accum and not rowwise:
         raise ValueError("use_fast_accum: expected False for BlockWise recipes, whose blocks are added in float32")
@@ -761,7 +775,7 @@ def check_varied(
             continue
         if out[p].shape != (a.shape[0], b.shape[1]):
             raise ValueError(f"out[{p}]: expected shape {[a.shape[0], b.shape[1]]}, got {list(out[p].shape)}")
-        if any(stride == 0 and size > 1 for size, stride in zip(out[p].shape, out[p].stride(), strict=True)):
+        if _may_overlap(out[p]):
             raise ValueError(f"out[{p}]: expected every element in memory of its own, got strides {out[p].stride()}")
     if out is not None and torch_internals.has_tangent(*group_A, *group_B, *out):
         raise RuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moe_kernels import requirements
 from moe_kernels.ahead import CompileCounts, LayerShape, compile_ahead, output, requests
 from moe_kernels.models import MODELS, NOT_SWIGLU, positive
 from moe_kernels.runtime import store, targets
@@ -112,7 +114,7 @@ def compile_main(options: argparse.Namespace) -> int:
                 jobs=options.jobs,
                 progress=_progress,
             )
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
             print(f"compile: {error}", file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
     print(_summary(made, time.monotonic() - begun))
@@ -128,8 +130,8 @@ def _refused(options: argparse.Namespace) -> str | None:
     here = store.public_version("triton") or "none"
     if options.triton is not None and not f"{here}.".startswith(f"{options.triton.partition('+')[0]}."):
         return f"compile: --triton {options.triton}: {here} is installed here, and binaries are for its version alone"
-    if options.torch is not None and options.torch.split(".")[:2] not in [["2", str(n)] for n in range(11, 16)]:
-        return f"compile: --torch {options.torch}: expected 2.11 to 2.15"
+    if options.torch is not None and not requirements.is_tested(options.torch, *requirements.TESTED["torch"]):
+        return f"compile: --torch {options.torch}: expected {' to '.join(requirements.TESTED['torch'])}"
     if options.output is not None and Path(options.output).exists() and not Path(options.output).is_dir():
         return f"compile: --output {options.output}: expected a folder, this is a file"
     return None

@@ -137,6 +137,7 @@ def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
         failure, matching = None, []
         try:
             got = _call(expert, weights, x)
+            matching = [name for name, want in results.items() if _close(got, want)]
         except _DrawsRandomNumbers:
             raise ValueError(
                 f"experts[{e}]: this {type(expert).__name__} draws random numbers when it is called, such as for "
@@ -144,8 +145,6 @@ def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
             ) from None
         except Exception as error:
             failure = error
-        else:
-            matching = [name for name, want in results.items() if _close(got, want)]
         if len(matching) != 1:
             formula = "down(f(gate(x)) * up(x))" if gated else "down(f(up(x)))"
             raise ValueError(
@@ -177,7 +176,7 @@ def _call(expert: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> 
 
 
 def _close(got: Tensor, want: Tensor) -> bool:
-    return bool(((got - want).abs().amax(1) <= 1e-5 * want.abs().amax(1)).all())
+    return got.shape == want.shape and bool(((got - want).abs().amax(1) <= 1e-5 * want.abs().amax(1)).all())
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -136,7 +136,13 @@ class MoE(nn.Module):
         return layer
 
     def reset_parameters(self) -> None:
-        """Draw each weight uniformly from `-b..b` with b = 1 / sqrt(number of its inputs), as `nn.Linear` does."""
+        """Draw each weight uniformly from `-b..b` with b = 1 / sqrt(number of its inputs), as `nn.Linear` does.
+
+        Raises:
+            RuntimeError: the layer is quantised.
+        """
+        if self.format is not None:
+            raise RuntimeError(f"the weights of this layer are quantised, as {self.format!r}: draw them before that")
         for weight in self.parameters():
             _draw(weight)
 
@@ -157,7 +163,7 @@ class MoE(nn.Module):
             ValueError: unknown format.
             RuntimeError: the layer is already quantised.
         """
-        if format not in FP8_COMPUTE:
+        if format not in tuple(FP8_COMPUTE):
             raise ValueError(f"format: expected one of {', '.join(map(repr, FP8_COMPUTE))}, got {format!r}")
         if self.format is not None:
             raise RuntimeError(f"this layer was quantised before, as {self.format!r}; quantise the original weights")

@@ -24,7 +24,8 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     Copies the data once. Differentiable in the groups.
 
     Args:
-        groups: G matrices `[M_g, K]` of one dtype on one device, or a tensor `[G, M, K]`; any strides, also `M_g = 0`.
+        groups: G matrices `[M_g, K]` of one dtype on one device, or a tensor `[G, M, K]`, which may be nested; any
+            strides, also `M_g = 0`.
 
     Returns:
         `A_packed [M, K]`, contiguous, and `group_offsets [G + 1]` on the same device: int32, or int64 if `M`
@@ -38,6 +39,8 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         raise no_list("groups", groups)
     if isinstance(groups, Tensor) and groups.dim() != 3:
         raise ValueError(f"groups: expected a list of tensors, or one [G, M, K], got shape {list(groups.shape)}")
+    if isinstance(groups, Tensor) and groups.is_nested:
+        groups = groups.unbind()
     for i, group in enumerate(groups):
         _check_group(i, group, groups[0])
     if len(groups) == 0:
@@ -51,6 +54,8 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def unpack_groups(packed: Tensor, group_offsets: Tensor) -> list[Tensor]:
     """Return the groups of `packed [M, N]` as G views `[M_g, N]`, without the rows outside all groups.
+
+    Under autograd, PyTorch refuses changes of these views in place; change a clone.
 
     Reads the offsets on the host, because the shapes of the views depend on them: it waits for the device and cannot
     be captured in a CUDA graph.

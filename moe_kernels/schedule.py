@@ -35,7 +35,13 @@ def varied_schedule(
         [8, 7, 7, 7, 7, 7]
         >>> [tuple(tile) for tile in workers[2][:4]]  # tiles 2, 8, 14 and 20; the last one is the sixth of problem 1
         [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 5)]
+
+    Raises:
+        ValueError: `block_m`, `block_n` or `num_workers` is not an int, or below 1.
     """
+    for name, value in (("block_m", block_m), ("block_n", block_n), ("num_workers", num_workers)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
     counts = tile_counts(shapes, block_m, block_n)
     tiles = [Tile(p, i // n, i % n) for p, (m, n) in enumerate(counts) for i in range(m * n)]
     return [tiles[worker::num_workers] for worker in range(num_workers)]

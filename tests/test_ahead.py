@@ -381,6 +381,10 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ahead.compile_ahead(nn.Linear(3, 3), tokens=[1], gpu="h200")
     with pytest.raises(RuntimeError, match=r"there is no GPU to compile for: name one of a100, .*h200"):
         ahead.compile_ahead(bare(), tokens=[1])
+    with pytest.raises(TypeError, match="what: expected a module, a LayerShape or a model's name, got int"):
+        ahead.compile_ahead((64, 64, 2, 1), tokens=[1], gpu="h200")
+    with pytest.raises(ValueError, match="jobs: expected at least 1"):
+        ahead.compile_ahead(bare(), tokens=[1], gpu="h200", jobs=0)
 
 
 @pytest.mark.parametrize("value", [7.0, "7", None, True])

@@ -223,6 +223,12 @@ def test_the_schedules_example() -> None:
     assert doctest.testmod(schedule).failed == 0
 
 
+@pytest.mark.parametrize("numbers", [(0, 2, 1), (2, -1, 1), (2, 2, 0), (2, 2.0, 1)], ids=str)
+def test_a_schedule_needs_blocks_and_workers(numbers: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"(block_m|block_n|num_workers): expected an int of at least 1, got"):
+        varied_schedule([(5, 3, 4)], *numbers)
+
+
 def test_the_worked_example() -> None:
     """15 and 28 tiles, 6 workers: worker t % 6 computes tile t, counted across both problems."""
     shapes = [(192, 320, 128), (256, 448, 192)]
@@ -287,6 +293,7 @@ a, b, o = torch.zeros(3, 4), torch.zeros(4, 5), torch.zeros(3, 5)
         ),
         (([a], [b], [o.t()]), ValueError, r"out\[0\]: expected shape \[3, 5\], got \[5, 3\]"),
         (([a], [b], [o[:1].expand(3, 5)]), ValueError, r"out\[0\]: expected every element in memory of its own"),
+        (([a], [b], [o.as_strided((3, 5), (1, 2))]), ValueError, r"expected every element .* got strides \(1, 2\)"),
     ],
 )
 @varied_functions

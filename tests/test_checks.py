@@ -334,6 +334,22 @@ def test_validation_enabled(
     assert again["validation_enabled"](validate) is expected
 
 
+@pytest.mark.parametrize("value", ["False", 1, [True]])
+def test_validate_is_a_bool_or_none(value: Any) -> None:
+    for call in (
+        lambda: grouped_gemm(A_PACKED, torch.ones(G, K, N), OFFSETS, validate=value),
+        lambda: route(IDS, WEIGHTS, G, validate=value),
+        lambda: moe_mlp(**CALLS[moe_mlp], validate=value),
+    ):
+        with pytest.raises(TypeError, match=r"^validate: expected True or False, got "):
+            call()
+
+
+def test_an_option_of_training_is_checked_without_it() -> None:
+    with pytest.raises(TypeError, match=r"^fp8_wgrad: expected True or False, got 'a'"):
+        moe_mlp(**CALLS[moe_mlp], fp8_wgrad="a")
+
+
 def test_grouped_gemm_wgrad_takes_what_it_should() -> None:
     A, D, offsets = meta(M, K, dtype=torch.bfloat16), meta(M, N), meta(G + 1, dtype=torch.int32)
     assert check_grouped_gemm_wgrad(A, D, offsets, None) == torch.float32
@@ -675,6 +691,11 @@ READERS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "grouped_gemm": (
         partial(grouped_gemm, validate=True),
         (A_PACKED, torch.ones(G, K, N), OFFSETS),
+        r"validate=True \(or MOE_KERNELS_VALIDATE=1\) reads values on the host",
+    ),
+    "grouped_gemm_wgrad": (
+        partial(grouped_gemm_wgrad, validate=True),
+        (A_PACKED, torch.ones(len(A_PACKED), N), OFFSETS),
         r"validate=True \(or MOE_KERNELS_VALIDATE=1\) reads values on the host",
     ),
     "route": (

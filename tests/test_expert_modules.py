@@ -39,6 +39,17 @@ def tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+class Returning(FFN):
+    """Returns something else than the result."""
+
+    def __init__(self, returned: Callable[[Tensor], Any]):
+        super().__init__("w1 w3 w2", F.silu)
+        self.returned = returned
+
+    def forward(self, x: Tensor) -> Any:
+        return self.returned(super().forward(x))
+
+
 def ffn(names: str = "w1 w3 w2", f: Callable[[Tensor], Tensor] = F.silu, **kind: Any) -> nn.Module:
     return FFN(names, f, **kind).double()
 
@@ -248,6 +259,8 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
             ValueError,
             r"^experts\[1\]: this Dropping draws random numbers when it is called, such as for dropout, .*\.eval\(\)",
         ),
+        "a tuple": ([Returning(lambda y: (y, None)).double()], ValueError, "does not show that it is"),
+        "a part of the result": ([Returning(lambda y: y[:, :1]).double()], ValueError, "does not show that it is"),
         "gate and up swapped": ([swapped], ValueError, "does not show that it is"),
         "router with a bias": (([ffn()] * E, biased), ValueError, "^router: MoE's has no bias"),
         "router's shape": (([ffn()] * E, torch.ones(E, H + 1)), ValueError, rf"^router: expected shape \[{E}, {H}\]"),

@@ -270,7 +270,11 @@ def test_fast_accumulation_of_a_layer(format: str, monkeypatch: pytest.MonkeyPat
 def test_quantize_refuses() -> None:
     with pytest.raises(ValueError, match="format: expected one of 'fp8_block', 'fp8_rowwise', got 'fp8'"):
         layer().quantize("fp8")
+    with pytest.raises(ValueError, match=r"format: expected one of .*, got \['fp8_block'\]"):
+        layer().quantize(["fp8_block"])  # type: ignore[arg-type]
     made = layer().quantize("fp8_block")
+    with pytest.raises(RuntimeError, match="the weights of this layer are quantised, as 'fp8_block'"):
+        made.reset_parameters()
     with pytest.raises(RuntimeError, match="has no gradients"):
         made(torch.ones(1, H, dtype=torch.bfloat16))  # the router's gradient would be requested
     made.requires_grad_(False)

@@ -245,6 +245,13 @@ def test_offsets_have_at_least_one_entry(function) -> None:  # type: ignore[no-u
         function(torch.tensor([], dtype=torch.int32))
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_packed(layout: torch.layout) -> None:
+    groups = [torch.randn(rows, 4) for rows in (3, 0, 2)]
+    A_packed, group_offsets = pack_groups(torch.nested.nested_tensor(groups, layout=layout))
+    assert torch.equal(A_packed, torch.cat(groups)) and group_offsets.tolist() == [0, 3, 3, 5]
+
+
 def test_a_tensor_without_groups_keeps_its_columns() -> None:
     A_packed, group_offsets = pack_groups(torch.empty(0, 3, 8, dtype=torch.bfloat16))
     assert A_packed.shape == (0, 8) and A_packed.dtype == torch.bfloat16 and group_offsets.tolist() == [0]

@@ -150,6 +150,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": torch.ones(3, 4).to(E4M3)}, TypeError, "x: expected one of .* got torch.float8_e4m3fn"),
     ({"x": torch.ones(3)}, ValueError, r"x: expected shape \[R, K\] or \[G, R, K\], got \[3\]"),
     ({"x": torch.ones(1, 2, 3, 4)}, ValueError, r"x: expected shape .*got \[1, 2, 3, 4\]"),
+    ({"format": ["1x128"]}, ValueError, "format: expected one of 'rowwise', '1x128', '128x128', got \\['1x128'\\]"),
     ({"format": "tensor"}, ValueError, "format: expected one of 'rowwise', '1x128', '128x128', got 'tensor'"),
     ({"dtype": torch.int8}, TypeError, "dtype: expected float8_e4m3fn or float8_e5m2, got torch.int8"),
 ]

@@ -188,6 +188,12 @@ def test_a_routing_that_does_not_fit_together(function: Any) -> None:
             ValueError, match=r"^routing: expected topk_weights \[T, top_k\] and slot_to_row \[T \* top_k\]"
         ):
             function(values, routing._replace(topk_weights=topk_weights))
+    for topk_weights in (torch.tensor(1.0), torch.ones(2, 0)):
+        with pytest.raises(ValueError, match=r"^routing: expected topk_weights \[T, top_k\]"):
+            function(values, routing._replace(topk_weights=topk_weights))
+    for field in ("topk_weights", "slot_to_row", "group_offsets"):
+        with pytest.raises(TypeError, match=rf"^routing\.{field}: expected a torch.Tensor, got NoneType"):
+            function(values, routing._replace(**{field: None}))
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

@@ -115,6 +115,29 @@ def entry_of(kernel: str, bucket: entries.Bucket | None, tma: list[str], **confi
     return replace(entry(), kernel=kernel, bucket=bucket, tma=tma, config=config)
 
 
+@pytest.mark.parametrize("gpu", targets.KNOWN.values(), ids=targets.KNOWN)
+def test_buffers_of_varied_products_fit_into_shared_memory(gpu: targets.Gpu) -> None:
+    """Triton has a buffer less than there are stages. Programs of one SM share its memory."""
+    for n in (16, 100, 700, 2048):
+        for P in (1, 8, 300):
+            problem = varied_problem(*[(n, 1024, 4096)] * P, num_sms=gpu.multiprocessors, gpu=gpu)
+            choice = varied.rule(problem)
+            options = choice.config.config
+            stage = 2 * (choice.block_m + choice.block_n) * options["block_sizes"][1]
+            buffers = (options["num_stages"] - 1) * options["num_sm_multiplier"]
+            assert options["num_stages"] >= 2 and buffers * stage <= gpu.shared_memory
+            fastest = varied._fastest(problem.shapes, problem.num_sms)
+            assert gpu.arch != 90 or options["num_stages"] == fastest[4]
+
+
+def test_an_entry_with_names_of_arguments(tmp_path: Path) -> None:
+    """It is used as a config, which then does not compile, and raises nothing before that."""
+    made = entry_of("folded", uniform.bucket_of(uniform_problem()), ["A", "B", "out"])
+    options = {"block_sizes": [128, 64, 64], "num_warps": 4, "kernel": "x", "problem": 1}
+    put(named(tmp_path), replace(made, config=options))
+    assert uniform.choose(uniform_problem()).config.config["problem"] == 1
+
+
 def test_entries_of_uniform_products(tmp_path: Path) -> None:
     options = {"block_sizes": [128, 64, 64], "num_warps": 4, "num_stages": 6}
     file = put(named(tmp_path), entry_of("folded", uniform.bucket_of(uniform_problem()), ["A", "B", "out"], **options))
@@ -554,6 +577,8 @@ def test_with_fallback_raises_what_the_rule_cannot_help(tmp_path: Path) -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         rules.with_fallback(lambda: attempt(torch.OutOfMemoryError("full")))
+    with pytest.raises(OSError, match="No space left"):
+        rules.with_fallback(lambda: attempt(OSError("No space left on device")))
     assert choose_quietly().entry is not None
     with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="broken"):
         rules.with_fallback(lambda: attempt(ValueError("broken")))

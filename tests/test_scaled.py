@@ -336,6 +336,7 @@ def test_grouped_contraction(function: Any) -> None:
         ({"scale_recipe_a": RECIPES.BlockWise1x32}, ValueError, "expected RowWise and RowWise, or BlockWise1x128 and"),
         ({"scale_recipe_b": RECIPES.TensorWise}, ValueError, "got RowWise and TensorWise"),
         ({"swizzle_a": SWIZZLES.SWIZZLE_32_4_4}, ValueError, "swizzle_a: expected None or NO_SWIZZLE"),
+        ({"swizzle_b": torch.ones(G, N)}, ValueError, "swizzle_b: expected None or NO_SWIZZLE, got Tensor"),
         ({"scale_a": torch.ones(M, 1)}, ValueError, "scale_a: expected shape [M] = [12], got [12, 1]"),
         ({"scale_b": [torch.ones(G, N)] * 2}, ValueError, "scale_b: expected one, got 2"),
         ({"scale_b": torch.ones(G, N).double()}, TypeError, "scale_b: expected float32, got torch.float64"),
@@ -343,6 +344,7 @@ def test_grouped_contraction(function: Any) -> None:
         ({"contraction_dim": (0, 1)}, ValueError, "contraction_dim: expected (-1, -2), got (0, 1)"),
         ({"offs": None}, ValueError, "offs: expected the groups' ends"),
         ({"bias": torch.ones(G, N).double()}, TypeError, "bias: expected bfloat16, float16 or float32, got"),
+        ({"bias": 0.0}, TypeError, "bias: expected a torch.Tensor, got float"),
         ({"output_dtype": torch.float64}, TypeError, "output_dtype: expected bfloat16, float16 or float32, got"),
     ],
 )

@@ -172,7 +172,7 @@ def multiply_one_token(
     out: SymbolicTensor,  # [1, H], written
     dtype: torch.dtype,  # of the activations
     spec: GLUSpec,
-    scales: tuple[SymbolicTensor | None, SymbolicTensor | None] = (None, None),
+    scales: tuple[SymbolicTensor | None, SymbolicTensor | None],
 ) -> None:
     """Write a layer's result. No tensor may be empty.
 

@@ -15,6 +15,7 @@ accumulator outside the tensor cores, in float32: always with block scales, and 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import helion.language as hl
@@ -41,28 +42,9 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int6
 from moe_kernels.scaled import BLOCK
 
 
-def _preset_basic(
-    A: Tensor, scales_A: Any, B: Tensor, scales_B: Tensor, group_offsets: Any, bias: Any, out: Tensor, *_: Any
-) -> Config:
-    return _preset("basic", False, A, B, scales_B, bias, out)
-
-
-def _preset_fast(
-    A: Tensor, scales_A: Any, B: Tensor, scales_B: Tensor, tiles: Any, num_tiles: Any, bias: Any, out: Tensor, *_: Any
-) -> Config:
-    return _preset("persistent", True, A, B, scales_B, bias, out)
-
-
-def _preset_promoted(
-    A: Tensor, scales_A: Any, B: Tensor, scales_B: Tensor, tiles: Any, num_tiles: Any, bias: Any, out: Tensor, *_: Any
-) -> Config:
-    return _preset("persistent", False, A, B, scales_B, bias, out)
-
-
-def _preset(
-    variant: str, fast: bool, A: Tensor, B: Tensor, scales_B: Tensor, bias: Tensor | None, out: Tensor
-) -> Config:
+def _preset(variant: str, fast: bool, A: Tensor, _: Any, B: Tensor, scales_B: Tensor, *rest: Any) -> Config:
     """Return the rule's config without TMA, for direct calls of the kernels."""
+    bias, out = rest[1:3] if variant == "basic" else rest[2:4]
     problem = scaled_rules.Problem(
         rows=rules.floor_power_of_2(A.size(0) // B.size(0)),
         M=rules.floor_power_of_2(A.size(0)),
@@ -112,7 +94,7 @@ def scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) ->
     )
 
 
-@kernel(_preset_basic)
+@kernel(partial(_preset, "basic", False))
 def scaled_jagged(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32, or [M, cdiv(K, 128)] if `block_scaled`
@@ -187,7 +169,7 @@ def scaled_jagged(
     return out
 
 
-@kernel(_preset_fast)
+@kernel(partial(_preset, "persistent", True))
 def fast_persistent(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32
@@ -231,7 +213,7 @@ def fast_persistent(
     return out
 
 
-@kernel(_preset_promoted)
+@kernel(partial(_preset, "persistent", False))
 def promoted_persistent(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32, or [M, cdiv(K, 128)] if `block_scaled`

@@ -159,7 +159,7 @@ def swiglu(
 @kernel(_preset_persistent, static_shapes=True)
 def swiglu_persistent(
     A: torch.Tensor,  # [M, H], or [T, H] if `top_k`
-    pairs: torch.Tensor,  # [2 * E, I, H]: gate and up of each expert in turn in turn
+    pairs: torch.Tensor,  # [2 * E, I, H]: gate and up of each expert in turn
     tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, from tile_table
     num_tiles: torch.Tensor,  # [] int32: tiles[0, 0]
     row_to_slot: torch.Tensor | None,  # [M] int32

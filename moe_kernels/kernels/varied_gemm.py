@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.inline import decode_odd
 from moe_kernels.rules import varied as varied_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -63,7 +64,7 @@ def varied(
     for tile_t in hl.tile(num_tiles, block_size=1):
         p = hl.zeros([], dtype=torch.int32)
         t = (tile_t.begin + p).to(torch.int32)
-        P = hl.inline_triton("({0} // 2).to(tl.int32)", args=(odd_P,), output_like=p)
+        P = decode_odd(odd_P, p)
         for tile_p in hl.tile(P):
             before = (ends[tile_p] <= t) & (tile_p.index < P)
             p = p + torch.sum(before.to(torch.int32), dtype=torch.int32)

@@ -220,7 +220,7 @@ def narrow_column(problem: Problem) -> int:
     return width if width in (64, 128) and problem.rows >= NARROW_FROM_ROWS else 0
 
 
-def tails(N: int, K: int, has_bias: bool, addressing: Addressing, narrow: int = 0) -> Config:
+def tails(N: int, K: int, has_bias: bool, addressing: Addressing, narrow: int) -> Config:
     """The config of `jagged_tails`."""
     options: dict[str, Any] = {"num_warps": 8, "num_stages": 4, "pid_type": "flat"}
     if addressing.tma_out:
@@ -528,13 +528,13 @@ def discard(choice: Any, reason: str) -> bool:
 
 def with_fallback(attempt: Callable[[], _T]) -> _T:
     """Return `attempt()`, which chooses configs, compiles and loads. If it fails, discard the tuned entries it used and
-    repeat it. If there are none, under a forced choice, or for lack of memory, the error is raised.
+    repeat it. If there are none, under a forced choice, for lack of memory, or in the file system, the error is raised.
     """
     while True:
         with record() as made:
             try:
                 return attempt()
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, MemoryError, OSError):
                 raise
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".split("\n")[0]

@@ -11,19 +11,17 @@ class Config:
 
     def __init__(self, /, **config: Any):
         self.config = config
+        self._key = json.dumps(config, sort_keys=True)  # computed once, because each call of some operators hashes it
 
     def unrolled(self, *factors: int) -> Config:
         """This config with loops unrolled by Triton: a factor per loop, the grid's first. 0 leaves a loop as it is."""
         return Config(**self.config, range_unroll_factors=list(factors))
 
-    def _key(self) -> str:
-        return json.dumps(self.config, sort_keys=True)
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Config) and self._key() == other._key()
+        return isinstance(other, Config) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"Config({self._key()})"
+        return f"Config({self._key})"

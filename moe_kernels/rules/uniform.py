@@ -6,7 +6,7 @@ The rule was derived from measurements on an H200, where cuBLAS is faster unless
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +78,7 @@ def by_kernel(problem: Problem) -> Choice:
     return make(problem, [block_m, block_n, block_k], num_warps=num_warps, num_stages=num_stages, **order)
 
 
-def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None, **options: Any) -> Choice:
+def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None, /, **options: Any) -> Choice:
     """The choice with these blocks and options: `kernel`, or by default the folded one if that is possible.
 
     Tensors are accessed by TMA if they allow it.
@@ -145,4 +145,4 @@ def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | Non
         return None
     if entry.tma != made.addressing.tma:
         return None
-    return Choice(**{**vars(made), "source": source, "entry": entry})
+    return replace(made, source=source, entry=entry)

@@ -103,9 +103,14 @@ def rule(problem: Problem) -> Choice:
         return make(P, 64, 64, block_k // 2, 8, 3, 1)
     if problem.dtype == torch.float32:
         return make(P, 64, 64, block_k, 8, 3, 1)
-    return make(P, *_fastest(problem.shapes, problem.num_sms))
+    *blocks, block_k, num_warps, num_stages, per_sm = _fastest(problem.shapes, problem.num_sms)
+    if problem.gpu is not None:  # Triton has a buffer less than there are stages
+        stage = per_sm * sum(blocks) * block_k * problem.dtype.itemsize
+        num_stages = min(num_stages, 1 + problem.gpu.shared_memory // stage)
+    return make(P, *blocks, block_k, num_warps, num_stages, per_sm)
 
 
+@lru_cache(1024)
 def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, per_sm: int) -> Choice:
     """The choice with these blocks and options for P problems."""
     config = Config(

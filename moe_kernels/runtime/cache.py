@@ -24,7 +24,15 @@ from moe_kernels import rules
 from moe_kernels.runtime import launch, store, targets, torch_internals
 from moe_kernels.runtime.emit import emit, emit_repeat
 from moe_kernels.runtime.plan import Builder, Plan
-from moe_kernels.runtime.signature import Operator, Tensors, portable, rows_bounds, signature, symbolic
+from moe_kernels.runtime.signature import (
+    Operator,
+    Tensors,
+    depends_on_tf32,
+    portable,
+    rows_bounds,
+    signature,
+    symbolic,
+)
 from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.runtime.targets import Gpu
 
@@ -102,8 +110,9 @@ def remember(operator: Operator, tensors: Tensors, requested: Any, options: Any)
     first = next(x for x in tensors if x is not None)
     if torch_internals.autocast_enabled() or not torch_internals.on_current_device(first):
         return
-    entry = plans.get(signature(operator, tensors, options))
-    if entry is None:
+    key = signature(operator, tensors, options)
+    entry = plans.get(key)
+    if entry is None or depends_on_tf32(key):  # a setting that repeats do not check
         return
     states = [None if x is None else (type(x), x.requires_grad, x.is_inference()) for x in tensors]
     state = (requested, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *states)

@@ -52,6 +52,9 @@ class Operator:
         return tuple(name != "topk_weights" and not name.startswith("scales_") for name in self.inputs)
 
 
+_OTHER_HALF = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}  # their product is one of float32
+
+
 def extent_class(n: int) -> tuple[int, ...]:
     """The class of a number of rows, as rules distinguish it."""
     return n.bit_length(), n > FEW_TOKENS, n > RANK_UP_TO
@@ -100,7 +103,7 @@ def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, 
             key.append(None)
             continue
         dtype, shape = tensor.dtype, tensor.shape
-        if dtype is torch.float32 and multiplied and "tf32" not in key:
+        if multiplied and "tf32" not in key and (dtype is torch.float32 or _OTHER_HALF.get(dtype, "") in key):
             key += ["tf32", torch.backends.cuda.matmul.fp32_precision]
         key += (
             dtype,
@@ -110,6 +113,11 @@ def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, 
             tensor.get_device(),
         )
     return tuple(key)
+
+
+def depends_on_tf32(key: tuple[Any, ...]) -> bool:
+    """Whether a plan with this signature depends on PyTorch's setting for products of float32."""
+    return "tf32" in key
 
 
 def portable(key: tuple[Any, ...]) -> str:

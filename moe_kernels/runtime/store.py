@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_kernels.requirements import installed
+from moe_kernels.requirements import HELION, installed
 from moe_kernels.runtime.plan import Plan, plan_from_json
 from moe_kernels.runtime.targets import Gpu
 
@@ -61,14 +61,21 @@ _SOURCES = (  # the sources that plans depend on; SCHEMA is the version of the s
 _COMPILER_SETTINGS = (  # environment variables by which Helion and Triton compile other code
     "DISABLE_LLVM_OPT",
     "DISABLE_PTXAS_OPT",
+    "HELION_DEBUG_DTYPE_ASSERTS",
     "HELION_FAST_MATH",
+    "HELION_TRITON_DO_NOT_SPECIALIZE",
+    "LLVM_PASS_PLUGIN_PATH",
     "PTXAS_OPTIONS",
     "TRITON_DEFAULT_FP_FUSION",
+    "TRITON_ENABLE_ASAN",
     "TRITON_F32_DEFAULT",
     "TRITON_FORCE_DISABLE_FP_FUSION",
+    "TRITON_LIBDEVICE_PATH",
+    "TRITON_MOCK_PTX_VERSION",
+    "TRITON_PTXAS_BLACKWELL_PATH",
+    "TRITON_PTXAS_PATH",
 )
 _LIMIT_MB = 2048
-_HELION = "1.5.0"  # assumed if Helion is not installed: plans compiled elsewhere run without it
 _EXTENSIONS = ("cubin", "hsaco", "spv", "so")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _FOLDERS = re.compile("[0-9a-f]{16}(/(plans|binaries))?|libraries(/[^/]+)?")
@@ -137,7 +144,7 @@ def public_version(package: str) -> str | None:
 @functools.cache
 def environment() -> str:
     """The name of this environment's folder."""
-    parts = [f"{SCHEMA}", str(public_version("triton")), public_version("helion") or _HELION]
+    parts = [f"{SCHEMA}", str(public_version("triton")), public_version("helion") or HELION]
     parts += [f"{name}={os.environ[name]}" for name in _COMPILER_SETTINGS if name in os.environ]
     for name in _SOURCES:
         path = _PACKAGE / name

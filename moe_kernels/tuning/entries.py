@@ -16,12 +16,12 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe_kernels import requirements
 from moe_kernels.runtime.targets import Gpu
 
 SCHEMA = 1
@@ -104,7 +104,8 @@ class Found:
 
 def installed_versions() -> Versions:
     """Return the versions of the installed packages."""
-    return Versions(*(metadata.version(package) for package in ("torch", "triton", "helion")))
+    torch_version, triton, helion = map(requirements.installed, ("torch", "triton", "helion"))
+    return Versions(torch_version or "", triton or "", helion or requirements.HELION)
 
 
 def dtype_label(dtype: torch.dtype, tf32: bool, out_dtype: torch.dtype | None = None) -> str:
@@ -194,27 +195,22 @@ def load(gpu: Gpu) -> list[tuple[Path, Entry]]:
     """Return all usable entries for `gpu`, preferred first; the files are read once per process."""
     if gpu.name not in _loaded:
         _loaded[gpu.name] = [(file, entry) for file, name in files_for(gpu) for entry in _usable(file, name)]
-        if not _loaded[gpu.name] and not _warned:
-            _warned.add(gpu.name)
-            _warn(f"no config has been tuned for {gpu.name}: a rule derived on an H200 is used. To tune: {TUNE} --help")
     return _loaded[gpu.name]
 
 
 def digest(gpu: Gpu) -> str:
-    """Return a digest of all files that may hold entries for `gpu`, computed at the first request."""
+    """Return a digest of what `load` returns, apart from the files' names; computed at the first request."""
     if gpu.name not in _digests:
-        found = hashlib.sha256()
-        for file, _ in files_for(gpu):
-            try:
-                found.update(file.read_bytes())
-            except OSError:
-                found.update(b"none")
-        _digests[gpu.name] = found.hexdigest()
+        text = json.dumps([_to_json(entry) for _, entry in load(gpu)])
+        _digests[gpu.name] = hashlib.sha256(text.encode()).hexdigest()
     return _digests[gpu.name]
 
 
 def near(gpu: Gpu, bucket: Bucket) -> list[Found]:
     """Return the entries within LIMIT of `bucket`, nearest first; at equal distance those of the preferred file."""
+    if not load(gpu) and not _warned:
+        _warned.add(gpu.name)
+        _warn(f"no config has been tuned for {gpu.name}: a rule derived on an H200 is used. To tune: {TUNE} --help")
     found = [Found(entry, file, bucket.distance(entry.bucket)) for file, entry in load(gpu)]
     return sorted((f for f in found if f.distance <= LIMIT), key=lambda f: f.distance)
 

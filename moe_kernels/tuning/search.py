@@ -133,7 +133,11 @@ def main(options: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", "moe_kernels: no config has been tuned")
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = targets.of_device(device.type, device.index).name
-    file = entries.file_in(options.out or entries.cache_folder(), gpu)
+    try:
+        file = entries.file_in(options.out or entries.cache_folder(), gpu)
+    except RuntimeError as error:  # no home folder
+        print(f"{error}: give --out.", file=sys.stderr)
+        return 2
     return tune(tasks(options), file, gpu, device, options.budget, options.force)
 
 
