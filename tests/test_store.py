@@ -322,6 +322,10 @@ def test_settings_of_the_compilers_have_an_environment_each(monkeypatch: pytest.
         store.forget()
         found.add(store.environment())
     assert len(found) == 4
+    for name in ("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH"):  # torch.compile sets them for later calls
+        monkeypatch.setenv(name, "/ptxas")
+        store.forget()
+        assert store.environment() in found
 
 
 def test_another_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

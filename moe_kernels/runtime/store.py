@@ -58,7 +58,9 @@ _SOURCES = (  # the sources that plans depend on; SCHEMA is the version of the s
     "schedule.py",
     "tuning/entries.py",
 )
-_COMPILER_SETTINGS = (  # environment variables by which Helion and Triton compile other code
+# Environment variables by which Helion and Triton compile other code. The paths of ptxas and libdevice are left out:
+# Inductor sets them, so plans would depend on whether a process has used torch.compile.
+_COMPILER_SETTINGS = (
     "DISABLE_LLVM_OPT",
     "DISABLE_PTXAS_OPT",
     "HELION_DEBUG_DTYPE_ASSERTS",
@@ -70,10 +72,7 @@ _COMPILER_SETTINGS = (  # environment variables by which Helion and Triton compi
     "TRITON_ENABLE_ASAN",
     "TRITON_F32_DEFAULT",
     "TRITON_FORCE_DISABLE_FP_FUSION",
-    "TRITON_LIBDEVICE_PATH",
     "TRITON_MOCK_PTX_VERSION",
-    "TRITON_PTXAS_BLACKWELL_PATH",
-    "TRITON_PTXAS_PATH",
 )
 _LIMIT_MB = 2048
 _EXTENSIONS = ("cubin", "hsaco", "spv", "so")
