@@ -11,8 +11,10 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -566,6 +568,48 @@ def test_compile_refuses(
         assert captured.err.startswith("compile: ")
         assert problem in captured.err
         assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("no C compiler"), 1),
+        (subprocess.CalledProcessError(1, "gcc"), 1),
+        (OSError("full"), 1),
+        (ValueError("no"), 2),
+    ],
+    ids=str,
+)
+def test_a_failure_of_compile_is_one_line(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any, **__: Any) -> ahead.CompileCounts:
+        raise error
+
+    monkeypatch.setattr(commands, "compile_ahead", fails)
+    assert compile_main("--model", "olmoe", "--gpu", "h200") == code
+    assert capsys.readouterr().err.endswith(f"compile: {error}\n")
+
+
+def test_a_failure_ends_the_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised at once, and plans that no process has begun are not made."""
+    made: list[int] = []
+
+    def make(one: Any, _: Any) -> None:
+        made.append(one)
+        if one == 0:
+            raise RuntimeError("first")
+        time.sleep(0.2)
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, jobs: int, *_: Any):
+            super().__init__(jobs)
+
+    monkeypatch.setattr(ahead, "_make", make)
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Pool)
+    with pytest.raises(RuntimeError, match="first"):
+        ahead._make_all([*range(30)], H200, 1, None)  # type: ignore[arg-type]
+    assert 0 in made and len(made) < 5
 
 
 def test_compile_compares_whole_numbers_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,16 @@ def test_tune_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "pip install 'helion==1.5.0'" in capsys.readouterr().err
 
 
+def test_what_needs_no_helion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of these two, only the list."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    hide(monkeypatch, "helion")
+    assert cli.main(["compile", "--list"]) == 0
+    assert "qwen3-30b-a3b" in capsys.readouterr().out
+    assert cli.main(["info", "--model", "qwen3-30b-a3b", "--gpu", "h200"]) == 1
+    assert "pip install 'helion==1.5.0'" in capsys.readouterr().err
+
+
 def test_info_without_helion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "helion", None)
     hide(monkeypatch, "helion")

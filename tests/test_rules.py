@@ -306,6 +306,16 @@ def test_lookup_order(tmp_path: Path) -> None:
         assert rules.choose(PROBLEM).source == "rule"
 
 
+def test_the_digest_is_that_of_the_entries_in_use(tmp_path: Path) -> None:
+    """Another process may write a file between the two."""
+    put(named(tmp_path), entry())
+    digest = entries.digest(GPU)
+    put(named(tmp_path), entry(DECODE))
+    assert len(entries.load(GPU)) == 1 and entries.digest(GPU) == digest
+    rules.reload()
+    assert len(entries.load(GPU)) == 2 and entries.digest(GPU) != digest
+
+
 def test_the_cache_folder_without_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
