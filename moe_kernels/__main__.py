@@ -78,15 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if options.command == "cache":
         return commands.cache_main(options)
-    layer = options.command == "info" and options.model
-    listed = options.command == "compile" and options.list
-    if (layer or options.command in ("compile", "tune")) and not listed and not _kernels_run():
+    if options.command == "demo":
+        return demo()
+    if options.command == "info" and not options.model:
+        return info()
+    if not (options.command == "compile" and options.list) and not _kernels_run():
         return 1
-    if layer:
+    if options.command == "info":
         return commands.print_layer(options)
-    if options.command in ("compile", "tune"):
-        return tune.main(options) if options.command == "tune" else commands.compile_main(options)
-    return demo() if options.command == "demo" else info()
+    return tune.main(options) if options.command == "tune" else commands.compile_main(options)
 
 
 def demo() -> int:

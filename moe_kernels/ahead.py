@@ -298,19 +298,19 @@ def _make_all(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int, progress: Prog
 def _making(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int) -> Iterator[None]:
     """Compile plans, in this process or in others, and yield after each."""
     here = torch.cuda.is_available() and targets.of_device("cuda", torch.cuda.current_device()) == gpu
-    if not wanted or (here and jobs <= 1):
+    if not wanted or (here and jobs == 1):
         for one in wanted:
             _make(one, gpu)
             yield
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, jobs), context, _begin, (None if here else gpu,)) as pool:
-        try:
-            for future in as_completed([pool.submit(_make, one, gpu) for one in wanted]):
-                future.result()
-                yield
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ProcessPoolExecutor(jobs, context, _begin, (None if here else gpu,))
+    try:
+        for future in as_completed([pool.submit(_make, one, gpu) for one in wanted]):
+            future.result()
+            yield
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _begin(absent: Gpu | None) -> None:

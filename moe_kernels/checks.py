@@ -564,17 +564,6 @@ def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
         raise ValueError(f"topk_ids[{t}, {k}]: expected 0 to {num_experts - 1}, got {int(topk_ids[t, k])}")
 
 
-def _may_overlap(matrix: Tensor) -> bool:
-    """Whether two elements may be at one address: a line of the inner dimension reaches the next one."""
-    sizes = [(stride, size) for stride, size in zip(matrix.stride(), matrix.shape, strict=True) if size > 1]
-    reached = 0
-    for stride, size in sorted(sizes):
-        if stride <= reached:
-            return True
-        reached += stride * (size - 1)
-    return False
-
-
 def check_grouped_mm(
     mat_a: Tensor,  # [M, K] or [G, M, K]
     mat_b: Tensor,  # [G, K, N] or [K, N]
@@ -791,6 +780,17 @@ def check_varied(
                         f"{name}[{p}]: out= has no gradients, but this tensor requires grad: leave out= away, detach "
                         "the tensor, or call under torch.no_grad()"
                     )
+
+
+def _may_overlap(matrix: Tensor) -> bool:
+    """Whether two elements may be at one address: a line of the inner dimension reaches the next one."""
+    sizes = [(stride, size) for stride, size in zip(matrix.stride(), matrix.shape, strict=True) if size > 1]
+    reached = 0
+    for stride, size in sorted(sizes):
+        if stride <= reached:
+            return True
+        reached += stride * (size - 1)
+    return False
 
 
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:

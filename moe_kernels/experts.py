@@ -147,7 +147,8 @@ def moe_mlp(
     if isinstance(w_gate_up, ScaledTensor) or isinstance(w_down, ScaledTensor):
         experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
         return _scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, fast_accumulation, validate)
-    checks.check_bools(fp8_wgrad=fp8_wgrad)
+    if fp8_wgrad is not True:
+        checks.check_bools(fp8_wgrad=fp8_wgrad)
     if fast_accumulation is not False:
         raise ValueError(
             "fast_accumulation: expected False for products that are not in fp8; it is for 'rowwise' weights and "

@@ -14,7 +14,7 @@ from importlib import metadata
 TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "helion": ("1.5", "1.5")}
 HELION = "1.5.0"  # assumed if Helion is not installed: plans compiled elsewhere run without it
 # pip requirements that are suggested for missing packages.
-_NEEDED = {"torch": "torch>=2.11", "triton": "triton>=3.6", "helion": "helion==1.5.0", "packaging": "packaging"}
+_NEEDED = {"torch": "torch>=2.11", "triton": "triton>=3.6", "helion": f"helion=={HELION}", "packaging": "packaging"}
 
 
 def switched_on(variable: str) -> bool:

@@ -733,7 +733,8 @@ def test_info_lists_what_a_layer_launches(model: str, capsys: pytest.CaptureFixt
     two_heights = model == "mixtral-8x7b"
     binaries = len(distinct) + two_heights
     assert lines[at] == f"{len(distinct)} distinct kernels with configs, {binaries} with their constants:"
-    assert len(lines[at + 1 :]) == len(distinct) <= 18
+    narrow = model == "gpt-oss-20b"  # with many rows, its last columns have tiles of their own
+    assert len(lines[at + 1 :]) == len(distinct) <= 17 + narrow
     listed: Counter[str] = Counter()
     for line in lines[at + 1 :]:
         listed[line.strip().partition(":")[0]] += int(line.split()[-2])

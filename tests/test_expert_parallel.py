@@ -137,16 +137,23 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str,
     yield [torch.load(folder / f"{rank}.pt") for rank in range(P)]
 
 
+def in_one_process(case: str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    """Return the result of all tokens, and all gradients."""
+    weights, ranks = make(case)
+    whole = {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
+    inputs = [x.to(dtype).requires_grad_() for x in (whole["hidden"], whole["topk_weights"], *weights)]
+    out = moe_mlp(inputs[0], whole["topk_ids"], *inputs[1:], **options)
+    return [out.detach(), *torch.autograd.grad(out, inputs, whole["upstream"].to(dtype))]
+
+
+def of_all_ranks(case: str, results: list[dict[str, list[Tensor]]]) -> list[Tensor]:
+    return [torch.cat(parts) for parts in zip(*(rank[case] for rank in results), strict=True)]
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_give_what_one_process_gives(case: str, results: list[dict[str, list[Tensor]]]) -> None:
-    (w_gate_up, w_down), ranks = make(case)
-    whole = {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
-    inputs = [x.requires_grad_() for x in (whole["hidden"], whole["topk_weights"], w_gate_up, w_down)]
-    out = moe_mlp(inputs[0], whole["topk_ids"], *inputs[1:])
-    expected = [out.detach(), *torch.autograd.grad(out, inputs, whole["upstream"])]
-    ours = [torch.cat(parts) for parts in zip(*(rank[case] for rank in results), strict=True)]
-    for got, want in zip(ours, expected, strict=True):
+    for got, want in zip(of_all_ranks(case, results), in_one_process(case, torch.float64), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -154,12 +161,7 @@ def test_ranks_give_what_one_process_gives(case: str, results: list[dict[str, li
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_in_fp8(case: str, results: list[dict[str, list[Tensor]]]) -> None:
     """A token's weight is applied before or after other operands are rounded to fp8, so gradients differ a little."""
-    weights, ranks = make(case)
-    whole = {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
-    inputs = [v.float().requires_grad_() for v in (whole["hidden"], whole["topk_weights"], *weights)]
-    out = moe_mlp(inputs[0], whole["topk_ids"], *inputs[1:], compute="fp8_block")
-    expected = [out.detach(), *torch.autograd.grad(out, inputs, whole["upstream"].float())]
-    ours = [torch.cat(parts) for parts in zip(*(rank[f"{case}, fp8"] for rank in results), strict=True)]
+    ours, expected = of_all_ranks(f"{case}, fp8", results), in_one_process(case, torch.float32, compute="fp8_block")
     for got, want, tolerance in zip(ours, expected, (1e-6, 0.05, 0.05, 0.05, 0.05), strict=True):
         assert got.shape == want.shape
         assert (got - want).norm() <= tolerance * want.norm()

@@ -32,11 +32,11 @@ from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
 def _preset(
-    A: Tensor, B: Any, tiles: Any, bias: Any, tails_out: Any, out: Tensor, cost: int, log2: int, columns: int, *_: Any
+    A: Tensor, B: Any, tiles: Any, bias: Any, tails_out: Any, out: Tensor, cost: Any, log2: Any, *constants: Any
 ) -> Config:
     by_pointers = rules.Addressing(False, False, False, int64_index=False)
-    N = out.size(1)
-    return rules.tails(N, A.size(1), bias is not None, by_pointers, max(N - 256 * columns, 0))
+    _, narrow, *_ = constants
+    return rules.tails(out.size(1), A.size(1), bias is not None, by_pointers, narrow)
 
 
 @kernel(_preset, static_shapes=True)

@@ -42,9 +42,31 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int6
 from moe_kernels.scaled import BLOCK
 
 
-def _preset(variant: str, fast: bool, A: Tensor, _: Any, B: Tensor, scales_B: Tensor, *rest: Any) -> Config:
+def _preset_basic(
+    A: Tensor, scales_A: Any, B: Tensor, scales_B: Tensor, group_offsets: Any, bias: Any, out: Tensor, *_: Any
+) -> Config:
+    return _preset("basic", False, A, B, scales_B, bias, out)
+
+
+def _preset_persistent(
+    fast: bool,
+    A: Tensor,
+    scales_A: Any,
+    B: Tensor,
+    scales_B: Tensor,
+    tiles: Any,
+    num_tiles: Any,
+    bias: Any,
+    out: Tensor,
+    *_: Any,
+) -> Config:
+    return _preset("persistent", fast, A, B, scales_B, bias, out)
+
+
+def _preset(
+    variant: str, fast: bool, A: Tensor, B: Tensor, scales_B: Tensor, bias: Tensor | None, out: Tensor
+) -> Config:
     """Return the rule's config without TMA, for direct calls of the kernels."""
-    bias, out = rest[1:3] if variant == "basic" else rest[2:4]
     problem = scaled_rules.Problem(
         rows=rules.floor_power_of_2(A.size(0) // B.size(0)),
         M=rules.floor_power_of_2(A.size(0)),
@@ -94,7 +116,7 @@ def scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) ->
     )
 
 
-@kernel(partial(_preset, "basic", False))
+@kernel(_preset_basic)
 def scaled_jagged(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32, or [M, cdiv(K, 128)] if `block_scaled`
@@ -169,7 +191,7 @@ def scaled_jagged(
     return out
 
 
-@kernel(partial(_preset, "persistent", True))
+@kernel(partial(_preset_persistent, True))
 def fast_persistent(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32
@@ -213,7 +235,7 @@ def fast_persistent(
     return out
 
 
-@kernel(partial(_preset, "persistent", False))
+@kernel(partial(_preset_persistent, False))
 def promoted_persistent(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32, or [M, cdiv(K, 128)] if `block_scaled`

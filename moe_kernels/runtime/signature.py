@@ -52,7 +52,7 @@ class Operator:
         return tuple(name != "topk_weights" and not name.startswith("scales_") for name in self.inputs)
 
 
-_OTHER_HALF = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}  # their product is one of float32
+_HALVES = {torch.float16, torch.bfloat16}  # a product of the two is one of float32
 
 
 def extent_class(n: int) -> tuple[int, ...]:
@@ -98,13 +98,14 @@ def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, 
     Every call that is no repeat computes it; reading an attribute of a tensor takes about 0.1 us.
     """
     key: list[Any] = [operator.name, options, rows_class(operator.counts(tensors, options))]
+    dtypes = set()
     for tensor, has_rows, multiplied in zip(tensors, operator.has_rows, operator.multiplied, strict=True):
         if tensor is None:
             key.append(None)
             continue
         dtype, shape = tensor.dtype, tensor.shape
-        if multiplied and "tf32" not in key and (dtype is torch.float32 or _OTHER_HALF.get(dtype, "") in key):
-            key += ["tf32", torch.backends.cuda.matmul.fp32_precision]
+        if multiplied:
+            dtypes.add(dtype)
         key += (
             dtype,
             shape[1:] if has_rows else shape,
@@ -112,6 +113,8 @@ def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, 
             tensor.data_ptr() % 16 == 0,
             tensor.get_device(),
         )
+    if torch.float32 in dtypes or dtypes >= _HALVES:
+        key += ["tf32", torch.backends.cuda.matmul.fp32_precision]
     return tuple(key)
 
 

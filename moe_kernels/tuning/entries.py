@@ -208,11 +208,12 @@ def digest(gpu: Gpu) -> str:
 
 def near(gpu: Gpu, bucket: Bucket) -> list[Found]:
     """Return the entries within LIMIT of `bucket`, nearest first; at equal distance those of the preferred file."""
-    if not load(gpu) and not _warned:
+    loaded = load(gpu)
+    if not loaded and not _warned:
         _warned.add(gpu.name)
         rule = "a rule derived on an H200 and an H100 is used"
         _warn(f"no config has been tuned for {gpu.name}: {rule}. To tune: {TUNE} --help")
-    found = [Found(entry, file, bucket.distance(entry.bucket)) for file, entry in load(gpu)]
+    found = [Found(entry, file, bucket.distance(entry.bucket)) for file, entry in loaded]
     return sorted((f for f in found if f.distance <= LIMIT), key=lambda f: f.distance)
 
 
