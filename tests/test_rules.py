@@ -714,6 +714,8 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 128, "M": 16384, "gpu": SLOW}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": SLOW}, ("basic", 128, [128, 256, 16, 64], 8, 4)),
         ({"rows": 128, "M": 16384, "K": 768, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 64, "M": 8192, "K": 1024, "gpu": SLOW}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
+        ({"rows": 128, "M": 16384, "K": 1024, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 128, "M": 16384, "int64_out": True, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 256, "M": 32768, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 512, "M": 65536, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),

@@ -159,7 +159,7 @@ def persistent_from_rows(problem: Problem) -> int:
         return PERSISTENT_FROM_ROWS
     if _slow_memory(problem) and problem.K >= 1024 and not problem.int64_out:
         # The programs of a basic kernel start in the order of its tiles, so those that share a weight read it together.
-        return 256
+        return 256 if problem.K > 1024 else 128
     if _few_tiles(problem):
         return PERSISTENT_FROM_ROWS
     if problem.K <= SHORT and problem.N > 64 and problem.M >= 64:
