@@ -60,4 +60,4 @@ def test_layers(name: str) -> None:
     inputs = operator.inputs(case, operator.weights(case, where), where)
     eager, graph = run.measure(name, case, operator, ["ours"], inputs, 3, ["eager", "graph"], where)
     assert eager["error"] is graph["error"] is None and eager["us"] > 0 and graph["us"] > 0
-    assert eager["peak_mb"] is None if name == "ffn" else eager["peak_mb"] > 1
+    assert eager["peak_mb"] is None if name == "ffn" else eager["peak_mb"] > 1, eager["peak_mb"]
