@@ -332,7 +332,7 @@ def _peak_megabytes(call: Call, device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
     peaks = []
-    for _ in range(2):  # memory of earlier work that is freed during the first call lowers its peak
+    for _ in range(2):  # memory of earlier work that is freed during a call lowers its peak; hardly twice
         torch.cuda.synchronize(device)
         gc.collect()
         before = torch.cuda.memory_allocated(device)
