@@ -77,8 +77,8 @@ def varied_grouped_gemm(
         group_A: list of `[M_p, K_p]`; all tensors have one device and one dtype: bfloat16, float16 or float32, on a CPU
             also float64. Sizes may be 0; any strides.
         group_B: list of `[K_p, N_p]`.
-        out: list of `[M_p, N_p]` to write to, any strides; by default new tensors. No element may be shared with another
-            tensor of `out` or with an operand, which is not checked.
+        out: list of `[M_p, N_p]` to write to, any strides; by default new tensors. No element may be shared with
+            another tensor of `out` or with an operand, which is not checked.
 
     Returns:
         list of `[M_p, N_p]`: `out`, or new contiguous tensors.
