@@ -23,7 +23,7 @@ import torch
 
 from moe_kernels import requirements, rules
 from moe_kernels.ops.batched import varied_launch
-from moe_kernels.rules import swiglu, uniform, varied
+from moe_kernels.rules import scaled, swiglu, uniform, varied
 from moe_kernels.runtime import cache, launch, store, targets
 from moe_kernels.runtime.plan import Launch, Plan
 from moe_kernels.runtime.signature import Counts, Operator
@@ -684,11 +684,21 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 16, "M": 128, "G": 8, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 8, "M": 64, "G": 8, "gpu": GPU}, ("basic", 16, [16, 128, 16, 128], 4, 4)),
         ({"rows": 16, "M": 32, "G": 2, "gpu": GPU}, ("basic", 32, [32, 128, 4, 128], 4, 3)),  # at most M rows high
-        ({"rows": 128, "M": 1024, "G": 8, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 128, "M": 1024, "N": 4096, "G": 8, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
         ({"rows": 64, "M": 512, "G": 8, "K": 7168, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
-        ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
+        ({"rows": 128, "M": 1024, "N": 4096, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
         ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
         ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
+        # All tiles run at once.
+        ({"rows": 64, "M": 512, "G": 8, "N": 512, "gpu": SLOW}, ("basic", 64, [64, 64, 16, 128], 4, 3)),
+        ({"rows": 64, "M": 512, "G": 8, "N": 1024, "gpu": SLOW}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
+        ({"rows": 128, "M": 1024, "G": 8, "N": 1024, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
+        ({"rows": 512, "M": 1024, "G": 2, "N": 1024, "gpu": SLOW}, ("basic", 64, [64, 128, 4, 64], 4, 4)),
+        ({"rows": 128, "M": 1024, "G": 8, "N": 2048, "gpu": GPU}, ("basic", 128, [128, 256, 16, 64], 8, 4)),
+        ({"rows": 256, "M": 2048, "G": 8, "N": 2048, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 128, "M": 1024, "G": 8, "N": 1024}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": GPU}, ("basic", 128, [128, 256, 16, 64], 8, 4)),
+        ({"rows": 128, "M": 1024, "G": 8, "N": 1024, "tma_B": False, "gpu": GPU}, ("persistent", 128, [128, 32], 8, 3)),
         ({"rows": 64, "M": 8192, "N": 1400}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 1024, "M": 8192, "G": 8, "K": 7168, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
         # Weights of more than 2 GiB.
@@ -746,6 +756,38 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     few_rows = 8 if problem.gpu is SLOW and problem.rows >= 256 else 4
     assert rules.row_group(problem) == (few_rows if problem.rows < 512 and not few_tiles else 16)
     assert rules.why_illegal(choice, problem) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "variant"),
+    [
+        ({}, "persistent"),
+        ({"multiprocessors": 0, "N": 512}, "persistent"),
+        ({"N": 1024}, "basic"),
+        ({"N": 2048}, "basic"),
+        ({"N": 2048, "G": 16}, "persistent"),
+        ({"block_scaled": True, "N": 1024, "K": 1024}, "basic"),
+        ({"block_scaled": True, "N": 1024}, "persistent"),
+        ({"block_scaled": True, "N": 2048, "K": 1024}, "persistent"),
+    ],
+    ids=str,
+)
+def test_fp8_products_of_which_all_tiles_run_at_once(changed: dict[str, Any], variant: str) -> None:
+    problem = scaled.Problem(
+        rows=128,
+        M=1024,
+        N=4096,
+        K=2048,
+        G=8,
+        block_scaled=False,
+        fast=False,
+        out_dtype=torch.bfloat16,
+        has_bias=False,
+        tma_A=True,
+        tma_B=True,
+        multiprocessors=132,
+    )
+    assert scaled.rule(replace(problem, **changed)).variant == variant
 
 
 @pytest.mark.parametrize(

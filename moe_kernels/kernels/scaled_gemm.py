@@ -408,4 +408,5 @@ def _problem(
         int64_B=needs_int64(B),
         int64_out=needs_int64(out),
         has_bias=bias is not None,
+        multiprocessors=gpu.multiprocessors,
     )

@@ -116,7 +116,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     """The choice without tuned entries; compiles on every GPU. `block_m` fixes the tile height, except for "tails"."""
     if variant == "auto":
         many = problem.rows >= persistent_from_rows(problem) and not _thin(problem)
-        variant = "persistent" if many else "basic"
+        variant = "persistent" if many and not _at_once(problem, 128, 256) else "basic"
     if variant == "tails" or (variant == "persistent" and block_m is None and _apart(problem)):
         addressing = _addressing(problem, "tails", TAILS_HEIGHT)
         config = tails(problem.N, problem.K, problem.has_bias, addressing, narrow_column(problem))
@@ -129,11 +129,12 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     elif not addressing.tma_B:
         presets = _POINTERS
     block_n, block_k, num_warps, num_stages = presets[block_m]
-    if variant == "basic" and block_m == 64 and presets is _BASIC and _thin(problem):
+    small = _thin(problem) or _at_once(problem, 64, 64)
+    if variant == "basic" and block_m == 64 and presets is _BASIC and small:
         # As many loads as fit are in flight at once. With more tiles than SMs, two programs share an SM.
         tiles = problem.M // 64 * -(-problem.N // 64)
-        block_n, block_k = 64, 128
-        num_stages = 5 if problem.gpu is None or tiles <= problem.gpu.multiprocessors else 3
+        alone = _thin(problem) and (problem.gpu is None or tiles <= problem.gpu.multiprocessors)
+        block_n, block_k, num_stages = 64, 128, 5 if alone else 3
     if variant == "persistent" and problem.out_dtype == torch.float32:
         block_n = min(block_n, 128)  # the result's tile shares the memory with the next tile's loads
     block_n, block_k = block_for(problem.N, block_n), block_for(problem.K, block_k)
@@ -201,6 +202,19 @@ def _few_tiles(problem: Problem) -> bool:
     """Whether one row of 256-column tiles per group is at most one tile per SM: smaller tiles balance work better."""
     tiles = problem.G * -(-problem.N // TAILS_WIDTH)
     return problem.gpu is not None and tiles <= problem.gpu.multiprocessors
+
+
+def _at_once(problem: Problem, block_m: int, block_n: int) -> bool:
+    """Whether all tiles of this size run at once; see benchmarks/notes.md.
+
+    Then the persistent kernels have nothing to overlap, and the smaller the tiles, the more SMs work.
+    """
+    M, gpu = problem.M, problem.gpu
+    if gpu is None or block_m > M or not _tensor_cores_by_tma(problem):
+        return False
+    tiles = (M // block_m + problem.G) * -(-problem.N // block_n)
+    # Two programs with tiles of 64 rows share an SM. The number of rows may be almost twice `M`.
+    return tiles <= gpu.multiprocessors * (1.5 if block_m == 64 else 1)
 
 
 def _apart(problem: Problem) -> bool:
@@ -274,7 +288,7 @@ def _basic_height(problem: Problem) -> int:
         return 16
     # Reading a weight takes longer than multiplying 64 rows by it; with over 2 GiB of weights, longer than 128 rows.
     tall = 32 if _large_weights(problem) and not few_tiles else 64 if _slow_memory(problem) else 128
-    height = 32 if problem.rows < 8 else 64 if problem.rows < tall else 128
+    height = 32 if problem.rows < 8 else 64 if problem.rows < tall or _at_once(problem, 64, 128) else 128
     # A block of TMA may not have more rows than A.
     return max(16, min(height, problem.M)) if few_tiles or problem.rows < 8 else height
 

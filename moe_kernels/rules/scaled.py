@@ -13,6 +13,7 @@ from moe_kernels.rules.config import Config
 BLOCK_K = 128  # of block scales; also what the tensor cores accumulate before a sum leaves them
 LEAST_BLOCK_K = 32  # the least that Triton supports for fp8
 PERSISTENT_FROM_ROWS = 64
+HEIGHT, WIDTH = 64, 128  # of the basic kernel's largest tiles
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Problem(rules.Access):
     fast: bool  # sums stay in the tensor cores
     out_dtype: torch.dtype
     has_bias: bool
+    multiprocessors: int = 0  # of the GPU; 0 if unknown
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,26 @@ def rule(problem: Problem, variant: str = "auto") -> Choice:
     """The choice for any problem."""
     if variant == "auto":
         many = problem.rows >= PERSISTENT_FROM_ROWS and problem.tma_A and problem.tma_B
-        variant = "persistent" if many else "basic"
+        variant = "persistent" if many and not _at_once(problem) else "basic"
     if problem.K == 0:
         variant = "basic"
     return _persistent(problem) if variant == "persistent" else _basic(problem)
 
 
+def _at_once(problem: Problem) -> bool:
+    """Whether the basic kernel computes all tiles at once; a persistent kernel would have nothing to overlap."""
+    tiles = (problem.M // HEIGHT + problem.G) * -(-problem.N // WIDTH)
+    # Three programs share an SM. Block-scaled sums are added up faster by the persistent kernel, from some K on.
+    if problem.block_scaled:
+        return problem.K <= 1024 and tiles <= 2 * problem.multiprocessors
+    return tiles <= 3 * problem.multiprocessors
+
+
 def _basic(problem: Problem) -> Choice:
-    block_m = 16 if problem.rows < 16 else 32 if problem.rows < 32 else 64
+    block_m = 16 if problem.rows < 16 else 32 if problem.rows < 32 else HEIGHT
     addressing = _addressing(problem, block_m, _block_k(problem), tma_out=False)
     # Pointers read odd strides byte by byte, which takes registers.
-    block_n, num_warps, num_stages = (128, 4, 3) if addressing.tma_A and addressing.tma_B else (64, 8, 2)
+    block_n, num_warps, num_stages = (WIDTH, 4, 3) if addressing.tma_A and addressing.tma_B else (64, 8, 2)
     blocks = [block_m, rules.block_for(problem.N, block_n), rules.offsets_block(problem.G), _block_k(problem)]
     scales = [False] * 2
     options = rules.indexing(False, *addressing[:2], *scales, *[False] * problem.has_bias, False)
