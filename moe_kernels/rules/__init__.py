@@ -129,11 +129,11 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     elif not addressing.tma_B:
         presets = _POINTERS
     block_n, block_k, num_warps, num_stages = presets[block_m]
-    small = _thin(problem) or _at_once(problem, 64, 64)
-    if variant == "basic" and block_m == 64 and presets is _BASIC and small:
+    thin = _thin(problem)
+    if variant == "basic" and block_m == 64 and presets is _BASIC and (thin or _at_once(problem, 64, 64)):
         # As many loads as fit are in flight at once. With more tiles than SMs, two programs share an SM.
         tiles = problem.M // 64 * -(-problem.N // 64)
-        alone = _thin(problem) and (problem.gpu is None or tiles <= problem.gpu.multiprocessors)
+        alone = thin and (problem.gpu is None or tiles <= problem.gpu.multiprocessors)
         block_n, block_k, num_stages = 64, 128, 5 if alone else 3
     if variant == "persistent" and problem.out_dtype == torch.float32:
         block_n = min(block_n, 128)  # the result's tile shares the memory with the next tile's loads
@@ -212,9 +212,13 @@ def _at_once(problem: Problem, block_m: int, block_n: int) -> bool:
     M, gpu = problem.M, problem.gpu
     if gpu is None or block_m > M or not _tensor_cores_by_tma(problem):
         return False
-    tiles = (M // block_m + problem.G) * -(-problem.N // block_n)
     # Two programs with tiles of 64 rows share an SM. The number of rows may be almost twice `M`.
-    return tiles <= gpu.multiprocessors * (1.5 if block_m == 64 else 1)
+    return most_tiles(M, problem.N, problem.G, block_m, block_n) <= gpu.multiprocessors * (1.5 if block_m == 64 else 1)
+
+
+def most_tiles(M: int, N: int, G: int, block_m: int, block_n: int) -> int:
+    """The most tiles of this size that a product can have, if each group may have a partly filled one."""
+    return (M // block_m + G) * -(-N // block_n)
 
 
 def _apart(problem: Problem) -> bool:

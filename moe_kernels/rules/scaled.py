@@ -54,7 +54,7 @@ def rule(problem: Problem, variant: str = "auto") -> Choice:
 
 def _at_once(problem: Problem) -> bool:
     """Whether the basic kernel computes all tiles at once; a persistent kernel would have nothing to overlap."""
-    tiles = (problem.M // HEIGHT + problem.G) * -(-problem.N // WIDTH)
+    tiles = rules.most_tiles(problem.M, problem.N, problem.G, HEIGHT, WIDTH)
     # Three programs share an SM. Block-scaled sums are added up faster by the persistent kernel, from some K on.
     if problem.block_scaled:
         return problem.K <= 1024 and tiles <= 2 * problem.multiprocessors
