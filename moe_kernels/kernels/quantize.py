@@ -47,6 +47,20 @@ def largest_of(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("tl.max({0})", args=(magnitude(tile),), output_like=like)
 
 
+def largest_of_four(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude at each position of four tiles of one shape.
+
+    The bits of 16-bit types are compared without conversion, two in one instruction.
+    """
+    if a.dtype == torch.float32:
+        bits = "{%d}.to(tl.int32, bitcast=True) & 0x7fffffff"
+    else:
+        bits = "{%d}.to(tl.int16, bitcast=True) & 0x7fff"
+    first, second = f"tl.maximum({bits % 0}, {bits % 1})", f"tl.maximum({bits % 2}, {bits % 3})"
+    text = f"tl.maximum({first}, {second}).to({{0}}.dtype, bitcast=True)"
+    return hl.inline_triton(text, args=(a, b, c, d), output_like=a)
+
+
 def _as_float(bits: torch.Tensor) -> torch.Tensor:
     like = torch.zeros_like(bits, dtype=torch.float32)
     return hl.inline_triton("{0}.to(tl.float32, bitcast=True)", args=(bits,), output_like=like)

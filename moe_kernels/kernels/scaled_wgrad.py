@@ -25,7 +25,14 @@ import torch
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_wgrad import searchable
 from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
-from moe_kernels.kernels.quantize import inverse, largest_of, largest_of_columns, scale_of, scaled
+from moe_kernels.kernels.quantize import (
+    inverse,
+    largest_of,
+    largest_of_columns,
+    largest_of_four,
+    scale_of,
+    scaled,
+)
 from moe_kernels.kernels.scaled_gemm import add_product, dot, product_of, scaled_sum
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules
@@ -49,9 +56,7 @@ def quantize_columns(
     squares: hl.constexpr,  # one scale per 128 rows and 128 columns
     largest: hl.constexpr,
 ) -> torch.Tensor:
-    """One program per 128 rows of a group and block of columns, 128 with `squares`. It reads them twice, the second
-    time from the cache, which takes fewer registers than keeping them.
-    """
+    """One program per 128 rows of a group and block of columns, 128 with `squares`."""
     C = x.size(1)
     for tile_c, tile_t in hl.tile([C, max_tiles], block_size=[None, 1]):
         num_tiles = tiles[0, 0]
@@ -61,20 +66,24 @@ def quantize_columns(
             row0 = tiles[t, 1]
             end = tiles[t, 2]
             slot = (divide(row0, 128) + group).to(torch.int64)
-            tile = _rows(x, row0 + hl.arange(128), end, tile_c, row_to_slot, top_k)
+            # A thread gets four adjacent rows of a column, so that it stores whole words when they are transposed.
+            rows = row0 + 4 * hl.arange(32)
+            a = _rows(x, rows, end, tile_c, row_to_slot, top_k)
+            b = _rows(x, rows + 1, end, tile_c, row_to_slot, top_k)
+            c = _rows(x, rows + 2, end, tile_c, row_to_slot, top_k)
+            d = _rows(x, rows + 3, end, tile_c, row_to_slot, top_k)
+            largest_4 = largest_of_four(a, b, c, d)
             if squares:
-                scale = scale_of(largest_of(tile, group), largest, False)
+                scale = scale_of(largest_of(largest_4, group), largest, False)
                 hl.store(scales, [slot, tile_c.id], scale)
             else:
-                scale = scale_of(largest_of_columns(tile, hl.zeros([tile_c], dtype=torch.int32)), largest, False)
+                scale = scale_of(largest_of_columns(largest_4, hl.zeros([tile_c], dtype=torch.int32)), largest, False)
                 hl.store(scales, [slot, tile_c], scale)
             factor = inverse(scale) if squares else inverse(scale).unsqueeze(0)
-            rows = row0 + 4 * hl.arange(32)
-            a = scaled(_rows(x, rows, end, tile_c, row_to_slot, top_k), factor).to(data.dtype)
-            b = scaled(_rows(x, rows + 1, end, tile_c, row_to_slot, top_k), factor).to(data.dtype)
-            c = scaled(_rows(x, rows + 2, end, tile_c, row_to_slot, top_k), factor).to(data.dtype)
-            d = scaled(_rows(x, rows + 3, end, tile_c, row_to_slot, top_k), factor).to(data.dtype)
-            hl.store(data, [slot, tile_c, hl.arange(128)], _columns(a, b, c, d))
+            even = hl.join(scaled(a, factor), scaled(c, factor))
+            odd = hl.join(scaled(b, factor), scaled(d, factor))
+            y = hl.join(even, odd).to(data.dtype).permute(1, 0, 2, 3)  # [C, 32, 2, 2]
+            hl.store(data, [slot, tile_c, hl.arange(128)], y.reshape(a.size(1), 128))
     return data
 
 
@@ -106,15 +115,6 @@ def _rows(
     if row_to_slot is not None:
         rows = divide(hl.load(row_to_slot, [rows], extra_mask=inside), top_k)
     return hl.load(x, [rows.to(torch.int64), tile_c], extra_mask=inside.unsqueeze(1))
-
-
-def _columns(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """Return the transpose `[C, 4 * n]` of rows, of which a, b, c and d `[n, C]` are every fourth, from 0, 1, 2 and 3.
-
-    In this way a thread has four adjacent elements of a column, instead of one, when the rows are transposed through
-    shared memory.
-    """
-    return hl.join(hl.join(a.T, c.T), hl.join(b.T, d.T)).reshape(a.size(1), 4 * a.size(0))
 
 
 def _computed_here(x: torch.Tensor, inline_ptx: bool) -> torch.Tensor:

@@ -79,7 +79,7 @@ def test_quantising(top_k: int) -> None:
     assert [report["name"] for report in columns] == ["quantize_columns"] * 2
     for report in columns:
         assert report["stack"] == 0
-        assert report["regs"] <= (64 if TRITON_3_6 else 96)
+        assert report["regs"] <= (80 if TRITON_3_6 else 128)
         assert "cvt.rn.satfinite.e4m3x2.f32" in report["ptx"] and "atom" not in report["ptx"]
         accesses = re.findall(r"(?:ld|st)\.global[\w.:]*", report["ptx"])
         assert sum(".v4" in access for access in accesses) >= 4, accesses
