@@ -148,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     begun = time.monotonic()
     command = shlex.join(["python", "-m", "benchmarks.transformers_stack", *(sys.argv[1:] if argv is None else argv)])
-    size = "tiny layers" if options.tiny else "4 layers of Qwen3-30B-A3B with 12672 words, random weights in bfloat16"
+    qwen3 = "4 layers of Qwen3-30B-A3B with a vocabulary of 12672, random weights in bfloat16"
+    size = "tiny layers" if options.tiny else qwen3
     meta = run.meta(device, command) | {"transformers": transformers.__version__, "model": size}
     results = run.Results(meta)
     integration.register()

@@ -193,10 +193,10 @@ def _print_configs() -> None:
     """Print the folders of tuned configs, and the configs of a few typical shapes."""
     gpu = targets.of_device("cuda", 0) if _gpu() == "cuda" and not requirements.interpreted() else None
     if gpu is None:
-        print("Configs: by the rule, measured on an H200. Tuned configs are for GPUs, and none is used here.")
+        print("Configs: by the rule, derived on an H200 and an H100. Tuned configs are for GPUs; none is used here.")
     else:
         known = [file for file, _ in entries.load(gpu)]
-        print(f"Configs for {gpu.name}: the nearest tuned entry, or else by rule, measured on an H200. Files:")
+        print(f"Configs for {gpu.name}: the nearest tuned entry, or a rule derived on an H200 and an H100. Files:")
         for file, _ in entries.files_for(gpu):
             print(f"  {file}: {f'{known.count(file)} entries for these versions' if file.exists() else 'not there'}")
     rows = []

@@ -95,7 +95,7 @@ def test_info_lists_versions_and_configs(capsys: pytest.CaptureFixture[str]) -> 
         "off (TRITON_INTERPRET",
     ):
         assert text in out
-    assert "measured on an H200" in out
+    assert "derived on an H200 and an H100" in out
     assert "2048 rows per group >= " in out and "4 rows per group < " in out
     table = [re.split("  +", line) for line in out.splitlines()]
     (header,) = [row for row in table if row[0] == "layer"]

@@ -1,6 +1,6 @@
 """The choice of kernel and `Config` for a problem: a tuned entry for this GPU (see `tuning.entries`), or the rule.
 
-The rule was derived from measurements on an H200.
+The rule was derived from measurements on an H200 and, for GPUs with slower memory, on an H100.
 """
 
 from __future__ import annotations
