@@ -61,6 +61,15 @@ def largest_of_four(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.
     return hl.inline_triton(text, args=(a, b, c, d), output_like=a)
 
 
+def columns_of(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the transpose `[C, 4 * n]` of rows, of which a, b, c and d `[n, C]` are every fourth, from 0, 1, 2 and 3.
+
+    They are joined before they are converted, so that a thread converts and stores four adjacent elements of a column.
+    """
+    rows = hl.join(hl.join(a, c), hl.join(b, d)).to(dtype)  # [n, C, 2, 2]
+    return rows.permute(1, 0, 2, 3).reshape(a.size(1), 4 * a.size(0))
+
+
 def _as_float(bits: torch.Tensor) -> torch.Tensor:
     like = torch.zeros_like(bits, dtype=torch.float32)
     return hl.inline_triton("{0}.to(tl.float32, bitcast=True)", args=(bits,), output_like=like)
@@ -158,36 +167,33 @@ def quantize_squares(
     odd_R: int | None,  # 2 * R + 1, or None if R is constant
     of_group: int,  # scales per group
     parts: int,  # ceil(K / 128)
-    height: hl.constexpr,  # rows of a tile that are quantised at once
     largest: hl.constexpr,
     power_of_two: hl.constexpr,
 ) -> torch.Tensor:
-    """One scale per tile, which is read a second time, from the cache, in parts that take few registers.
+    """One scale per tile. `transposed` gets the same data, transposed.
 
-    `transposed` gets the same data, transposed.
+    For this the tile is read again, from the cache, and other pairs of its values are converted to fp8: if one that is
+    converted from float32 were stored in both orders, ptxas 12.8 would read its register too early.
     """
     G, _, K = data.shape
     for tile_k, tile_r, tile_g in hl.tile([K, programs, G], block_size=[128, 128, 1]):
         zero = hl.zeros([], dtype=torch.int32)
         R, g = _rows(programs, odd_R, zero), tile_g.id + zero
-        rows = tile_r.index
-        tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
+        inside = tile_r.index < R
+        tile = hl.load(x, [g, tile_r, tile_k], extra_mask=inside[:, None])
         scale = scale_of(largest_of(tile, zero), largest, power_of_two)
         # `programs` may be R + 1, and a square may begin there.
         hl.store(scales, [g * of_group + tile_r.id * parts + tile_k.id], scale, extra_mask=tile_r.begin + zero < R)
         factor = inverse(scale)
-        for part in hl.static_range(128 // height):
-            r = tile_r.begin + part * height + hl.arange(height)
-            y = scaled(hl.load(x, [g, r, tile_k], extra_mask=(r < R)[:, None]), factor).to(data.dtype)
-            hl.store(data, [g, r, tile_k], y, extra_mask=(r < R)[:, None])
-            if transposed is not None and x.dtype != torch.float32:
-                hl.store(transposed, [g, tile_k, r], y.T, extra_mask=(r < R)[None, :])
-        if transposed is not None and x.dtype == torch.float32:
-            # If one fp8 value converted from float32 is stored in both orders, ptxas 12.8 reads registers too early.
-            for part in hl.static_range(128 // height):
-                r = tile_r.begin + part * height + hl.arange(height)
-                y = scaled(hl.load(x, [g, r, tile_k], extra_mask=(r < R)[:, None]), factor).to(data.dtype)
-                hl.store(transposed, [g, tile_k, r], y.T, extra_mask=(r < R)[None, :])
+        hl.store(data, [g, tile_r, tile_k], scaled(tile, factor).to(data.dtype), extra_mask=inside[:, None])
+        if transposed is not None:
+            rows = tile_r.begin + 4 * hl.arange(32)
+            a = scaled(hl.load(x, [g, rows, tile_k], extra_mask=(rows < R)[:, None]), factor)
+            b = scaled(hl.load(x, [g, rows + 1, tile_k], extra_mask=(rows + 1 < R)[:, None]), factor)
+            c = scaled(hl.load(x, [g, rows + 2, tile_k], extra_mask=(rows + 2 < R)[:, None]), factor)
+            d = scaled(hl.load(x, [g, rows + 3, tile_k], extra_mask=(rows + 3 < R)[:, None]), factor)
+            y = columns_of(a, b, c, d, data.dtype)
+            hl.store(transposed, [g, tile_k, tile_r], y, extra_mask=inside[None, :])
     return data
 
 
@@ -212,7 +218,7 @@ def plan_quantize(
     counts: tuple[Any, ...] = (R, None, blocks * parts) if static_shape else (R | 1, R * 2 + 1, 0)
     transposed = lies_transposed(x)
     if format == "128x128":
-        counts = (*counts, parts, rules.height(needs_int64(written, read)))
+        counts = (*counts, parts)
         kernel, config = quantize_squares, rules.square()
     elif format == "1x128":
         kernel, config = quantize_parts, rules.one_pass(BLOCK, transposed)

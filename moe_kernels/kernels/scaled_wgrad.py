@@ -26,6 +26,7 @@ from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_wgrad import searchable
 from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
 from moe_kernels.kernels.quantize import (
+    columns_of,
     inverse,
     largest_of,
     largest_of_columns,
@@ -66,7 +67,6 @@ def quantize_columns(
             row0 = tiles[t, 1]
             end = tiles[t, 2]
             slot = (divide(row0, 128) + group).to(torch.int64)
-            # A thread gets four adjacent rows of a column, so that it stores whole words when they are transposed.
             rows = row0 + 4 * hl.arange(32)
             a = _rows(x, rows, end, tile_c, row_to_slot, top_k)
             b = _rows(x, rows + 1, end, tile_c, row_to_slot, top_k)
@@ -80,10 +80,8 @@ def quantize_columns(
                 scale = scale_of(largest_of_columns(largest_4, hl.zeros([tile_c], dtype=torch.int32)), largest, False)
                 hl.store(scales, [slot, tile_c], scale)
             factor = inverse(scale) if squares else inverse(scale).unsqueeze(0)
-            even = hl.join(scaled(a, factor), scaled(c, factor))
-            odd = hl.join(scaled(b, factor), scaled(d, factor))
-            y = hl.join(even, odd).to(data.dtype).permute(1, 0, 2, 3)  # [C, 32, 2, 2]
-            hl.store(data, [slot, tile_c, hl.arange(128)], y.reshape(a.size(1), 128))
+            a, b, c, d = scaled(a, factor), scaled(b, factor), scaled(c, factor), scaled(d, factor)
+            hl.store(data, [slot, tile_c, hl.arange(128)], columns_of(a, b, c, d, data.dtype))
     return data
 
 

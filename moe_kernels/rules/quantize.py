@@ -37,11 +37,6 @@ def parts_of_a_row(K: int, parts: int) -> Config:
     return Config(block_sizes=[block], num_warps=max(1, block * width // (32 * _OF_A_THREAD)))
 
 
-def height(int64_index: bool) -> int:
-    """The rows of a square that are quantised at once. 64-bit addresses take more registers."""
-    return 32 if int64_index else 64
-
-
 def square() -> Config:
     """The config of `quantize_squares`, for blocks of 128 x 128."""
-    return Config(block_sizes=[], num_warps=8)
+    return Config(block_sizes=[], num_warps=16)

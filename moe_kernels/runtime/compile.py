@@ -55,7 +55,7 @@ _TRITON = requirements.minor(triton.__version__) or (0, 0)
 # Register limits per thread, by kernel. From Triton 3.9 on, ptxas chooses a limit for these kernels that spills a few
 # bytes, unless it is given one. For other kernels its own limit is the best.
 _MOST_REGISTERS = (
-    {"jagged": 232, "swiglu_persistent": 232, "promoted_persistent": 255, "scaled_wgrad": 255, "quantize_squares": 255}
+    {"jagged": 232, "swiglu_persistent": 232, "promoted_persistent": 255, "scaled_wgrad": 255}
     if _TRITON >= (3, 9)
     else {}
 )

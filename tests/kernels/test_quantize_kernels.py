@@ -155,7 +155,7 @@ def test_no_scale_is_written_behind_the_last(device: str) -> None:
     """For 256 rows, the grid covers 257, and so a third square of no rows."""
     x = torch.randn(1, 256, 200, device=device)
     data, scales = torch.empty_like(x, dtype=E4M3), torch.full((8,), NAN, device=device)
-    quantize_squares(data, None, scales, x, 257, 2 * 256 + 1, 0, 2, 64, 448.0, False)
+    quantize_squares(data, None, scales, x, 257, 2 * 256 + 1, 0, 2, 448.0, False)
     assert torch.equal(scales[:4].view(2, 2), reference.quantize(x[0], "128x128").scales)
     assert scales[4:].isnan().all()
 
