@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 import moe_kernels
 from moe_kernels import commands, requirements, rules, timing
 from moe_kernels.runtime import targets
+from moe_kernels.testing import assert_grouped_gemm_close, flop_count, group_sizes_for, make_inputs
 from moe_kernels.tuning import entries
 from moe_kernels.tuning import search as tune
 
@@ -100,8 +102,6 @@ def demo() -> int:
     if not _kernels_run():
         return 1
 
-    from moe_kernels.testing import flop_count, group_sizes_for, make_inputs
-
     device = gpu or "cpu"
     G, M, N, K, dtype = (64, 8192, 2048, 2048, torch.bfloat16) if gpu else (8, 128, 64, 72, torch.float32)
     if gpu:
@@ -122,22 +122,22 @@ def demo() -> int:
             moe_kernels.grouped_gemm_jagged_persistent,
             moe_kernels.grouped_gemm,
         ):
-            calls.append((function.__name__, weight, _bound(function, A_packed, weight, group_offsets)))
+            calls.append((function.__name__, weight, partial(function, A_packed, weight, group_offsets)))
     checked = [_check(name, call, sizes, A_packed, weight, group_offsets) for name, weight, call in calls]
 
     if gpu:
         offs = moe_kernels.offs_from_group_offsets(group_offsets)
         calls.append(("torch's grouped_mm", B, lambda: torch.nn.functional.grouped_mm(A_packed, B, offs=offs)))
         checked.append(["", "", "not checked"])
-        timed = {i: call for i, (*_, call) in enumerate(calls)}
-        for call in timed.values():
-            call()
-        micros = timing.interleaved(timed, _ROUNDS, torch.device(gpu)).values()
+        calls[-1][-1]()
+    timed = {i: call for i, (*_, call) in enumerate(calls)}
+    micros = timing.interleaved(timed, _ROUNDS if gpu else 1, torch.device(device)).values()
+    if gpu:
         header = ["kernel", "B", "us", "TFLOP/s", "error", "budget", "result"]
         times = [[f"{us:8.1f}", f"{flop_count(sizes, N, K) / us / 1e6:7.0f}"] for us in micros]
     else:
         header = ["kernel", "B", "seconds", "error", "budget", "result"]
-        times = [[f"{_seconds(call):7.2f}"] for *_, call in calls]
+        times = [[f"{us / 1e6:7.2f}"] for us in micros]
     print()
     _print_table(
         header,
@@ -272,16 +272,10 @@ def _kernels_run() -> bool:
     return not problems
 
 
-def _bound(function: Callable[..., Tensor], *args: Tensor) -> Callable[[], Tensor]:
-    return lambda: function(*args)
-
-
 def _check(
     name: str, call: Callable[[], Tensor], sizes: list[int], A_packed: Tensor, B: Tensor, group_offsets: Tensor
 ) -> list[str]:
     """Call once, compare with float64, and return the table cells for error, budget and result."""
-    from moe_kernels.testing import assert_grouped_gemm_close
-
     print(f"  {name}, B {list(B.shape)}: compiling and checking ... ", end="", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     out = call()
@@ -295,12 +289,6 @@ def _check(
         return ["", "", "WRONG"]
     print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr)
     return [f"{report['max_error']:.1e}", f"{report['budget']:.1e}", "ok"]
-
-
-def _seconds(call: Callable[[], Tensor]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def _print_fields(fields: list[tuple[str, str]]) -> None:

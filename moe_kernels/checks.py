@@ -218,29 +218,6 @@ def check_gating(
         _check_shape("bias", bias, "[E]", (E,))
 
 
-def check_moe(
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts: int,
-    top_k: int,
-    activation: str,
-    gated: bool,
-    *,
-    renormalize: bool,
-    compute: str | None,
-    fp8_wgrad: bool,
-    fast_accumulation: bool,
-) -> None:
-    """Check the arguments of `MoE`."""
-    check_int("hidden_size", hidden_size, 1)
-    check_int("intermediate_size", intermediate_size, 1)
-    check_int("num_experts", num_experts, 1)
-    check_int("top_k", top_k, 1, num_experts)
-    _check_spec(GLUSpec(activation, gated, False, 0.0, 0.0), False, False)
-    check_compute(compute)
-    check_bools(renormalize=renormalize, fp8_wgrad=fp8_wgrad, fast_accumulation=fast_accumulation)
-
-
 def check_layer(hidden: Tensor, router: Tensor) -> None:
     """Check that `hidden` is `[..., H]` for a router `[E, H]`, and has its dtype unless autocast is enabled."""
     _check_tensor("router", router)
@@ -255,18 +232,8 @@ def check_layer(hidden: Tensor, router: Tensor) -> None:
         )
 
 
-def check_permute(hidden: Tensor, routing: Routing) -> None:
-    """Check that `hidden` is `[T, H]` for the tokens of `routing`."""
-    _check_moved("hidden", hidden, "T", routing)
-
-
-def check_unpermute(rows: Tensor, routing: Routing, weighted: bool) -> None:
-    """Check that `rows` is `[R, H]` for the slots of `routing`."""
-    check_bools(weighted=weighted)
-    _check_moved("rows", rows, "R", routing)
-
-
-def _check_moved(name: str, value: Tensor, extent: str, routing: Routing) -> None:
+def check_moved(name: str, value: Tensor, extent: str, routing: Routing) -> None:
+    """Check that `value` is `[extent, H]` for the T tokens or the R slots of `routing`."""
     if not isinstance(routing, Routing):
         raise TypeError(f"routing: expected the Routing that route returns, got {type(routing).__name__}")
     _check_floats(((name, value),), False)
@@ -401,7 +368,7 @@ def check_scaled_moe_mlp(
             f"got {formats[0]!r} and {formats[1]!r}"
         )
     _check_accumulation(fast_accumulation, formats[0] == "rowwise")
-    _check_spec(experts.spec, experts.w_up is not None, experts.up_bias is not None)
+    check_spec(experts.spec, experts.w_up is not None, experts.up_bias is not None)
     floats = {"hidden": hidden, "gate_up_bias": experts.gate_up_bias, "down_bias": experts.down_bias}
     for name, tensor in floats.items():
         if tensor is None and name != "hidden":
@@ -460,7 +427,7 @@ def _check_first_floats(name: str, inputs: Tensor, experts: Experts, reference: 
     """Check the options, and the operands of the first product: their dtypes and devices."""
     w_gate_up, _, w_up, gate_up_bias, up_bias, _, spec, transposed = experts
     check_bools(transposed=transposed)
-    _check_spec(spec, w_up is not None, up_bias is not None)
+    check_spec(spec, w_up is not None, up_bias is not None)
     optional = ("w_up", w_up), ("gate_up_bias", gate_up_bias), ("up_bias", up_bias)
     _check_floats(((name, inputs), ("w_gate_up", w_gate_up)), reference, optional)
 
@@ -496,7 +463,8 @@ def _check_first_shapes(
         _check_shape("up_bias", up_bias, "[E, I]", (E, W))
 
 
-def _check_spec(spec: GLUSpec, two_weights: bool, up_bias: bool) -> None:
+def check_spec(spec: GLUSpec, two_weights: bool = False, up_bias: bool = False) -> None:
+    """Check the activation and the options that depend on it."""
     check_bools(gated=spec.gated, interleaved=spec.interleaved)
     check_number("alpha", spec.alpha)
     check_number("limit", spec.limit)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from moe_kernels import checks, ops
 from moe_kernels.glu import GLUSpec
-from moe_kernels.ops.layer import MOE_LAYER, adjacent
-from moe_kernels.ops.library import check_rows, use_kernels
+from moe_kernels.ops.layer import MOE_LAYER, columns
 from moe_kernels.ops.scaled_layer import SCALED_MOE_MLP
-from moe_kernels.rules.layer import one_token_is_faster, sorts
 from moe_kernels.runtime import cache
-from moe_kernels.runtime.torch_internals import autocast, can_bypass_dispatcher, differentiated, eager
+from moe_kernels.runtime.torch_internals import autocast, differentiated, transformed
 from moe_kernels.scaled import ScaledTensor
 
 
@@ -68,7 +63,7 @@ def swiglu_ffn(
     checks.check_swiglu_ffn(rows, group_offsets, experts)
     if checks.validation_enabled(None):
         checks.validate_offsets(group_offsets, rows.size(0))
-    w_in, w_up = _columns(w_gate_up, transposed), _columns(w_up, transposed)
+    w_in, w_up = columns(w_gate_up, transposed), columns(w_up, transposed)
     save_preact = differentiated(rows, w_in, w_up, gate_up_bias, up_bias)
     return ops.swiglu_ffn(rows, group_offsets, w_in, w_up, gate_up_bias, up_bias, save_preact, *spec)[0]
 
@@ -166,24 +161,13 @@ def moe_mlp(
     if validates:
         checks.validate_ids(topk_ids, num_experts)
     tensors = (hidden, topk_ids, topk_weights, first, second, w_up, *biases)
-    bypasses = can_bypass_dispatcher(*tensors) and use_kernels(hidden, first, w_up, second)
-    if bypasses and sorts(topk_ids.numel(), num_experts):
-        check_rows("topk_ids", topk_ids.numel())
-        options = (transposed, adjacent(first, w_up), spec)
-        layer: Tensor = cache.call(MOE_LAYER, tensors, options)
-        if w_up is None:
-            cache.remember(MOE_LAYER, given, requested, options)
-        return layer
     save_preact = differentiated(*tensors)
-    w_in, w_up, w_out = (_columns(w, transposed) for w in (first, w_up, second))
-    if (
-        not save_preact
-        and use_kernels(hidden, w_in, w_out)
-        and (torch.compiler.is_dynamo_compiling() or eager(*tensors))
-    ):
-        T, top_k = topk_ids.shape
-        if one_token_is_faster(T, top_k, w_in, w_out):
-            return ops.moe_mlp_of_one_token(hidden, topk_ids, topk_weights, w_in, w_up, w_out, *biases, *spec)
+    if not save_preact and not transformed():
+        layer: Tensor = ops.moe_layer(*tensors, transposed, *spec)
+        if w_up is None:
+            cache.remember(MOE_LAYER, given, requested, (transposed, False, spec))
+        return layer
+    w_in, w_up, w_out = (columns(w, transposed) for w in (first, w_up, second))
     routing = ops.route(topk_ids, num_experts)
     weights = (w_in, w_up, w_out)
     return ops.moe_mlp(hidden, topk_weights, *routing, *weights, *biases, save_preact, *spec)[0]
@@ -239,8 +223,3 @@ def _quantized_moe_mlp(
     routing = ops.route(topk_ids, num_experts)
     options = (compute == "fp8_rowwise", fast_accumulation, fp8_wgrad, save, *experts.spec)
     return ops.quantized_moe_mlp(hidden, topk_weights, *routing, *parameters, *options)[0]
-
-
-def _columns(weight: Any, transposed: bool) -> Any:
-    """Return the weight as `[E, inputs, outputs]`."""
-    return weight if weight is None or transposed else weight.mT

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_kernels import checks, expert_modules
 from moe_kernels.experts import moe_mlp
+from moe_kernels.glu import GLUSpec
 from moe_kernels.quantize import quantize
 from moe_kernels.routing import topk_softmax
 from moe_kernels.runtime.torch_internals import reshaped
@@ -62,18 +63,13 @@ class MoE(nn.Module):
                 another option is not a bool.
         """
         super().__init__()
-        checks.check_moe(
-            hidden_size,
-            intermediate_size,
-            num_experts,
-            top_k,
-            activation,
-            gated,
-            renormalize=renormalize,
-            compute=compute,
-            fp8_wgrad=fp8_wgrad,
-            fast_accumulation=fast_accumulation,
-        )
+        checks.check_int("hidden_size", hidden_size, 1)
+        checks.check_int("intermediate_size", intermediate_size, 1)
+        checks.check_int("num_experts", num_experts, 1)
+        checks.check_int("top_k", top_k, 1, num_experts)
+        checks.check_spec(GLUSpec(activation, gated, False, 0.0, 0.0))
+        checks.check_compute(compute)
+        checks.check_bools(renormalize=renormalize, fp8_wgrad=fp8_wgrad, fast_accumulation=fast_accumulation)
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
         self.compute, self.fp8_wgrad, self.fast_accumulation = compute, fp8_wgrad, fast_accumulation
         self.format: str | None = None  # set by `quantize`

@@ -281,14 +281,15 @@ def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
 
 def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
     """Copy each token's row to the rows of its slots; see `moe_kernels.permute`."""
-    checks.check_permute(hidden, routing)
+    checks.check_moved("hidden", hidden, "T", routing)
     top_k = routing.topk_weights.size(1)
     return scatter_rows(hidden, None, routing.slot_to_row, routing.group_offsets, top_k, hidden.dtype)
 
 
 def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tensor:  # [R, H] -> [T, H]
     """Add up each token's rows, weighted by its topk_weights; see `moe_kernels.unpermute`."""
-    checks.check_unpermute(rows, routing, weighted)
+    checks.check_bools(weighted=weighted)
+    checks.check_moved("rows", rows, "R", routing)
     topk_weights = routing.topk_weights if weighted else None
     top_k = routing.topk_weights.size(1)
     return combine_rows(rows, topk_weights, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)

@@ -47,7 +47,7 @@ def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
     """
-    checks.check_permute(hidden, routing)
+    checks.check_moved("hidden", hidden, "T", routing)
     top_k = routing.topk_weights.size(1)
     return ops.scatter_rows(hidden, None, routing.slot_to_row, routing.group_offsets, top_k, hidden.dtype)
 
@@ -65,7 +65,8 @@ def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tenso
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
     """
-    checks.check_unpermute(rows, routing, weighted)
+    checks.check_bools(weighted=weighted)
+    checks.check_moved("rows", rows, "R", routing)
     topk_weights = routing.topk_weights if weighted else None
     top_k = routing.topk_weights.size(1)
     return ops.combine_rows(rows, topk_weights, routing.slot_to_row, routing.group_offsets, top_k, rows.dtype)

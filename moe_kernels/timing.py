@@ -45,14 +45,11 @@ def host_microseconds(calls: Iterable[Call], device: torch.device) -> float:
     Takes five calls at a time from the iterator `calls`. The device is synchronized before these five, so that none
     waits for space in the launch queue.
     """
-    times = []
+    times: list[float] = []
     remaining = iter(calls)
     while batch := list(itertools.islice(remaining, 5)):
         _synchronize(device)
-        for call in batch:
-            start = time.perf_counter()
-            call()
-            times.append(1e6 * (time.perf_counter() - start))
+        times += _host_round(batch)
     _synchronize(device)
     return statistics.median(times)
 

@@ -224,8 +224,9 @@ def test_opcheck(name: str, keep: bool) -> None:
         operators.moe_mlp.default,
         (tensors["hidden"], tensors["topk_weights"], *routing, w_in, w_up, w_out, *biases, keep, *form),
     )
-    first = (tensors["hidden"][:1], IDS[:1], tensors["topk_weights"][:1], w_in, w_up, w_out, *biases)
-    opcheck(operators.moe_mlp_of_one_token.default, (*(None if x is None else x.detach() for x in first), *form))
+    weights = map(tensors.get, ("w_gate_up", "w_down", "w_up"))
+    layer = (tensors["hidden"], IDS, tensors["topk_weights"], *weights, *biases)
+    opcheck(operators.moe_layer.default, (*(None if x is None else x.detach() for x in layer), transposed, *form))
     opcheck(
         operators.swiglu_ffn.default,
         (torch.randn(8, H, dtype=torch.float64), routing[0], w_in, w_up, *biases[:2], keep, *form),

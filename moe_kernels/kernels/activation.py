@@ -16,10 +16,10 @@ import torch
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import decode_odd
-from moe_kernels.kernels.quantize import inverse, largest_of_rows, plan_quantize, scale_of, scaled
+from moe_kernels.kernels.quantize import inverse, largest_of, plan_quantize, scale_of, scaled
 from moe_kernels.rules import by_rows
 from moe_kernels.rules import quantize as quantize_rules
-from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
 from moe_kernels.scaled import scales_shape
 
@@ -137,7 +137,7 @@ def activate_quantized(
             else:
                 u = hl.load(up, [r, columns], extra_mask=columns < I).to(torch.float32)
                 act = activated(act, u, name, alpha, limit)
-            amax = largest_of_rows(act, hl.zeros([tile_p], dtype=torch.int32))
+            amax = largest_of(act, hl.zeros([tile_p], dtype=torch.int32), 1)
             scale = scale_of(amax, largest, False)
             y = scaled(act, inverse(scale)[:, None])
             hl.store(data, [r, columns], y.to(data.dtype), extra_mask=columns < I)
@@ -240,22 +240,10 @@ def _gated_backward(
 
 
 def plan_activate(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[GLUSpec]
+    builder: Builder, tensors: Operands, options: tuple[GLUSpec], dtype: torch.dtype | None = None
 ) -> SymbolicTensor:
-    """Plan act `[R, I]` from a preactivation `[R, 2I]` or `[R, I]` and, if separate, that of up `[R, I]`."""
-    preact, preact_up = tensors
-    assert preact is not None
-    return write_activation(builder, preact, preact_up, options[0])
-
-
-def write_activation(
-    builder: Builder,
-    preact: SymbolicTensor,  # [R, 2I] or [R, I]
-    preact_up: SymbolicTensor | None,  # [R, I]
-    spec: GLUSpec,
-    dtype: torch.dtype | None = None,
-) -> SymbolicTensor:
-    """Return act `[R, I]`, by default in the dtype of the preactivation."""
+    """Plan act `[R, I]` from a preactivation `[R, 2I]` or `[R, I]`, by default in its dtype, and that of up."""
+    (preact, preact_up), (spec,) = tensors, options
     gate, up = spec.halves(preact, preact_up)
     act = builder.alloc(gate.shape, preact.dtype if dtype is None else dtype)
     _launch(builder, activate, (act, gate, up), spec)
@@ -272,7 +260,7 @@ def write_scaled_activation(
     gate, up = spec.halves(preact, None)
     R, I = gate.shape  # noqa: E741
     if format == "rowwise" and I > quantize_rules.AT_ONCE:
-        act = write_activation(builder, preact, None, spec, torch.float32)
+        act = plan_activate(builder, (preact, None), (spec,), torch.float32)
         return plan_quantize(builder, (act,), (format, torch.float8_e4m3fn, False))
     data = builder.alloc((R, I), torch.float8_e4m3fn)
     scales = builder.alloc(scales_shape((R, I), format), torch.float32)
@@ -285,7 +273,7 @@ def write_scaled_activation(
 
 
 def plan_activate_backward(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[bool, GLUSpec]
+    builder: Builder, tensors: Operands, options: tuple[bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
     """Plan `reference.activate_backward` from preact, preact_up, d_act, topk_weights, row_to_slot and group_offsets.
 
@@ -293,7 +281,6 @@ def plan_activate_backward(
     topk_weights. Results that do not exist are empty tensors.
     """
     preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets = tensors
-    assert preact is not None and d_act is not None
     weigh, spec = options
     gate, up = spec.halves(preact, preact_up)
     d_preact = builder.alloc(preact.shape, preact.dtype)

@@ -33,7 +33,7 @@ from moe_kernels.kernels.inline import (
 from moe_kernels.kernels.row_major import row_major
 from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules.config import Config
-from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, most, needs_int64
 
 
@@ -173,12 +173,9 @@ def jagged_persistent(
     return out
 
 
-def plan_grouped_gemm(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, str]
-) -> SymbolicTensor:
+def plan_grouped_gemm(builder: Builder, tensors: Operands, options: tuple[torch.dtype, str]) -> SymbolicTensor:
     """Plan the product of A_packed `[M, K]`, B `[G, K, N]` or `[K, N]`, group_offsets and a bias `[G, N]` or None."""
     A_packed, B, group_offsets, bias = tensors
-    assert A_packed is not None and B is not None and group_offsets is not None
     dtype, variant = options
     out = builder.alloc((A_packed.size(0), B.size(-1)), dtype)
     shared = B.dim() == 2 or B.size(0) == 1

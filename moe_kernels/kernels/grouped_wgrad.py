@@ -23,7 +23,7 @@ from moe_kernels.kernels.inline import bounds_of, clamped, decode_odd, divide, i
 from moe_kernels.kernels.row_major import row_major
 from moe_kernels.rules import wgrad as wgrad_rules
 from moe_kernels.rules.config import Config
-from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int64
 
 
@@ -172,12 +172,9 @@ def _windows(rows: SymbolicTensor, block_m: int) -> SymbolicTensor:
     return replace(view, tma_clipped=True)
 
 
-def plan_grouped_gemm_wgrad(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype]
-) -> SymbolicTensor:
+def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[torch.dtype]) -> SymbolicTensor:
     """Plan the result `[G, P, Q]` from X `[M, P]`, Y `[M, Q]` and group_offsets `[G + 1]`."""
     X, Y, group_offsets = tensors
-    assert X is not None and Y is not None and group_offsets is not None
     (dtype,) = options
     out = builder.alloc((group_offsets.size(0) - 1, X.size(1), Y.size(1)), dtype)
     if 0 in out.shape:

@@ -14,15 +14,15 @@ import torch
 
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels import scaled_gemm
-from moe_kernels.kernels.activation import write_activation, write_scaled_activation
+from moe_kernels.kernels.activation import plan_activate, write_scaled_activation
 from moe_kernels.kernels.grouped_gemm import multiply
 from moe_kernels.kernels.one_token import multiply_one_token
-from moe_kernels.kernels.permute import combine, scatter, scatter_scaled
+from moe_kernels.kernels.permute import plan_combine_rows, plan_scatter_rows, scatter_scaled
 from moe_kernels.kernels.quantize import plan_quantize
-from moe_kernels.kernels.route import sort_slots
+from moe_kernels.kernels.route import plan_route
 from moe_kernels.kernels.swiglu_ffn import fuses, multiply_activated
 from moe_kernels.rules.layer import one_token_is_faster
-from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, most
 from moe_kernels.scaled import BLOCK
 
@@ -31,69 +31,55 @@ _Optional = SymbolicTensor | None
 
 
 def plan_swiglu_ffn(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
+    builder: Builder, tensors: Operands, options: tuple[bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
     """Plan act, and preactivations if saved, from rows `[M, H]`, group_offsets, w_in, w_up, b_in and b_up."""
     rows, group_offsets, *parameters = tensors
-    save_preact, adjacent, spec = options
-    assert rows is not None and group_offsets is not None
-    return _first_half(builder, rows, group_offsets, None, None, 0, parameters, save_preact, adjacent, spec)
+    return _first_half(builder, rows, group_offsets, None, None, 0, parameters, *options)
 
 
 def plan_moe_mlp(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
+    builder: Builder, tensors: Operands, options: tuple[bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
     """Plan the result `[T, H]` and preactivations from hidden, topk_weights, a routing and the parameters."""
-    hidden, topk_weights, *routing, w_in, w_up, w_out, b_in, b_up, b_out = tensors
-    save_preact, adjacent, spec = options
-    parameters = (w_in, w_up, b_in, b_up)
-    return _layer(builder, hidden, topk_weights, routing, parameters, w_out, b_out, save_preact, adjacent, spec)
+    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_up, w_out, b_in, b_up, b_out = tensors
+    first, top_k = (w_in, w_up, b_in, b_up), topk_weights.size(1)
+    routed = (hidden, group_offsets, row_to_slot, slot_to_row, top_k)
+    act, *preacts = _first_half(builder, *routed, first, *options)
+    dtype = torch.promote_types(act.dtype, w_out.dtype)
+    rows = builder.alloc((act.size(0), w_out.size(2)), dtype)
+    multiply(builder, act, w_out, group_offsets, b_out, rows)
+    return plan_combine_rows(builder, (rows, topk_weights, slot_to_row, group_offsets), (top_k, dtype)), *preacts
 
 
-def plan_moe_layer(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
-) -> SymbolicTensor:
+def plan_moe_layer(builder: Builder, tensors: Operands, options: tuple[bool, bool, GLUSpec]) -> SymbolicTensor:
     """Plan the result `[T, H]` from hidden, topk_ids, topk_weights and the parameters of `moe_mlp`."""
     hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, b_in, b_up, b_out = tensors
     transposed, adjacent, spec = options
-    assert hidden is not None and topk_ids is not None and w_gate_up is not None and w_down is not None
     w_in, w_out, w_up = (w if w is None or transposed else w.mT for w in (w_gate_up, w_down, w_up))
-    assert w_in is not None and w_out is not None
     if one_token_is_faster(most(hidden.size(0)), topk_ids.size(1), w_in, w_out):
         return _one_token(builder, hidden, topk_ids, topk_weights, (w_in, w_up, w_out, b_in, b_up, b_out), spec)
-    routing = sort_slots(builder, topk_ids, w_out.size(0))
-    parameters = (w_in, w_up, b_in, b_up)
-    return _layer(builder, hidden, topk_weights, routing, parameters, w_out, b_out, False, adjacent, spec)[0]
+    routing = plan_route(builder, (topk_ids,), (w_out.size(0),))
+    layer = (hidden, topk_weights, *routing, w_in, w_up, w_out, b_in, b_up, b_out)
+    return plan_moe_mlp(builder, layer, (False, adjacent, spec))[0]
 
 
-def plan_moe_mlp_of_one_token(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[GLUSpec]
-) -> SymbolicTensor:
-    """Plan the result `[1, H]` from hidden, topk_ids, topk_weights and the parameters."""
-    hidden, topk_ids, topk_weights, *parameters = tensors
-    return _one_token(builder, hidden, topk_ids, topk_weights, parameters, options[0])
-
-
-def plan_scaled_moe_mlp(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, GLUSpec]
-) -> SymbolicTensor:
+def plan_scaled_moe_mlp(builder: Builder, tensors: Operands, options: tuple[bool, bool, GLUSpec]) -> SymbolicTensor:
     """Plan the result `[T, H]` with fp8 weights, from topk_ids, or from a routing if the kernels cannot sort them."""
     hidden, topk_ids, topk_weights, group_offsets, slot_to_row, w_in, scales_in, w_out, scales_out, *biases = tensors
     rowwise, fast, spec = options
-    assert hidden is not None and topk_ids is not None and topk_weights is not None
-    assert w_in is not None and scales_in is not None and w_out is not None and scales_out is not None
     if one_token_is_faster(most(hidden.size(0)), topk_ids.size(1), w_in.mT, w_out.mT):
         parameters = (w_in.mT, None, w_out.mT, biases[0], None, biases[1])
         return _one_token(builder, hidden, topk_ids, topk_weights, parameters, spec, (scales_in, scales_out))
     if group_offsets is None or slot_to_row is None:
-        group_offsets, _, slot_to_row = sort_slots(builder, topk_ids, w_in.size(0))
+        group_offsets, _, slot_to_row = plan_route(builder, (topk_ids,), (w_in.size(0),))
     weights = (w_in, scales_in), (w_out, scales_out)
     routed = hidden, topk_weights, group_offsets, slot_to_row
     return _scaled_layer(builder, *routed, weights, biases, rowwise, fast, spec)[0]
 
 
 def plan_quantized_moe_mlp(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, bool, GLUSpec]
+    builder: Builder, tensors: Operands, options: tuple[bool, bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
     """Plan the result `[T, H]` and the tensors that `reference.quantized_moe_mlp` saves, empty unless `save`."""
     hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, *biases = tensors
@@ -101,7 +87,6 @@ def plan_quantized_moe_mlp(
     weights: list[Any] = []
     saved: list[SymbolicTensor] = []
     for w in (w_in, w_out):
-        assert w is not None
         other_order = builder.alloc(w.shape, _E4M3) if save and not rowwise else None
         data, scales = _scaled_weight(builder, w, rowwise, other_order)
         weights.append((data, scales))
@@ -115,7 +100,7 @@ def plan_quantized_moe_mlp(
 
 
 def plan_quantized_grouped_gemm(
-    builder: Builder, tensors: tuple[_Optional, ...], options: tuple[bool, bool, torch.dtype, int]
+    builder: Builder, tensors: Operands, options: tuple[bool, bool, torch.dtype, int]
 ) -> SymbolicTensor:
     """Plan the fp8 product of A `[M, K]`, or tokens `[T, K]` with slot_to_row, and B `[G, K, N]`.
 
@@ -123,7 +108,6 @@ def plan_quantized_grouped_gemm(
     """
     A, B, scales_B, group_offsets, slot_to_row, bias = tensors
     rowwise, fast, dtype, top_k = options
-    assert A is not None and B is not None and group_offsets is not None
     format = _format(rowwise)
     if slot_to_row is not None:
         M = slot_to_row.size(0)
@@ -133,8 +117,8 @@ def plan_quantized_grouped_gemm(
         data, scales = plan_quantize(builder, (A,), (format, _E4M3, False))
         scales = scales if rowwise else scales.as_strided((M, -(-A.size(1) // BLOCK)), (1, M), 0)
     out = builder.alloc((M, B.size(2)), dtype)
-    weight = _scaled_weight(builder, B, rowwise) if scales_B is None else (B.mT, scales_B.mT)
-    scaled_gemm.multiply(builder, data, scales, *weight, group_offsets, bias, out, fast=fast)
+    right, scales_B = _scaled_weight(builder, B, rowwise) if scales_B is None else (B.mT, scales_B.mT)
+    scaled_gemm.multiply(builder, data, scales, right, scales_B, group_offsets, bias, out, fast=fast)
     return out
 
 
@@ -172,7 +156,8 @@ def _scaled_layer(
     act = write_scaled_activation(builder, preact, format, spec)
     rows = builder.alloc((R, w_out.size(1)), dtype)
     scaled_gemm.multiply(builder, *act, w_out, scales_out, group_offsets, b_out, rows, fast=fast)
-    return combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype), preact
+    slots = (rows, topk_weights, slot_to_row, group_offsets)
+    return plan_combine_rows(builder, slots, (top_k, dtype)), preact
 
 
 def _one_token(
@@ -196,31 +181,6 @@ def _one_token(
     biases = (*spec.parts(b_in, b_up, apart=w_up is not None), b_out)
     multiply_one_token(builder, hidden, topk_ids, topk_weights, (gate, up, w_out), biases, out, dtype, spec, scales)
     return out
-
-
-def _layer(
-    builder: Builder,
-    hidden: SymbolicTensor,  # [T, H]
-    topk_weights: SymbolicTensor,  # [T, top_k]
-    routing: Any,  # group_offsets [E + 1], row_to_slot [R], slot_to_row [R]
-    parameters: Any,  # as for `_first_half`
-    w_out: SymbolicTensor,  # [E, I, H]
-    b_out: _Optional,  # [E, H]
-    save_preact: bool,
-    adjacent: bool,
-    spec: GLUSpec,
-) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
-    """Return the result `[T, H]` and the saved preactivations of `_first_half`."""
-    group_offsets, row_to_slot, slot_to_row = routing
-    top_k = topk_weights.size(1)
-    act, preact, preact_up = _first_half(
-        builder, hidden, group_offsets, row_to_slot, slot_to_row, top_k, parameters, save_preact, adjacent, spec
-    )
-    dtype = torch.promote_types(act.dtype, w_out.dtype)
-    rows = builder.alloc((act.size(0), w_out.size(2)), dtype)
-    multiply(builder, act, w_out, group_offsets, b_out, rows)
-    out = combine(builder, rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
-    return out, preact, preact_up
 
 
 def _first_half(
@@ -251,13 +211,13 @@ def _first_half(
         multiply_activated(builder, A, gate, up, group_offsets, row_to_slot, biases, act, preacts, top_k, spec)
     else:
         if slot_to_row is not None:
-            A = scatter(builder, A, None, slot_to_row, group_offsets, top_k, A.dtype)
+            A = plan_scatter_rows(builder, (A, None, slot_to_row, group_offsets), (top_k, A.dtype))
         preact, preact_up = builder.alloc((M, w_in.size(2)), dtype), None
         multiply(builder, A, w_in, group_offsets, b_in, preact)
         if w_up is not None:
             preact_up = builder.alloc((M, width), dtype)
             multiply(builder, A, w_up, group_offsets, b_up, preact_up)
-        act = write_activation(builder, preact, preact_up, spec)
+        act = plan_activate(builder, (preact, preact_up), (spec,))
         if not save_preact:
             preact = preact_up = None
     saved = [builder.alloc((0,), dtype) if x is None else x for x in (preact, preact_up)]

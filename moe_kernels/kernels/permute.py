@@ -20,11 +20,11 @@ import torch
 
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import decode_odd
-from moe_kernels.kernels.quantize import inverse, largest_of_rows, plan_quantize, scale_of, scaled
+from moe_kernels.kernels.quantize import inverse, largest_of, plan_quantize, scale_of, scaled
 from moe_kernels.rules import by_rows
 from moe_kernels.rules import quantize as quantize_rules
 from moe_kernels.rules.config import Config
-from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.signature import FEW_TOKENS
 from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
 from moe_kernels.scaled import scales_shape
@@ -85,7 +85,7 @@ def scatter_quantized(
             columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
             x = hl.load(tokens, [t.to(torch.int64), columns], extra_mask=columns < H)
             none = hl.zeros([tile_p], dtype=torch.int32)
-            scale = scale_of(largest_of_rows(x, none), largest, False)
+            scale = scale_of(largest_of(x, none, 1), largest, False)
             y = scaled(x, inverse(scale)[:, None])
             for tile_k in hl.tile(top_k, block_size=1):
                 row = slot_to_row[t * top_k + tile_k.id]
@@ -159,25 +159,9 @@ def _config(width: int, T: int) -> Config:
     return by_rows(width, most=1024 if T > FEW_TOKENS else 256)
 
 
-def plan_scatter_rows(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
-) -> SymbolicTensor:
-    """Plan rows `[R, H]` from tokens `[T, H]`, topk_weights, slot_to_row and group_offsets."""
-    tokens, topk_weights, slot_to_row, group_offsets = tensors
-    assert tokens is not None and slot_to_row is not None and group_offsets is not None
-    return scatter(builder, tokens, topk_weights, slot_to_row, group_offsets, *options)
-
-
-def scatter(
-    builder: Builder,
-    tokens: SymbolicTensor,  # [T, H]
-    topk_weights: SymbolicTensor | None,  # [T, top_k]
-    slot_to_row: SymbolicTensor,  # [R]
-    group_offsets: SymbolicTensor,  # [E + 1]
-    top_k: int,
-    dtype: torch.dtype,
-) -> SymbolicTensor:
-    """Return rows `[R, H]`, written by `scatter_rows`."""
+def plan_scatter_rows(builder: Builder, tensors: Operands, options: tuple[int, torch.dtype]) -> SymbolicTensor:
+    """Plan rows `[R, H]` from tokens `[T, H]`, topk_weights or None, slot_to_row and group_offsets."""
+    (tokens, topk_weights, slot_to_row, group_offsets), (top_k, dtype) = tensors, options
     rows = builder.alloc((slot_to_row.size(0), tokens.size(1)), dtype)
     config = by_rows(tokens.size(1)).unrolled(0, top_k)
     _launch(builder, scatter_rows, (rows, tokens, topk_weights), slot_to_row, group_offsets, top_k, config)
@@ -195,7 +179,7 @@ def scatter_scaled(
     """Return rows `[R, H]` in fp8 and their scales, as from `scatter_quantized`."""
     R, H = slot_to_row.size(0), tokens.size(1)
     if format == "rowwise" and H > quantize_rules.AT_ONCE:
-        rows = scatter(builder, tokens, None, slot_to_row, group_offsets, top_k, tokens.dtype)
+        rows = plan_scatter_rows(builder, (tokens, None, slot_to_row, group_offsets), (top_k, tokens.dtype))
         return plan_quantize(builder, (rows,), (format, torch.float8_e4m3fn, False))
     data = builder.alloc((R, H), torch.float8_e4m3fn)
     scales = builder.alloc(scales_shape((R, H), format), torch.float32)
@@ -207,37 +191,18 @@ def scatter_scaled(
     return data, scales
 
 
-def plan_combine_rows(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
-) -> SymbolicTensor:
-    """Plan tokens `[T, H]` from rows `[R, H]`, topk_weights, slot_to_row and group_offsets."""
-    rows, topk_weights, slot_to_row, group_offsets = tensors
-    assert rows is not None and slot_to_row is not None and group_offsets is not None
-    return combine(builder, rows, topk_weights, slot_to_row, group_offsets, *options)
-
-
-def combine(
-    builder: Builder,
-    rows: SymbolicTensor,  # [R, H]
-    topk_weights: SymbolicTensor | None,  # [T, top_k]
-    slot_to_row: SymbolicTensor,  # [R]
-    group_offsets: SymbolicTensor,  # [E + 1]
-    top_k: int,
-    dtype: torch.dtype,
-) -> SymbolicTensor:
-    """Return tokens `[T, H]`, written by `combine_rows`."""
+def plan_combine_rows(builder: Builder, tensors: Operands, options: tuple[int, torch.dtype]) -> SymbolicTensor:
+    """Plan tokens `[T, H]` from rows `[R, H]`, topk_weights or None, slot_to_row and group_offsets."""
+    (rows, topk_weights, slot_to_row, group_offsets), (top_k, dtype) = tensors, options
     tokens = builder.alloc((slot_to_row.size(0) // top_k, rows.size(1)), dtype)
     config = _config(rows.size(1), most(tokens.size(0))).unrolled(0, top_k)
     _launch(builder, combine_rows, (tokens, rows, topk_weights), slot_to_row, group_offsets, top_k, config)
     return tokens
 
 
-def plan_dot_rows(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
-) -> SymbolicTensor:
+def plan_dot_rows(builder: Builder, tensors: Operands, options: tuple[int, torch.dtype]) -> SymbolicTensor:
     """Plan dots `[T, top_k]` from tokens `[T, H]`, rows `[R, H]`, slot_to_row and group_offsets."""
     tokens, rows, slot_to_row, group_offsets = tensors
-    assert tokens is not None and rows is not None and slot_to_row is not None and group_offsets is not None
     top_k, dtype = options
     dots = builder.alloc((tokens.size(0), top_k), dtype)
     config = by_rows(tokens.size(1))

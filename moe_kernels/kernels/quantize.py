@@ -32,19 +32,13 @@ def magnitude(x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def largest_of_rows(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the bits of each row's largest magnitude, of a tile masked with zeros; `like` [rows] int32."""
-    return hl.inline_triton("tl.max({0}, 1)", args=(magnitude(tile),), output_like=like)
+def largest_of(tile: torch.Tensor, like: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Return the bits of the largest magnitude along `dim`, or of all, of a tile masked with zeros.
 
-
-def largest_of_columns(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the bits of each column's largest magnitude, as above; `like` [columns] int32."""
-    return hl.inline_triton("tl.max({0}, 0)", args=(magnitude(tile),), output_like=like)
-
-
-def largest_of(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a tile's largest magnitude, as above; `like` [] int32."""
-    return hl.inline_triton("tl.max({0})", args=(magnitude(tile),), output_like=like)
+    `like` is an int32 tensor of the result's shape.
+    """
+    text = "tl.max({0})" if dim is None else f"tl.max({{0}}, {dim})"
+    return hl.inline_triton(text, args=(magnitude(tile),), output_like=like)
 
 
 def largest_of_four(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
@@ -118,7 +112,7 @@ def quantize_parts(
         R, g = _rows(programs, odd_R, zero), tile_g.id + zero
         rows = tile_r.index
         tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
-        amax = largest_of_rows(tile, hl.zeros([tile_r], dtype=torch.int32))
+        amax = largest_of(tile, hl.zeros([tile_r], dtype=torch.int32), 1)
         scale = scale_of(amax, largest, power_of_two)
         y = scaled(tile, inverse(scale)[:, None])
         hl.store(data, [g, tile_r, tile_k], y.to(data.dtype), extra_mask=(rows < R)[:, None])
@@ -146,7 +140,7 @@ def quantize_rows(
         amax = hl.zeros([tile_r], dtype=torch.int32)
         for tile_k in hl.tile(K):
             tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
-            amax = torch.maximum(amax, largest_of_rows(tile, amax))
+            amax = torch.maximum(amax, largest_of(tile, amax, 1))
         scale = scale_of(amax, largest, power_of_two)
         hl.store(scales, [g * of_group + rows], scale, extra_mask=rows < R)
         factor = inverse(scale)

@@ -17,7 +17,7 @@ import torch
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import decode_odd, histogram, int32, lookup
 from moe_kernels.rules.config import Config
-from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.signature import RANK_UP_TO
 from moe_kernels.runtime.symbolic import SymbolicTensor, most
 
@@ -154,17 +154,9 @@ def place_slots(
     return slot_to_row
 
 
-def plan_route(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int]
-) -> tuple[SymbolicTensor, ...]:
-    """Plan group_offsets, row_to_slot and slot_to_row from topk_ids `[T, top_k]` and the number of experts."""
-    (topk_ids,) = tensors
-    assert topk_ids is not None
-    return sort_slots(builder, topk_ids, options[0])
-
-
-def sort_slots(builder: Builder, topk_ids: SymbolicTensor, E: int) -> tuple[SymbolicTensor, ...]:
-    """Return group_offsets `[E + 1]`, row_to_slot and slot_to_row `[R]`. There must be a slot and an expert."""
+def plan_route(builder: Builder, tensors: Operands, options: tuple[int]) -> tuple[SymbolicTensor, ...]:
+    """Plan group_offsets `[E + 1]`, row_to_slot and slot_to_row `[R]` from topk_ids `[T, top_k]` and E, none 0."""
+    (topk_ids,), (E,) = tensors, options
     R = topk_ids.flatten().size(0)
     if topk_ids.is_contiguous():
         topk_ids = topk_ids.flatten()

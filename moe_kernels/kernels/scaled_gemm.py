@@ -37,7 +37,7 @@ from moe_kernels.kernels.inline import (
 from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import scaled as scaled_rules
 from moe_kernels.rules.config import Config
-from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int64
 from moe_kernels.scaled import BLOCK
 
@@ -313,7 +313,7 @@ def promoted_persistent(
 
 
 def plan_scaled_grouped_gemm(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, str, bool]
+    builder: Builder, tensors: Operands, options: tuple[torch.dtype, str, bool]
 ) -> SymbolicTensor:
     """Plan the product of A `[M, K]`, B `[G, K, N]` or `[K, N]`, their scales, group_offsets and a bias or None.
 
@@ -321,8 +321,6 @@ def plan_scaled_grouped_gemm(
     they are column-major.
     """
     A, scales_A, B, scales_B, group_offsets, bias = tensors
-    assert A is not None and scales_A is not None and B is not None and scales_B is not None
-    assert group_offsets is not None
     dtype, variant, fast = options
     M = A.size(0)
     out = builder.alloc((M, B.size(-1)), dtype)

@@ -29,7 +29,6 @@ from moe_kernels.kernels.quantize import (
     columns_of,
     inverse,
     largest_of,
-    largest_of_columns,
     largest_of_four,
     scale_of,
     scaled,
@@ -38,7 +37,7 @@ from moe_kernels.kernels.scaled_gemm import add_product, dot, product_of, scaled
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules
 from moe_kernels.rules.config import Config
-from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
 from moe_kernels.scaled import BLOCK
 
@@ -77,7 +76,7 @@ def quantize_columns(
                 scale = scale_of(largest_of(largest_4, group), largest, False)
                 hl.store(scales, [slot, tile_c.id], scale)
             else:
-                scale = scale_of(largest_of_columns(largest_4, hl.zeros([tile_c], dtype=torch.int32)), largest, False)
+                scale = scale_of(largest_of(largest_4, hl.zeros([tile_c], dtype=torch.int32), 0), largest, False)
                 hl.store(scales, [slot, tile_c], scale)
             factor = inverse(scale) if squares else inverse(scale).unsqueeze(0)
             a, b, c, d = scaled(a, factor), scaled(b, factor), scaled(c, factor), scaled(d, factor)
@@ -206,15 +205,12 @@ def scaled_wgrad(
     return out
 
 
-def plan_quantized_wgrad(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, int]
-) -> SymbolicTensor:
+def plan_quantized_wgrad(builder: Builder, tensors: Operands, options: tuple[torch.dtype, int]) -> SymbolicTensor:
     """Plan the result `[G, P, Q]` from X `[M, P]`, Y `[M, Q]`, group_offsets `[G + 1]`, x_slots and y_slots.
 
     An operand whose rows' slots `[M]` are given, not None, is tokens `[M / top_k, ..]`.
     """
     X, Y, group_offsets, x_slots, y_slots = tensors
-    assert X is not None and Y is not None and group_offsets is not None
     dtype, top_k = options
     G, P, Q = group_offsets.size(0) - 1, X.size(1), Y.size(1)
     out = builder.alloc((G, P, Q), dtype)
@@ -228,15 +224,11 @@ def plan_quantized_wgrad(
     return out
 
 
-def plan_scaled_wgrad(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[torch.dtype, bool]
-) -> SymbolicTensor:
+def plan_scaled_wgrad(builder: Builder, tensors: Operands, options: tuple[torch.dtype, bool]) -> SymbolicTensor:
     """Plan the result `[G, P, Q]` from fp8 data, which are `[P, M]` and `[Q, M]` in one dimension, scales `[G, P]` and
     `[G, Q]`, and group_offsets `[G + 1]`.
     """
     x, scales_X, y, scales_Y, group_offsets = tensors
-    assert x is not None and scales_X is not None and y is not None and scales_Y is not None
-    assert group_offsets is not None
     dtype, fast = options
     (G, P), Q = scales_X.shape, scales_Y.size(1)
     out = builder.alloc((G, P, Q), dtype)

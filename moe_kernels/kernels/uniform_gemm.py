@@ -18,7 +18,7 @@ from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
 from moe_kernels.kernels.inline import unmasked
 from moe_kernels.rules import uniform as uniform_rules
 from moe_kernels.rules.config import Config
-from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, needs_int64
 from moe_kernels.runtime.targets import INTERPRETER
 
@@ -104,12 +104,9 @@ def uniform(
     return out
 
 
-def plan_uniform_grouped_gemm(
-    builder: Builder, tensors: tuple[SymbolicTensor | None, ...], options: tuple[int, torch.dtype]
-) -> SymbolicTensor:
+def plan_uniform_grouped_gemm(builder: Builder, tensors: Operands, options: tuple[int, torch.dtype]) -> SymbolicTensor:
     """Plan the product of A `[G, M, K]` or `[G * M, K]` and B `[G, K, N]` or `[G * K, N]`; the result has A's rank."""
     A, B = tensors
-    assert A is not None and B is not None
     G, dtype = options
     a, b = _groups(A, G), _groups(B, G)
     M, N, K = a.size(1), b.size(2), a.size(2)

@@ -18,7 +18,7 @@ from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import decode_odd
 from moe_kernels.rules import varied as varied_rules
 from moe_kernels.rules.config import Config
-from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
@@ -119,14 +119,11 @@ def varied(
 
 
 def plan_varied(
-    builder: Builder,
-    tensors: tuple[SymbolicTensor | None, ...],
-    options: tuple[varied_rules.Layout, int, int, Config],
+    builder: Builder, tensors: Operands, options: tuple[varied_rules.Layout, int, int, Config]
 ) -> tuple[SymbolicTensor, ...]:
     """Plan the launch for ends `[P]`, num_tiles `[]`, table `[P, 16]`, and the address bases A, B and out `[_]`."""
     layout, block_m, block_n, config = options
     ends, num_tiles, table, *bases = tensors
-    assert ends is not None and bases[0] is not None
     arguments = (ends, num_tiles, table, *bases, ends.size(0) * 2 + 1, *layout, block_m, block_n)
     builder.launch(varied, arguments, config, int64_index=True, tf32=rules.tf32_allowed(bases[0].dtype))
     return ()

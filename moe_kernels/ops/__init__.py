@@ -19,14 +19,14 @@ except in fp8. Below, `to` is slot_to_row, w topk_weights, and d or dOut (dB of 
 `scaled_grouped_gemm` and `scaled_wgrad` are products of fp8 operands with scales, and `scaled_moe_mlp` is a layer with
 fp8 weights; they have no gradients. `quantized_moe_mlp` is moe_mlp with products in fp8, whose operands it quantises
 itself. Its gradient uses `quantized_grouped_gemm` and `quantized_wgrad`, and raises an error when differentiated.
-`moe_mlp_of_one_token` is moe_mlp for one token, in two separate kernels, without a gradient. Second-order gradients of
-`activate` use plain PyTorch. The rest of the package calls the functions of these names here. In eager mode they bypass
-torch.library, which costs the host more time than some kernels take, unless a profiler is on, which shows operators by
-name. Under torch.func transforms and in forward mode each is an autograd.Function.
+`moe_layer` is `route` and moe_mlp, without a gradient; for one token it has kernels that do not sort. Second-order
+gradients of `activate` use plain PyTorch. The rest of the package calls the functions of these names here. In eager
+mode they bypass torch.library, which costs the host more time than some kernels take, unless a profiler is on, which
+shows operators by name. Under torch.func transforms and in forward mode each is an autograd.Function.
 """
 
 from moe_kernels.ops.batched import uniform_grouped_gemm, varied_grouped_gemm
-from moe_kernels.ops.layer import activate, activate_backward, moe_mlp, moe_mlp_of_one_token, swiglu_ffn
+from moe_kernels.ops.layer import activate, activate_backward, moe_layer, moe_mlp, swiglu_ffn
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.ops.quantize import quantize
@@ -42,8 +42,8 @@ __all__ = [
     "dot_rows",
     "grouped_gemm",
     "grouped_gemm_wgrad",
+    "moe_layer",
     "moe_mlp",
-    "moe_mlp_of_one_token",
     "quantize",
     "quantized_grouped_gemm",
     "quantized_moe_mlp",

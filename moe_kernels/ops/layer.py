@@ -10,8 +10,9 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.library import check_rows, define, use_kernels
-from moe_kernels.ops.moves import combine_rows, dot_rows, scatter_rows
+from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad
+from moe_kernels.rules.layer import sorts
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
@@ -61,20 +62,12 @@ MOE_MLP = layer_operator(
     slots="slot_to_row",
     weight="w_in",
 )
-# A whole layer, from topk_ids to the result, for calls that may bypass torch.library and autograd.
 MOE_LAYER = layer_operator(
     "moe_layer",
     inputs=("hidden", "topk_ids", "topk_weights", "w_gate_up", "w_down", "w_up", "b_in", "b_up", "b_out"),
     rows=("hidden", "topk_ids", "topk_weights"),
     slots="topk_ids",
     weight="w_gate_up",
-)
-MOE_MLP_OF_ONE_TOKEN = Operator(
-    "moe_mlp_of_one_token",
-    planner="moe_kernels.kernels.layer",
-    inputs=("hidden", "topk_ids", "topk_weights", *_PARAMETERS),
-    rows=(),
-    counts=lambda *_: Counts(1),
 )
 
 SPEC_LENGTH = len(GLUSpec._fields)
@@ -409,7 +402,7 @@ def _moe_mlp_gradient(
         if need_w_out:
             d_w_out = weight_gradient(weighted, d_rows, group_offsets, w_out)
         if need_b_out:
-            d_b_out = down_bias_gradient(d_out, d_rows, topk_weights, b_out, *routing)
+            d_b_out = bias_gradient(d_rows, group_offsets, b_out.dtype, weights_of_rows(topk_weights, *routing))
         if b_out is not None and need_topk_weights:
             d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     d_w_in, d_w_up, d_b_in, d_b_up = d_first
@@ -419,19 +412,11 @@ def _moe_mlp_gradient(
     return d_hidden, d_topk_weights, None, None, None, *d_parameters, None, *[None] * len(spec)
 
 
-def down_bias_gradient(
-    d_out: Tensor,  # [T, H]
-    d_rows: Tensor,  # [R, H], d_out in the order of rows
-    topk_weights: Tensor,  # [T, top_k]
-    b_out: Tensor,  # [E, H]
-    slot_to_row: Tensor,  # [R]
-    group_offsets: Tensor,  # [E + 1]
-    top_k: int,
-) -> Tensor:  # [E, H]
-    """Return each group's sum of weighted rows."""
-    dtype, ones = torch.promote_types(topk_weights.dtype, torch.float32), (d_out.size(0), 1)
-    weights = scatter_rows(d_out.new_ones(ones, dtype=dtype), topk_weights, slot_to_row, group_offsets, top_k, dtype)
-    return grouped_gemm_wgrad(weights, d_rows, group_offsets, False, False, b_out.dtype)[:, 0]
+def weights_of_rows(topk_weights: Tensor, slot_to_row: Tensor, group_offsets: Tensor, top_k: int) -> Tensor:  # [R, 1]
+    """Return each row's weight, in float32 or float64."""
+    dtype = torch.promote_types(topk_weights.dtype, torch.float32)
+    ones = topk_weights.new_ones((topk_weights.size(0), 1), dtype=dtype)
+    return scatter_rows(ones, topk_weights, slot_to_row, group_offsets, top_k, dtype)
 
 
 def dots_with_down_bias(
@@ -460,36 +445,47 @@ moe_mlp = define(
 )
 
 
-def _moe_mlp_of_one_token(
-    hidden: Tensor,  # [1, H]
-    topk_ids: Tensor,  # [1, top_k]
-    topk_weights: Tensor,  # [1, top_k]
-    w_in: Tensor,  # [E, H, 2I] or [E, H, I]
-    w_up: Tensor | None,  # [E, H, I]
-    w_out: Tensor,  # [E, I, H]
+def _moe_layer(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
+    w_gate_up: Tensor,  # [E, 2I, H] or [E, I, H]; weights are transposed with `transposed`
+    w_down: Tensor,  # [E, H, I]
+    w_up: Tensor | None,  # [E, I, H]
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_up: Tensor | None,  # [E, I]
     b_out: Tensor | None,  # [E, H]
+    transposed: bool,
     *spec: Any,
 ) -> Tensor:
-    """Return the layer's result `[1, H]`, which has no gradient."""
-    parameters = (w_in, w_up, w_out, b_in, b_up, b_out)
-    if use_kernels(hidden, w_in, w_up, w_out):
-        return cache.call(MOE_MLP_OF_ONE_TOKEN, (hidden, topk_ids, topk_weights, *parameters), (GLUSpec(*spec),))
-    others: dict[str, Any] = {"w_up": w_up, "gate_up_bias": b_in, "up_bias": b_up, "down_bias": b_out}
-    options = GLUSpec(*spec)._asdict()
-    return reference.moe_mlp(hidden, topk_ids, topk_weights, w_in, w_out, transposed=True, **others, **options)
+    """Return the layer's result `[T, H]` from topk_ids; it has no gradient."""
+    weights, biases, R, E = (w_gate_up, w_down, w_up), (b_in, b_up, b_out), topk_ids.numel(), w_gate_up.size(0)
+    if not use_kernels(hidden, *weights):
+        others: dict[str, Any] = dict(zip(("gate_up_bias", "up_bias", "down_bias"), biases, strict=True))
+        others |= {"w_up": w_up, "transposed": transposed, **GLUSpec(*spec)._asdict()}
+        return reference.moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down, **others)
+    check_rows("topk_ids", R)
+    if sorts(R, E):
+        options = (transposed, adjacent(w_gate_up, w_up), GLUSpec(*spec))
+        return cache.call(MOE_LAYER, (hidden, topk_ids, topk_weights, *weights, *biases), options)
+    w_in, w_out, w_up = (columns(w, transposed) for w in weights)
+    return _moe_mlp(hidden, topk_weights, *route(topk_ids, E), w_in, w_up, w_out, *biases, False, *spec)[0]
 
 
-def _moe_mlp_of_one_token_fake(*inputs: Any) -> Tensor:
-    hidden, _, _, w_in, _, w_out, *_ = inputs
-    dtype = torch.promote_types(torch.promote_types(hidden.dtype, w_in.dtype), w_out.dtype)
-    return hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=dtype)
+def columns(weight: Any, transposed: bool) -> Any:
+    """Return the weight as `[E, inputs, outputs]`."""
+    return weight if weight is None or transposed else weight.mT
 
 
-moe_mlp_of_one_token = define(
-    "moe_mlp_of_one_token(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_in, Tensor? w_up, Tensor w_out,"
-    f" Tensor? b_in, Tensor? b_up, Tensor? b_out, {SPEC}) -> Tensor",
-    _moe_mlp_of_one_token,
-    _moe_mlp_of_one_token_fake,
+def _moe_layer_fake(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, *others: Any) -> Tensor:
+    first, second, *_ = others
+    dtype = torch.promote_types(torch.promote_types(hidden.dtype, first.dtype), second.dtype)
+    return hidden.new_empty((hidden.size(0), hidden.size(1)), dtype=dtype)
+
+
+moe_layer = define(
+    "moe_layer(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, Tensor? w_up,"
+    f" Tensor? b_in, Tensor? b_up, Tensor? b_out, bool transposed, {SPEC}) -> Tensor",
+    _moe_layer,
+    _moe_layer_fake,
 )

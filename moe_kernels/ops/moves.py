@@ -91,59 +91,39 @@ def _move_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtypes = first.dtype, None if second is None else second.dtype
 
 
-def _scatter_rows_backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
-    tokens, topk_weights, slot_to_row, group_offsets = ctx.saved_tensors
-    tokens_dtype, weights_dtype = ctx.dtypes
-    d_tokens = d_topk_weights = None
-    if ctx.needs_input_grad[0]:
-        d_tokens = combine_rows(d_rows, topk_weights, slot_to_row, group_offsets, ctx.top_k, tokens_dtype)
-    if ctx.needs_input_grad[1]:
-        d_topk_weights = dot_rows(tokens, d_rows, slot_to_row, group_offsets, ctx.top_k, weights_dtype)
-    return d_tokens, d_topk_weights, None, None, None, None
+def _move_backward(of_first: Callable[..., Tensor], of_second: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a gradient: `of_first(d, second, ..)` and `of_second(d, first, ..)`, where d is the result's gradient."""
 
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        first, second, *indices = ctx.saved_tensors
+        to = (*indices, ctx.top_k)
+        d_first = of_first(d, second, *to, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        d_second = of_second(d, first, *to, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        return d_first, d_second, None, None, None, None
 
-def _combine_rows_backward(ctx: Any, d_tokens: Tensor) -> tuple[Tensor | None, ...]:
-    rows, topk_weights, slot_to_row, group_offsets = ctx.saved_tensors
-    rows_dtype, weights_dtype = ctx.dtypes
-    d_rows = d_topk_weights = None
-    if ctx.needs_input_grad[0]:
-        d_rows = scatter_rows(d_tokens, topk_weights, slot_to_row, group_offsets, ctx.top_k, rows_dtype)
-    if ctx.needs_input_grad[1]:
-        d_topk_weights = dot_rows(d_tokens, rows, slot_to_row, group_offsets, ctx.top_k, weights_dtype)
-    return d_rows, d_topk_weights, None, None, None, None
-
-
-def _dot_rows_backward(ctx: Any, d_dots: Tensor) -> tuple[Tensor | None, ...]:
-    tokens, rows, slot_to_row, group_offsets = ctx.saved_tensors
-    tokens_dtype, rows_dtype = ctx.dtypes
-    d_tokens = d_rows = None
-    if ctx.needs_input_grad[0]:
-        d_tokens = combine_rows(rows, d_dots, slot_to_row, group_offsets, ctx.top_k, tokens_dtype)
-    if ctx.needs_input_grad[1]:
-        d_rows = scatter_rows(tokens, d_dots, slot_to_row, group_offsets, ctx.top_k, rows_dtype)
-    return d_tokens, d_rows, None, None, None, None
+    return backward
 
 
 route = define("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)", _route, _route_fake)
 _MOVE = "(Tensor {0}, Tensor{1}, Tensor slot_to_row, Tensor group_offsets, int top_k, ScalarType out_dtype) -> Tensor"
-scatter_rows = define(
+scatter_rows: Callable[..., Any] = define(
     "scatter_rows" + _MOVE.format("tokens", "? topk_weights"),
     _mover(SCATTER_ROWS, reference.scatter_rows),
     _move_fake(lambda tokens, R, top_k: (R, tokens.size(1))),
     _move_setup,
-    _scatter_rows_backward,
+    _move_backward(lambda d, w, *to: combine_rows(d, w, *to), lambda d, x, *to: dot_rows(x, d, *to)),
 )
-combine_rows = define(
+combine_rows: Callable[..., Any] = define(
     "combine_rows" + _MOVE.format("rows", "? topk_weights"),
     _mover(COMBINE_ROWS, reference.combine_rows),
     _move_fake(lambda rows, R, top_k: (R // top_k, rows.size(1))),
     _move_setup,
-    _combine_rows_backward,
+    _move_backward(lambda d, w, *to: scatter_rows(d, w, *to), lambda d, y, *to: dot_rows(d, y, *to)),
 )
-dot_rows = define(
+dot_rows: Callable[..., Any] = define(
     "dot_rows" + _MOVE.format("tokens", " rows"),
     _mover(DOT_ROWS, reference.dot_rows),
     _move_fake(lambda tokens, _, top_k: (tokens.size(0), top_k)),
     _move_setup,
-    _dot_rows_backward,
+    _move_backward(lambda d, y, *to: combine_rows(y, d, *to), lambda d, x, *to: scatter_rows(x, d, *to)),
 )

@@ -70,10 +70,12 @@ def _grouped_gemm_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]
     return dA, dB, None, d_bias, None, None
 
 
-def bias_gradient(d_out: Tensor, group_offsets: Tensor, dtype: torch.dtype) -> Tensor:  # [M, N] -> [G, N]
-    """Return each group's sum of rows."""
-    ones = d_out.new_ones(1, 1).expand(d_out.size(0), 1)
-    return grouped_gemm_wgrad(ones, d_out, group_offsets, False, False, dtype)[:, 0]
+def bias_gradient(
+    d_out: Tensor, group_offsets: Tensor, dtype: torch.dtype, weights: Tensor | None = None
+) -> Tensor:  # [M, N] -> [G, N]
+    """Return each group's sum of rows, with `weights [M, 1]` if given."""
+    weights = d_out.new_ones(1, 1).expand(d_out.size(0), 1) if weights is None else weights
+    return grouped_gemm_wgrad(weights, d_out, group_offsets, False, False, dtype)[:, 0]
 
 
 def _wgrad(

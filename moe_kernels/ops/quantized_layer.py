@@ -14,9 +14,9 @@ from moe_kernels.ops.layer import (
     SPEC_LENGTH,
     activate_backward,
     dots_with_down_bias,
-    down_bias_gradient,
     layer_operator,
     weight_gradient,
+    weights_of_rows,
 )
 from moe_kernels.ops.library import check_rows, define, needs, use_kernels
 from moe_kernels.ops.moves import combine_rows, scatter_rows
@@ -143,7 +143,7 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
             order = lies_transposed(w_out)
             d_w_out = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_slot, order, w_out.dtype)
         if need_b_out:
-            d_b_out = down_bias_gradient(d_out, d_rows, topk_weights, b_out, *routing)
+            d_b_out = bias_gradient(d_rows, group_offsets, b_out.dtype, weights_of_rows(topk_weights, *routing))
         if need_topk_weights and b_out is not None:
             d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     if not need_topk_weights:

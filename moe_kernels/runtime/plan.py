@@ -9,23 +9,19 @@ Variables are numbered, inputs first. Extents of inputs and addresses are symbol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
-from moe_kernels.runtime.symbolic import (
-    SymbolicTensor,
-    contiguous_strides,
-    int_from_json,
-    int_to_json,
-)
+from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, contiguous_strides, int_from_json
 from moe_kernels.runtime.targets import Gpu
 
 _NO_E4M3 = (
     "kernels for float8_e4m3fn need a GPU of compute capability 8.9 or newer, and {} has {}.{}: multiply in bfloat16, "
     "with moe_kernels.dequantize(x, torch.bfloat16) of what is in fp8, and without compute"
 )
+Operands = tuple[Any, ...]  # what a planner gets: a SymbolicTensor, or None, for each input of its operator
 # The PyTorch functions that a `Call` may name, as `emit` implements them.
 FUNCTIONS = ("zero", "mm", "bmm", "cast", "contiguous")
 DTYPES = {
@@ -113,7 +109,7 @@ class Plan:
         return list(dict.fromkeys(step.binary for step in self.steps if isinstance(step, Launch)))
 
     def to_json(self) -> dict[str, Any]:
-        return {"inputs": list(self.inputs), "steps": [_to_json(s) for s in self.steps], "results": list(self.results)}
+        return {one.name: _to_json(getattr(self, one.name)) for one in fields(self)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,34 +179,17 @@ class Builder:
         return SymbolicTensor(self.variables - 1, dtype, tuple(shape), contiguous_strides(shape), aligned=True)
 
 
-def _to_json(step: Any) -> dict[str, Any]:
-    if isinstance(step, Alloc):
-        return {"alloc": step.variable, "shape": [int_to_json(n) for n in step.shape], "dtype": _name(step.dtype)}
-    if isinstance(step, Call):
-        dtype = None if step.dtype is None else _name(step.dtype)
-        call = {"call": step.function, "variable": step.variable, "arguments": list(step.arguments)}
-        return {**call, "dtype": dtype, "groups": step.groups}
-    arguments = [_argument_to_json(x) for x in step.arguments]
-    return {"launch": step.binary, "grid": [int_to_json(n) for n in step.grid], "arguments": arguments}
-
-
-def _argument_to_json(argument: Any) -> Any:
-    if isinstance(argument, Pointer):
-        return {"pointer": argument.variable, "offset": argument.offset}
-    if isinstance(argument, Descriptor):
-        return {
-            "descriptor": argument.variable,
-            "offset": argument.offset,
-            "shape": [int_to_json(n) for n in argument.shape],
-            "strides": list(argument.strides),
-            "block_shape": list(argument.block_shape),
-            "dtype": _name(argument.dtype),
-        }
-    return {"constant": argument.value} if isinstance(argument, Constant) else int_to_json(argument)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _to_json(x: Any) -> Any:
+    """Return part of a plan as JSON; a step or argument begins with its kind: `{"pointer": variable, "offset": 0}`."""
+    if isinstance(x, tuple):
+        return [_to_json(each) for each in x]
+    if isinstance(x, torch.dtype):
+        return str(x).removeprefix("torch.")
+    if isinstance(x, (Alloc, Call, Launch, Pointer, Descriptor, Constant)):
+        first, *others = fields(x)
+        kind = {type(x).__name__.lower(): _to_json(getattr(x, first.name))}
+        return kind | {one.name: _to_json(getattr(x, one.name)) for one in others}
+    return x.to_json() if isinstance(x, SymbolicInt) else x
 
 
 def plan_from_json(value: Any) -> Plan:

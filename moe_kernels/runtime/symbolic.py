@@ -108,12 +108,8 @@ def text(n: Any, extent: Callable[[int, int], str]) -> str:
     return f"({text(n.args[0], extent)} {n.op} {text(n.args[1], extent)})"
 
 
-def int_to_json(n: Any) -> Any:
-    return n.to_json() if isinstance(n, SymbolicInt) else int(n)
-
-
 def int_from_json(value: Any) -> Any:
-    """Inverse of `int_to_json`, without the bounds.
+    """Return an int, or the SymbolicInt whose `to_json` gave `value`, without its bounds.
 
     Raises:
         ValueError: `value` is neither an integer nor a valid operation of `SymbolicInt`.
@@ -226,26 +222,18 @@ class SymbolicTensor:
         """Whether the strides are those of a contiguous tensor, apart from dimensions of size 1."""
         expected = contiguous_strides(self.shape)
         return all(
-            size_is_one(size) or stride == wanted
+            (type(size) is int and size == 1) or stride == wanted
             for size, stride, wanted in zip(self.shape, self.strides, expected, strict=True)
         )
 
 
-def size_is_one(n: Any) -> bool:
-    """Whether an extent is known to be 1."""
-    return type(n) is int and n == 1
-
-
-def extent(tensor: SymbolicTensor) -> int:
-    """Upper bound of the distance in elements from the first to the last element of `tensor` in memory."""
-    return sum(
-        (max(most(size), 1) - 1) * most(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True)
-    )
-
-
 def needs_int64(*tensors: SymbolicTensor | None) -> bool:
-    """Whether an offset in elements into one of `tensors` does not fit into 32 bits."""
-    return any(x is not None and extent(x) > INT32_MAX for x in tensors)
+    """Whether the offset in elements of the last element of one of `tensors` may not fit into 32 bits."""
+
+    def last(x: SymbolicTensor) -> int:
+        return sum((max(most(n), 1) - 1) * most(stride) for n, stride in zip(x.shape, x.strides, strict=True))
+
+    return any(x is not None and last(x) > INT32_MAX for x in tensors)
 
 
 def value(n: Any, extents: Sequence[Sequence[int]]) -> int:

@@ -325,7 +325,7 @@ def test_activation_is_quantised(name: str, format: str, device: str, fresh_plan
             preact[row + 3, -1] = value  # of up, if there is a gate
 
         def draw(builder: Builder, x: SymbolicTensor) -> Any:
-            act = activation.write_activation(builder, x, None, spec, torch.float32)
+            act = activation.plan_activate(builder, (x, None), (spec,), torch.float32)
             return *activation.write_scaled_activation(builder, x, format, spec), act
 
         data, scales, act = run("activation", {"preact": preact}, draw)

@@ -23,7 +23,6 @@ from moe_kernels.ops.layer import (
     ACTIVATE_BACKWARD,
     MOE_LAYER,
     MOE_MLP,
-    MOE_MLP_OF_ONE_TOKEN,
     SWIGLU_FFN,
 )
 from moe_kernels.ops.moves import COMBINE_ROWS, DOT_ROWS, ROUTE, SCATTER_ROWS
@@ -158,8 +157,8 @@ def test_moves(T: int, top_k: int, H: int) -> None:
 )
 def test_one_token(H: int, I: int, E: int, top_k: int) -> None:  # noqa: E741
     slots = empty(1, top_k, dtype=torch.int64), f32(1, top_k)
-    parameters = empty(E, 2 * I, H).mT, None, empty(E, H, I).mT, None, None, None
-    first, second = lean(requests(MOE_MLP_OF_ONE_TOKEN, (empty(1, H), *slots, *parameters), (SILU,)))
+    parameters = empty(E, 2 * I, H), empty(E, H, I), None, None, None, None
+    first, second = lean(requests(MOE_LAYER, (empty(1, H), *slots, *parameters), (False, False, SILU)))
     if H % 16 == 0:
         assert "ld.global.v4" in first["ptx"]
         assert "ld.global.v4" in second["ptx"]
