@@ -42,7 +42,8 @@ variant, kernel and config a few typical shapes get and from where (a file of tu
 entry in factors of two, or the rule), and what is missing, with the command that installs it. With --model, what that
 model's layer launches for each class of token counts, and how many kernels and configs that takes; this needs Helion.
 
-Needs torch only. Exits with 0."""
+Without --model, needs torch only. Exits with 0, with 1 if Helion or Triton is missing for --model, 2 for wrong
+arguments."""
 
 # (model, G, M, N, K, dtype)
 _TYPICAL = [
@@ -83,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "demo":
         return demo()
     if options.command == "info" and not options.model:
+        if options.gpu or options.tokens:
+            parser.error("info: --gpu and --tokens need --model")
         return info()
     if not (options.command == "compile" and options.list) and not _kernels_run():
         return 1

@@ -105,9 +105,16 @@ def compile_ahead(
     checks.check_int("jobs", jobs, 1)
     target = _target(gpu)
     counts = tokens if isinstance(tokens, Sequence) else list(tokens)
-    calls = [call for one in _each(what) for call in _calls(one, counts, training)]
+    layers = _each(what)
+    for name, given in (("tokens", counts), ("what", layers)):
+        if not given:
+            raise ValueError(f"{name}: expected at least one, got none")
+    calls = [call for one in layers for call in _calls(one, counts, training)]
     wanted = collect(calls)
-    _make_all([one for one in wanted if _kept(one, target) is None], target, jobs, progress)
+    lacking = [one for one in wanted if _kept(one, target) is None]
+    if lacking and not store.can_write():
+        raise OSError(f"{store.folder()}: plans cannot be kept there")
+    _make_all(lacking, target, jobs, progress)
     binaries: dict[str, store.Binary] = {}
     for one in wanted:
         if (kept := _kept(one, target)) is None:
@@ -138,9 +145,8 @@ def _target(gpu: str | None) -> Gpu:
 
 
 def _each(what: Any) -> list[Any]:
-    if isinstance(what, (nn.Module, LayerShape, str)):
-        return [what]
-    return list(what)
+    several = isinstance(what, Iterable) and not isinstance(what, (nn.Module, LayerShape, str))
+    return list(what) if several else [what]
 
 
 def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: bool) -> list[Callable[[], None]]:
@@ -154,9 +160,13 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
         return [_call_of_shape(what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]
     if not isinstance(what, nn.Module):
         raise TypeError(f"what: expected a module, a LayerShape or a model's name, got {type(what).__name__}")
+    layers = layers_of(what)
+    for name, tensor in (each for module in layers for each in _tensors(module)):
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            checks.check_kernel_dtype(name, tensor.dtype)
     found = [
         _call_of_module(module, T, training)
-        for module in layers_of(what)
+        for module in layers
         for T, *_ in classes(tokens, _num_experts(module), _top_k(module))
     ]
     if not found:

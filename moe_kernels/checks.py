@@ -8,7 +8,9 @@ derivatives. `reference` says that the caller is plain PyTorch, which takes floa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +129,13 @@ def check_kernel_dtype(name: str, dtype: torch.dtype) -> None:
     """Check that the kernels support `dtype`, which is not that of an fp8 operand."""
     if dtype not in _CUDA_DTYPES:
         raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
+
+
+def check_parameter_dtype(dtype: torch.dtype | None, in_fp8: bool) -> None:
+    """Check the dtype of the parameters of a layer, whose products may be `in_fp8`. None is PyTorch's default."""
+    supported = _CUDA_DTYPES if in_fp8 else _ALL_DTYPES
+    if (torch.get_default_dtype() if dtype is None else dtype) not in supported:
+        raise TypeError(f"dtype: expected one of {', '.join(map(str, supported))}, got {dtype}")
 
 
 def scaled_both(
@@ -291,11 +300,13 @@ def check_moe_mlp(
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
     experts: Experts,
+    *,
+    reference: bool = False,
 ) -> None:
     """Check the arguments of `moe_mlp`, as `check_route` and `check_swiglu_ffn` do."""
-    _check_first_floats("hidden", hidden, experts, False)
+    _check_first_floats("hidden", hidden, experts, reference)
     _check_first_shapes("hidden", "T", hidden, experts)
-    _check_floats((("hidden", hidden), ("w_down", experts.w_down)), False, (("down_bias", experts.down_bias),))
+    _check_floats((("hidden", hidden), ("w_down", experts.w_down)), reference, (("down_bias", experts.down_bias),))
     _check_routed(hidden, topk_ids, topk_weights, experts)
 
 
@@ -472,6 +483,8 @@ def check_spec(spec: GLUSpec, two_weights: bool = False, up_bias: bool = False) 
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {spec.activation!r}")
     if spec.activation in CLAMPED and not spec.gated:
         raise ValueError(f"gated: expected True for {spec.activation}, got False")
+    if spec.activation in CLAMPED and not spec.limit >= 0:
+        raise ValueError(f"limit: expected at least 0, got {spec.limit}")
     if two_weights and not spec.gated:
         raise ValueError("w_up: expected None for experts without a gate, got a value")
     if spec.interleaved and (two_weights or not spec.gated):
@@ -518,18 +531,34 @@ def _check_format(name: str, format: str) -> None:
 
 
 def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
-    """Check the values of `topk_ids` on the host, which waits for the device. Meta tensors are skipped.
+    """Check the values of `topk_ids` on the host, which waits for the device. Meta and fake tensors are skipped.
 
     Raises:
+        RuntimeError: torch.vmap vectorizes the call.
         ValueError: an id is outside `0..num_experts - 1`; the message names the first one.
     """
-    if topk_ids.is_meta:
+    if torch_internals.has_no_values(topk_ids):
         return
     torch_internals.break_graph(_VALIDATION_READS)
-    outside = ((topk_ids < 0) | (topk_ids >= num_experts)).nonzero()
-    if len(outside):
-        t, k = outside[0].tolist()
+    with _reading_values():
+        outside = ((topk_ids < 0) | (topk_ids >= num_experts)).nonzero().tolist()
+    if outside:
+        t, k = outside[0]
         raise ValueError(f"topk_ids[{t}, {k}]: expected 0 to {num_experts - 1}, got {int(topk_ids[t, k])}")
+
+
+@contextmanager
+def _reading_values() -> Iterator[None]:
+    """Explain why values cannot be read if torch.vmap vectorizes a call."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not torch_internals.transformed():
+            raise
+        raise RuntimeError(
+            "validation reads values on the host, which torch.vmap does not allow: pass validate=False, or unset "
+            "MOE_KERNELS_VALIDATE"
+        ) from error
 
 
 def check_grouped_mm(
@@ -631,9 +660,11 @@ def check_scaled_grouped_mm(
             "scale_recipe_a, scale_recipe_b: expected RowWise for a 2-D mat_b, in which groups end inside of blocks, "
             f"got {recipes[0]} and {recipes[1]}"
         )
-    dims = tuple(contraction_dim)
-    if dims and dims not in ((-1, -2), (mat_a.dim() - 1, mat_b.dim() - 2)):
-        raise ValueError(f"contraction_dim: expected (-1, -2), got {dims}")
+    if not isinstance(contraction_dim, (list, tuple)) or any(type(dim) is not int for dim in contraction_dim):
+        raise TypeError(f"contraction_dim: expected a list or tuple of ints, got {contraction_dim!r}")
+    allowed = (-1, mat_a.dim() - 1), (-2, mat_b.dim() - 2)
+    if contraction_dim and tuple(contraction_dim) not in product(*allowed):
+        raise ValueError(f"contraction_dim: expected (-1, -2), got {tuple(contraction_dim)}")
     (*groups_a, M, K), (*groups_b, _, N) = mat_a.shape, mat_b.shape
     if not rowwise:
         blocks = -(-K // BLOCK)
@@ -824,24 +855,41 @@ def clamp_offsets(group_offsets: Tensor, M: int) -> Tensor:
 
 
 def validate_offsets(group_offsets: Tensor, M: int) -> None:
-    """Check the values of `group_offsets [G + 1]` on the host, which waits for the device. Meta tensors are skipped.
+    """Check the values of `group_offsets [G + 1]` on the host, which waits for the device. Meta and fake tensors are
+    skipped.
 
     Raises:
+        RuntimeError: torch.vmap vectorizes the call.
         ValueError: the first entry is not 0, or an entry is below the one before it or above `M`; the message
             names the first such index and its value.
     """
-    if group_offsets.is_meta:
-        return
-    torch_internals.break_graph(_VALIDATION_READS)
-    values = group_offsets.tolist()
+    values = _values_of(group_offsets)
     if values and values[0] != 0:
         hint = "for PyTorch's offs, the ends of the groups, pass group_offsets_from_offs(offs)"
         raise ValueError(f"group_offsets[0]: expected 0, got {values[0]}; {hint}")
-    for i in range(1, len(values)):
-        if not values[i - 1] <= values[i] <= M:
+    _check_order("group_offsets", values[:1], values[1:], M, 1)
+
+
+def validate_offs(offs: Tensor, M: int) -> None:
+    """Check the values of PyTorch's `offs [G]`, the ends of the groups, as `validate_offsets` does."""
+    _check_order("offs", [0], _values_of(offs), M, 0)
+
+
+def _values_of(offsets: Tensor) -> list[int]:
+    """Return the values of a vector; an empty list for meta and fake tensors."""
+    if torch_internals.has_no_values(offsets):
+        return []
+    torch_internals.break_graph(_VALIDATION_READS)
+    with _reading_values():
+        return list(offsets.tolist())
+
+
+def _check_order(name: str, before: list[int], values: list[int], M: int, first: int) -> None:
+    """Check that each value is at least the one before it, and at most M; `first` is the index of values[0]."""
+    for i, (low, value) in enumerate(zip([*before, *values], values, strict=False), start=first):
+        if not low <= value <= M:
             raise ValueError(
-                f"group_offsets[{i}]: expected {values[i - 1]} (the offset before it) "
-                f"to {M} (the number of rows), got {values[i]}"
+                f"{name}[{i}]: expected {low} (the offset before it) to {M} (the number of rows), got {value}"
             )
 
 

@@ -177,8 +177,10 @@ def _show(root: Path, note: str) -> None:
 def add_info_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `info`."""
     parser.add_argument("--model", choices=MODELS, metavar="NAME", help="show the launches of a layer of this model")
-    parser.add_argument("--tokens", type=token_range, default=range(1, 8193), metavar="A:B", help="default: 1:8192")
-    parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the GPU of this machine, or else h200")
+    parser.add_argument("--tokens", type=token_range, metavar="A:B", help="with --model; default: 1:8192")
+    parser.add_argument(
+        "--gpu", choices=targets.KNOWN, help="with --model; default: the GPU of this machine, or else h200"
+    )
 
 
 def print_layer(options: argparse.Namespace) -> int:
@@ -191,7 +193,7 @@ def print_layer(options: argparse.Namespace) -> int:
         gpu = targets.of_device("cuda", torch.cuda.current_device())
     shape = LayerShape(*MODELS[options.model])
     try:
-        by_tokens = requests(options.tokens, shape, gpu)
+        by_tokens = requests(options.tokens or range(1, 8193), shape, gpu)
     except ValueError as error:
         print(f"info: {error}", file=sys.stderr)
         return 2

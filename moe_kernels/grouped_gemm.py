@@ -185,13 +185,13 @@ def grouped_mm(
     dtype = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
     if offs is None:
         return uniform_grouped_gemm(mat_a, mat_b, mat_a.size(0), out_dtype=dtype)
+    if checks.validation_enabled(None):
+        checks.validate_offs(offs, _grouped_extent(mat_a, mat_b))
     group_offsets = packing.group_offsets_from_offs(offs)
     if mat_b.dim() == 2:
         if mat_a.dim() == 2:
-            return grouped_gemm_wgrad(mat_a.T, mat_b, group_offsets, out_dtype=dtype)
-        return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype).T
-    if checks.validation_enabled(None):
-        checks.validate_offsets(group_offsets, mat_a.size(0))
+            return grouped_gemm_wgrad(mat_a.T, mat_b, group_offsets, out_dtype=dtype, validate=False)
+        return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype, validate=False).T
     return ops.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
 
 
@@ -243,20 +243,26 @@ def scaled_grouped_mm(
     recipes = (scale_a, scale_recipe_a, scale_b, scale_recipe_b, swizzle_a, swizzle_b)
     options = (bias, offs, output_dtype, contraction_dim, use_fast_accum)
     a, b, dtype = checks.check_scaled_grouped_mm(mat_a, mat_b, *recipes, *options)
-    validate = checks.validation_enabled(None)
     if offs is None:
         G, M, K = mat_a.shape
         group_offsets = torch.arange(G + 1, dtype=torch.int64, device=mat_a.device) * M
         rows = ScaledTensor(mat_a.reshape(G * M, K), a.scales.flatten(0, 1), a.format)
         out = _scaled_grouped_gemm(rows, b, group_offsets, None, dtype, "auto", use_fast_accum, False)
         return out.view(G, M, mat_b.size(-1))
+    if checks.validation_enabled(None):
+        checks.validate_offs(offs, _grouped_extent(mat_a, mat_b))
     group_offsets = packing.group_offsets_from_offs(offs)
     if mat_b.dim() == 3:
-        return _scaled_grouped_gemm(a, b, group_offsets, bias, dtype, "auto", use_fast_accum, validate)
+        return _scaled_grouped_gemm(a, b, group_offsets, bias, dtype, "auto", use_fast_accum, False)
     if mat_a.dim() == 3:
-        out = _scaled_grouped_gemm(b.mT, a.mT, group_offsets, None, dtype, "auto", use_fast_accum, validate)
+        out = _scaled_grouped_gemm(b.mT, a.mT, group_offsets, None, dtype, "auto", use_fast_accum, False)
         return out.T
-    if validate:
-        checks.validate_offsets(group_offsets, mat_b.size(0))
     scales_a, scales_b = a.scales.squeeze(2), b.scales.squeeze(1)
     return ops.scaled_wgrad(mat_a.T, scales_a, mat_b, scales_b, group_offsets, dtype, use_fast_accum)
+
+
+def _grouped_extent(mat_a: Tensor, mat_b: Tensor) -> int:
+    """The size of the dimension that `offs` divides: rows of mat_a, columns of mat_b, or the contraction."""
+    if mat_b.dim() == 3:
+        return mat_a.size(0)
+    return mat_b.size(1 if mat_a.dim() == 3 else 0)

@@ -60,7 +60,7 @@ class MoE(nn.Module):
 
         Raises:
             TypeError, ValueError: a size or `top_k` is not an int or out of range; an unknown activation or `compute`;
-                another option is not a bool.
+                another option is not a bool; an unsupported dtype.
         """
         super().__init__()
         checks.check_int("hidden_size", hidden_size, 1)
@@ -70,6 +70,7 @@ class MoE(nn.Module):
         checks.check_spec(GLUSpec(activation, gated, False, 0.0, 0.0))
         checks.check_compute(compute)
         checks.check_bools(renormalize=renormalize, fp8_wgrad=fp8_wgrad, fast_accumulation=fast_accumulation)
+        checks.check_parameter_dtype(dtype, in_fp8=compute is not None)
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
         self.compute, self.fp8_wgrad, self.fast_accumulation = compute, fp8_wgrad, fast_accumulation
         self.format: str | None = None  # set by `quantize`
@@ -157,12 +158,15 @@ class MoE(nn.Module):
 
         Raises:
             ValueError: unknown format.
+            TypeError: weights in float64, which layers in fp8 do not support.
             RuntimeError: the layer is already quantised.
         """
         if format not in tuple(FP8_COMPUTE):
             raise ValueError(f"format: expected one of {', '.join(map(repr, FP8_COMPUTE))}, got {format!r}")
         if self.format is not None:
             raise RuntimeError(f"this layer was quantised before, as {self.format!r}; quantise the original weights")
+        for name in ("w_gate_up", "w_down"):
+            checks.check_kernel_dtype(name, getattr(self, name).dtype)
         for name in ("w_gate_up", "w_down"):
             data, scales, _ = quantize(getattr(self, name), FP8_COMPUTE[format])
             delattr(self, name)
@@ -187,16 +191,22 @@ class MoE(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load as `nn.Module` does, but refuse fp8 weights for a layer that is not quantised, and the reverse: without
-        their scales the values would be wrong, and `strict=False` would hide that.
+        """Load as `nn.Module` does, but refuse fp8 weights for a layer that is not quantised, the reverse, and fp8
+        weights without their scales: the values would be wrong, and `strict=False` would hide that.
         """
+        *_, error_msgs = rest
         for name in ("w_gate_up", "w_down"):
-            stored = state_dict.get(prefix + name)
-            if stored is not None and (stored.dtype == torch.float8_e4m3fn) != (self.format is not None):
+            stored, scales = (state_dict.get(f"{prefix}{name}{part}") for part in ("", "_scales"))
+            if stored is not None and (stored.dtype.itemsize == 1) != (self.format is not None):
                 way = "load the weights first, and then quantise" if self.format else "call quantize() before loading"
                 has = f"is quantised as {self.format!r}" if self.format else "is not quantised"
-                *_, error_msgs = rest
                 error_msgs.append(f"{prefix}{name}: the layer {has}, and the state dict has {stored.dtype}: {way}")
+                return
+            if self.format is not None and (stored is None) != (scales is None):
+                lacking = f"{name}_scales" if scales is None else name
+                error_msgs.append(
+                    f"{prefix}{name}: expected data in fp8 and scales, got a state dict without {lacking}"
+                )
                 return
         load: Any = super()._load_from_state_dict
         load(state_dict, prefix, *rest)

@@ -487,14 +487,25 @@ def moe_mlp(
     w_gate_up: Tensor,  # as for swiglu_ffn
     w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
     *,
+    w_up: Tensor | None = None,  # as for swiglu_ffn, and so are the others
+    gate_up_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,  # [E, H]
+    activation: str = "silu",
+    gated: bool = True,
     transposed: bool = False,
-    **options: Any,  # the other options of swiglu_ffn
+    interleaved: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
 ) -> Tensor:  # [T, H]
     """Compute a layer of experts; see `moe_kernels.moe_mlp`."""
+    spec = GLUSpec(activation, gated, interleaved, alpha, limit)
+    experts = checks.Experts(w_gate_up, w_down, w_up, gate_up_bias, up_bias, down_bias, spec, transposed)
+    checks.check_moe_mlp(hidden, topk_ids, topk_weights, experts, reference=True)
     routing = route(topk_ids, topk_weights, len(w_gate_up))
     rows = permute(hidden, routing)
-    act = swiglu_ffn(rows, w_gate_up, routing.group_offsets, transposed=transposed, **options)
+    parts: Any = {"w_up": w_up, "gate_up_bias": gate_up_bias, "up_bias": up_bias, "transposed": transposed}
+    act = swiglu_ffn(rows, w_gate_up, routing.group_offsets, **parts, **spec._asdict())
     down = w_down if transposed else w_down.mT
     return unpermute(grouped_linear(act, down, routing.group_offsets, down_bias, None), routing)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .checks import check_grouped_gemm, clamp_offsets
+from .checks import check_grouped_gemm, check_int, clamp_offsets
 from .packing import group_offsets_from_sizes
 from .scaled import ScaledTensor
 
@@ -140,11 +140,12 @@ def make_tokens(
     `softmax(randn(T, top_k))`. One CPU generator draws `randn(E)`, the ids and `randn(T, top_k)`, in this order. Both
     generators are seeded with `seed`.
     """
+    check_int("top_k", top_k, 1, E)
     hidden = torch.randn(T, H, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(seed))
-    generator = torch.Generator().manual_seed(seed)
-    probabilities = torch.softmax(0.5 * torch.randn(E, generator=generator), 0)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    probabilities = torch.softmax(0.5 * torch.randn(E, generator=generator, device="cpu"), 0)
     topk_ids = torch.multinomial(probabilities.expand(T, E), top_k, generator=generator)
-    topk_weights = torch.softmax(torch.randn(T, top_k, generator=generator), 1)
+    topk_weights = torch.softmax(torch.randn(T, top_k, generator=generator, device="cpu"), 1)
     return hidden, topk_ids.to(device), topk_weights.to(device, dtype)
 
 

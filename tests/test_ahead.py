@@ -405,6 +405,26 @@ def test_token_counts_out_of_range_are_refused() -> None:
             ahead.compile_ahead(what, tokens=[count], gpu="h200")
 
 
+def test_nothing_to_compile_is_refused() -> None:
+    for what, tokens, name in ((SHAPE, [], "tokens"), (SHAPE, range(5, 5), "tokens"), ([], [1], "what")):
+        with pytest.raises(ValueError, match=f"^{name}: expected at least one, got none$"):
+            ahead.compile_ahead(what, tokens=tokens, gpu="h200")
+    with pytest.raises(TypeError, match=r"^what: expected a module, a LayerShape or a model's name, got NoneType$"):
+        ahead.compile_ahead(None, tokens=[1], gpu="h200")
+    with pytest.raises(TypeError, match=r"^router: expected bfloat16, float16 or float32, got torch\.float64$"):
+        ahead.compile_ahead(bare().double(), tokens=[1], gpu="h200")
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "kept"))
+    monkeypatch.setattr(ahead, "_make_all", lambda *_: pytest.fail("compiles first"))
+    with pytest.warns(RuntimeWarning, match="kept"), pytest.raises(OSError, match=r"plans cannot be kept there$"):
+        ahead.compile_ahead(bare(), tokens=[2], gpu="h200")
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "kept"))
+    assert store.can_write() and not store.contents(tmp_path / "kept")
+
+
 def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An OSError is raised, because storing the plans is the only purpose of the call."""
     pytest.importorskip("helion")

@@ -399,8 +399,35 @@ def test_the_environment_turns_validation_on_everywhere(name: str, monkeypatch: 
     offsets = torch.tensor([0, 2, 1, 5])
     _products(offsets)[name]()
     monkeypatch.setattr(checks, "_VALIDATE", True)
-    with pytest.raises(ValueError, match=r"^group_offsets\[2\]: expected 2 .* to 5 .*, got 1"):
+    index = r"offs\[1\]" if name.startswith("grouped_mm") else r"group_offsets\[2\]"
+    with pytest.raises(ValueError, match=rf"^{index}: expected 2 .* to 5 .*, got 1"):
         _products(offsets)[name]()
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm", "route"])
+def test_validation_under_vmap_and_of_fake_tensors(name: str) -> None:
+    calls: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+        "grouped_gemm": (lambda x: grouped_gemm(A_PACKED, torch.ones(G, K, N), x, validate=True), OFFSETS),
+        "route": (lambda x: route(x, WEIGHTS, 3, validate=True)[0], IDS),
+    }
+    call, values = calls[name]
+    call(values)
+    with pytest.raises(
+        RuntimeError, match=r"^validation reads values on the host, which torch\.vmap .* validate=False"
+    ):
+        torch.vmap(call)(values[None])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        call(mode.from_tensor(values))
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_limits_of_clamped_activations(limit: float) -> None:
+    options: dict[str, Any] = {"hidden": A_PACKED, "topk_ids": IDS, "topk_weights": WEIGHTS, "w_gate_up": GATE_UP}
+    for activation in ("clamped_swiglu", "clamped_silu"):
+        moe_mlp(**options, w_down=DOWN, activation=activation, limit=float("inf"))
+        with pytest.raises(ValueError, match=f"^limit: expected at least 0, got {limit}"):
+            moe_mlp(**options, w_down=DOWN, activation=activation, limit=limit)
+    moe_mlp(**options, w_down=DOWN, limit=limit)  # not used by silu
 
 
 A_PACKED, ROWS, GATE_UP, DOWN = torch.ones(M, K), torch.ones(M, N), torch.ones(G, 8, K), torch.ones(G, K, 4)

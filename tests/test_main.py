@@ -190,6 +190,13 @@ def test_info_with_a_helion_that_cannot_be_imported(tmp_path: Path) -> None:
     assert "RuntimeError: broken helion" in done.stdout and requirements.fix() in done.stdout
 
 
+@pytest.mark.parametrize("option", [["--gpu", "h100"], ["--tokens", "1:4"]])
+def test_info_about_a_gpu_or_tokens_needs_a_model(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["info", *option])
+    assert "info: --gpu and --tokens need --model" in capsys.readouterr().err
+
+
 def test_info_of_more_tokens_than_a_layer_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--model", "qwen3-30b-a3b", "--tokens", "1:134217729", "--gpu", "h200"]) == 2
     captured = capsys.readouterr()
@@ -202,7 +209,7 @@ def test_info_of_more_tokens_than_a_layer_takes(capsys: pytest.CaptureFixture[st
         (["--help"], 0, "without a GPU"),
         (["demo", "--help"], 0, "Exits with 0 if every check passed"),
         (["demo", "--help"], 0, "Without a GPU"),
-        (["info", "--help"], 0, "Needs torch only"),
+        (["info", "--help"], 0, "needs torch only"),
         (["tune", "--help"], 0, "Ctrl-C keeps what is done"),
         (["nonsense"], 2, "invalid choice"),
     ],

@@ -361,3 +361,34 @@ def test_half_a_state_dict_is_refused_too() -> None:
         state = {name: value for name, value in other.state_dict().items() if name.startswith("w_down")}
         with pytest.raises(RuntimeError, match=r"w_down: the layer is "):
             layer.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("part", ["data", "scales"])
+def test_data_or_scales_alone_are_refused(part: str) -> None:
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 8, "num_experts": 4, "top_k": 2, "renormalize": True}
+    layer, other = (MoE(**sizes).quantize("fp8_rowwise") for _ in range(2))
+    state = {name: value for name, value in other.state_dict().items() if ("scales" in name) == (part == "scales")}
+    lacking = "w_gate_up_scales" if part == "data" else "w_gate_up"
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    with pytest.raises(RuntimeError, match=f"w_gate_up: expected data in fp8 and scales, got .* without {lacking}"):
+        layer.load_state_dict(state, strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    layer.load_state_dict({"router": torch.ones(4, 16)}, strict=False)
+    assert layer.router.eq(1).all()
+
+
+def test_codes_of_another_fp8_dtype_are_no_weights() -> None:
+    layer = MoE(16, 8, 4, 2, renormalize=True)
+    state = layer.state_dict() | {"w_down": layer.w_down.detach().to(torch.float8_e5m2)}
+    with pytest.raises(RuntimeError, match=r"w_down: the layer is not quantised, and the state dict has .*e5m2"):
+        layer.load_state_dict(state)
+
+
+def test_layers_in_float64_have_no_products_in_fp8() -> None:
+    layer = MoE(16, 8, 4, 2, renormalize=True, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"^w_gate_up: expected bfloat16, float16 or float32, got torch\.float64"):
+        layer.quantize("fp8_block")
+    assert layer.w_gate_up.dtype == torch.float64 and layer.format is None
+    for dtype, options in ((torch.float64, {"compute": "fp8_block"}), (torch.int32, {}), (torch.complex64, {})):
+        with pytest.raises(TypeError, match=f"^dtype: expected one of torch.bfloat16, .*, got {dtype}"):
+            MoE(16, 8, 4, 2, renormalize=True, dtype=dtype, **options)

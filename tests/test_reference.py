@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_kernels import reference
 from moe_kernels.checks import clamp_offsets
 from moe_kernels.reference import grouped_gemm, grouped_gemm_wgrad, grouped_mm
 from moe_kernels.testing import make_inputs
@@ -363,3 +364,24 @@ def test_grouped_mm_needs_offs() -> None:
     for b_shape in ((2, 3, 2), (3, 2)):
         with pytest.raises(ValueError, match="offs: expected the groups' ends"):
             grouped_mm(torch.zeros(4, 3), torch.zeros(b_shape))
+
+
+def test_the_layers_arguments_are_checked() -> None:
+    E, H, I = 4, 16, 8  # noqa: E741
+    given: dict[str, Any] = {
+        "hidden": torch.randn(5, H),
+        "topk_ids": torch.zeros(5, 2, dtype=torch.int64),
+        "topk_weights": torch.ones(5, 2),
+        "w_gate_up": torch.randn(E, 2 * I, H),
+        "w_down": torch.randn(E, H, I),
+    }
+    assert reference.moe_mlp(**given).shape == (5, H)
+    wrong = [
+        ({"w_down": torch.randn(E, H + 3, I)}, ValueError, "w_down"),
+        ({"w_down": torch.randn(H, I)}, ValueError, "w_down"),
+        ({"down_bias": torch.ones(1, H)}, ValueError, "down_bias"),
+        ({"down_bias": torch.ones(E, H, dtype=torch.int32)}, TypeError, "down_bias"),
+    ]
+    for change, error, name in wrong:
+        with pytest.raises(error, match=f"^{name}: expected"):
+            reference.moe_mlp(**given | change)

@@ -1,4 +1,4 @@
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -381,3 +381,13 @@ def test_assert_within_budget() -> None:
     with pytest.raises(AssertionError, match="exceeds the budget"):
         assert_within_budget(zeros + 1e-30, zeros, zeros.double())
     assert assert_within_budget(zeros[:0], zeros[:0], zeros[:0].double()) == 0
+
+
+def test_tokens_under_another_default_device() -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    expected = make_tokens(4, 8, 4, 2, **options)
+    with torch.device("meta"):
+        made = make_tokens(4, 8, 4, 2, **options)
+    assert all(map(torch.equal, made, expected))
+    with pytest.raises(ValueError, match=r"^top_k: expected 1 to 4, got 5"):
+        make_tokens(4, 8, 4, 5, **options)

@@ -414,6 +414,14 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
     return True
 
 
+def can_write() -> bool:
+    """Whether files can be stored. If not, this gives the warning that the first file would."""
+    name = f"{environment()}/probe"
+    written = _write(name, b"")
+    _remove(str(folder() / name))
+    return written
+
+
 def _make_folder(path: Path) -> None:
     """Create a folder and its missing parents, none of them writable by others, whatever the umask."""
     for part in reversed([part for part in (path, *path.parents) if not os.path.lexists(part)]):

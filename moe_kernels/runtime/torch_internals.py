@@ -180,6 +180,13 @@ def autocast(*operands: Any) -> tuple[Any, ...]:
     return tuple(cast)
 
 
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether `tensor` is a meta tensor or, outside of torch.compile and torch.export, a fake one."""
+    if tensor.is_meta or torch.compiler.is_compiling() or type(tensor) in PLAIN:
+        return tensor.is_meta
+    return isinstance(tensor, fake_tensors()[0])
+
+
 # For code generation. Functions import the names that they need.
 
 
