@@ -541,7 +541,7 @@ def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
         return
     torch_internals.break_graph(_VALIDATION_READS)
     with _reading_values():
-        outside = ((topk_ids < 0) | (topk_ids >= num_experts)).nonzero().tolist()
+        outside = ((topk_ids < 0) | (topk_ids >= num_experts)).nonzero()[:1].tolist()
     if outside:
         t, k = outside[0]
         raise ValueError(f"topk_ids[{t}, {k}]: expected 0 to {num_experts - 1}, got {int(topk_ids[t, k])}")
