@@ -235,7 +235,7 @@ def fuses(
         return False
     if w_up is not None and w_up.dtype != w_in.dtype:  # it would be cast to the dtype of the other product
         return False
-    if least(M) // w_in.size(0) < rules.PERSISTENT_FROM_ROWS:
+    if least(M) // w_in.size(0) < swiglu_rules.SEPARATE_FROM_ROWS:
         return not spec.interleaved or w_in.stride(2) != 1  # each weight has contiguous rows or columns
     gate, up = spec.halves(w_in, w_up)
     assert up is not None

@@ -30,7 +30,7 @@ def _preset(
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
-    """a // b for a >= 0, b > 0, without the sign handling of Python's `//`."""
+    """As `inline.divide`, but cast in the same expression, since Triton may count in 64 bits here."""
     return hl.inline_triton("({0} // {1}).to(tl.int32)", args=(a, b), output_like=a)
 
 
