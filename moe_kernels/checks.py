@@ -8,9 +8,8 @@ derivatives. `reference` says that the caller is plain PyTorch, which takes floa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import product
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -133,8 +132,11 @@ def check_kernel_dtype(name: str, dtype: torch.dtype) -> None:
 
 def check_parameter_dtype(dtype: torch.dtype | None, in_fp8: bool) -> None:
     """Check the dtype of the parameters of a layer, whose products may be `in_fp8`. None is PyTorch's default."""
-    supported = _CUDA_DTYPES if in_fp8 else _ALL_DTYPES
-    if (torch.get_default_dtype() if dtype is None else dtype) not in supported:
+    _check_dtype(torch.get_default_dtype() if dtype is None else dtype, _CUDA_DTYPES if in_fp8 else _ALL_DTYPES)
+
+
+def _check_dtype(dtype: torch.dtype, supported: Sequence[torch.dtype]) -> None:
+    if dtype not in supported:
         raise TypeError(f"dtype: expected one of {', '.join(map(str, supported))}, got {dtype}")
 
 
@@ -510,8 +512,7 @@ def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
         raise TypeError(f"scaled: expected a ScaledTensor, got {type(scaled).__name__}")
     data, scales, format = scaled
     _check_scaled("scaled.data", "scaled.scales", scaled)
-    if dtype not in _ALL_DTYPES:
-        raise TypeError(f"dtype: expected one of {', '.join(map(str, _ALL_DTYPES))}, got {dtype}")
+    _check_dtype(dtype, _ALL_DTYPES)
     _check_format("scaled.format", format)
     if data.dim() < 2:
         raise ValueError(f"scaled.data: expected shape [..., R, K], got {list(data.shape)}")
@@ -537,21 +538,19 @@ def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
         RuntimeError: torch.vmap vectorizes the call.
         ValueError: an id is outside `0..num_experts - 1`; the message names the first one.
     """
-    if torch_internals.has_no_values(topk_ids):
-        return
-    torch_internals.break_graph(_VALIDATION_READS)
-    with _reading_values():
-        outside = ((topk_ids < 0) | (topk_ids >= num_experts)).nonzero()[:1].tolist()
+    outside = _values(topk_ids, lambda ids: ((ids < 0) | (ids >= num_experts)).nonzero()[:1])
     if outside:
         t, k = outside[0]
         raise ValueError(f"topk_ids[{t}, {k}]: expected 0 to {num_experts - 1}, got {int(topk_ids[t, k])}")
 
 
-@contextmanager
-def _reading_values() -> Iterator[None]:
-    """Explain why values cannot be read if torch.vmap vectorizes a call."""
+def _values(tensor: Tensor, of: Callable[[Tensor], Tensor] = lambda x: x) -> list[Any]:
+    """Return the values of `of(tensor)`, none for meta and fake tensors; see `validate_ids`."""
+    if torch_internals.has_no_values(tensor):
+        return []
+    torch_internals.break_graph(_VALIDATION_READS)
     try:
-        yield
+        return list(of(tensor).tolist())
     except RuntimeError as error:
         if not torch_internals.transformed():
             raise
@@ -863,30 +862,21 @@ def validate_offsets(group_offsets: Tensor, M: int) -> None:
         ValueError: the first entry is not 0, or an entry is below the one before it or above `M`; the message
             names the first such index and its value.
     """
-    values = _values_of(group_offsets)
+    values = _values(group_offsets)
     if values and values[0] != 0:
         hint = "for PyTorch's offs, the ends of the groups, pass group_offsets_from_offs(offs)"
         raise ValueError(f"group_offsets[0]: expected 0, got {values[0]}; {hint}")
-    _check_order("group_offsets", values[:1], values[1:], M, 1)
+    _check_order("group_offsets", values, M, 1)
 
 
 def validate_offs(offs: Tensor, M: int) -> None:
     """Check the values of PyTorch's `offs [G]`, the ends of the groups, as `validate_offsets` does."""
-    _check_order("offs", [0], _values_of(offs), M, 0)
+    _check_order("offs", [0, *_values(offs)], M, 0)
 
 
-def _values_of(offsets: Tensor) -> list[int]:
-    """Return the values of a vector; an empty list for meta and fake tensors."""
-    if torch_internals.has_no_values(offsets):
-        return []
-    torch_internals.break_graph(_VALIDATION_READS)
-    with _reading_values():
-        return list(offsets.tolist())
-
-
-def _check_order(name: str, before: list[int], values: list[int], M: int, first: int) -> None:
-    """Check that each value is at least the one before it, and at most M; `first` is the index of values[0]."""
-    for i, (low, value) in enumerate(zip([*before, *values], values, strict=False), start=first):
+def _check_order(name: str, values: list[int], M: int, second: int) -> None:
+    """Check that each value is at least the one before it, and at most M. Messages call values[1] `name[second]`."""
+    for i, (low, value) in enumerate(pairwise(values), start=second):
         if not low <= value <= M:
             raise ValueError(
                 f"{name}[{i}]: expected {low} (the offset before it) to {M} (the number of rows), got {value}"

@@ -36,6 +36,7 @@ Shows the folder of plans and binaries, the number and size of its files, and it
 (MOE_KERNELS_CACHE_LIMIT_MB, by default 2048; the oldest files are removed first). `cache clear` empties it."""
 
 
+_TOKENS = range(1, 8193)  # by default
 _SIZES_ONLY = (
     ": plans of SwiGLU layers of these sizes, which the model's own layers, with biases and another activation, do not "
     "use; for those pass the model's module to moe_kernels.compile_ahead"
@@ -50,7 +51,7 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
         "--layer", nargs="+", default=[], type=layer, metavar="H,I,E,TOP_K", help="layers of these sizes"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--tokens", type=token_range, default=range(1, 8193), metavar="A:B", help="default: 1:8192")
+    parser.add_argument("--tokens", type=token_range, default=_TOKENS, metavar="A:B", help="default: 1:8192")
     parser.add_argument("--training", action="store_true", help="also the forward with gradients, and the backward")
     parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the GPU of this machine")
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="processes that compile at the same time")
@@ -193,7 +194,7 @@ def print_layer(options: argparse.Namespace) -> int:
         gpu = targets.of_device("cuda", torch.cuda.current_device())
     shape = LayerShape(*MODELS[options.model])
     try:
-        by_tokens = requests(options.tokens or range(1, 8193), shape, gpu)
+        by_tokens = requests(options.tokens or _TOKENS, shape, gpu)
     except ValueError as error:
         print(f"info: {error}", file=sys.stderr)
         return 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_kernels import checks, ops
-from moe_kernels.glu import GLUSpec
-from moe_kernels.ops.layer import MOE_LAYER, columns
+from moe_kernels.glu import GLUSpec, columns
+from moe_kernels.ops.layer import MOE_LAYER
 from moe_kernels.ops.scaled_layer import SCALED_MOE_MLP
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.torch_internals import autocast, differentiated, transformed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -41,3 +41,8 @@ class GLUSpec(NamedTuple):
     def width(self, W: int, apart: bool) -> int:
         """Return I for a first weight `[.., W]`: W // 2 if it holds gate and up, otherwise W."""
         return W // 2 if self.gated and not apart else W
+
+
+def columns(weight: Any, transposed: bool) -> Any:
+    """Return a layer's weight, or None, as `[E, inputs, outputs]`, which it is if `transposed`."""
+    return weight if weight is None or transposed else weight.mT

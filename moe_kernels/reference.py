@@ -504,8 +504,8 @@ def moe_mlp(
     checks.check_moe_mlp(hidden, topk_ids, topk_weights, experts, reference=True)
     routing = route(topk_ids, topk_weights, len(w_gate_up))
     rows = permute(hidden, routing)
-    parts: Any = {"w_up": w_up, "gate_up_bias": gate_up_bias, "up_bias": up_bias, "transposed": transposed}
-    act = swiglu_ffn(rows, w_gate_up, routing.group_offsets, **parts, **spec._asdict())
+    weights: dict[str, Any] = {"w_up": w_up, "gate_up_bias": gate_up_bias, "up_bias": up_bias}
+    act = swiglu_ffn(rows, w_gate_up, routing.group_offsets, **weights, transposed=transposed, **spec._asdict())
     down = w_down if transposed else w_down.mT
     return unpermute(grouped_linear(act, down, routing.group_offsets, down_bias, None), routing)
 

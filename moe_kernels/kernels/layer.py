@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moe_kernels.glu import GLUSpec
+from moe_kernels.glu import GLUSpec, columns
 from moe_kernels.kernels import scaled_gemm
 from moe_kernels.kernels.activation import plan_activate, write_scaled_activation
 from moe_kernels.kernels.grouped_gemm import multiply
@@ -56,7 +56,7 @@ def plan_moe_layer(builder: Builder, tensors: Operands, options: tuple[bool, boo
     """Plan the result `[T, H]` from hidden, topk_ids, topk_weights and the parameters of `moe_mlp`."""
     hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, b_in, b_up, b_out = tensors
     transposed, adjacent, spec = options
-    w_in, w_out, w_up = (w if w is None or transposed else w.mT for w in (w_gate_up, w_down, w_up))
+    w_in, w_out, w_up = (columns(w, transposed) for w in (w_gate_up, w_down, w_up))
     if one_token_is_faster(most(hidden.size(0)), topk_ids.size(1), w_in, w_out):
         return _one_token(builder, hidden, topk_ids, topk_weights, (w_in, w_up, w_out, b_in, b_up, b_out), spec)
     routing = plan_route(builder, (topk_ids,), (w_out.size(0),))

@@ -25,14 +25,7 @@ import torch
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_wgrad import searchable
 from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
-from moe_kernels.kernels.quantize import (
-    columns_of,
-    inverse,
-    largest_of,
-    largest_of_four,
-    scale_of,
-    scaled,
-)
+from moe_kernels.kernels.quantize import columns_of, inverse, largest_of, largest_of_four, scale_of, scaled
 from moe_kernels.kernels.scaled_gemm import add_product, dot, product_of, scaled_sum
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference
-from moe_kernels.glu import GLUSpec
+from moe_kernels.glu import GLUSpec, columns
 from moe_kernels.ops.library import check_rows, define, use_kernels
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad
@@ -472,15 +472,10 @@ def _moe_layer(
     return _moe_mlp(hidden, topk_weights, *route(topk_ids, E), w_in, w_up, w_out, *biases, False, *spec)[0]
 
 
-def columns(weight: Any, transposed: bool) -> Any:
-    """Return the weight as `[E, inputs, outputs]`."""
-    return weight if weight is None or transposed else weight.mT
-
-
 def _moe_layer_fake(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, *others: Any) -> Tensor:
     first, second, *_ = others
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, first.dtype), second.dtype)
-    return hidden.new_empty((hidden.size(0), hidden.size(1)), dtype=dtype)
+    return hidden.new_empty(hidden.shape, dtype=dtype)
 
 
 moe_layer = define(

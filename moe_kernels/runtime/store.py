@@ -417,9 +417,10 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
 def can_write() -> bool:
     """Whether files can be stored. If not, this gives the warning that the first file would."""
     name = f"{environment()}/probe"
-    written = _write(name, b"")
+    if not _write(name, b""):
+        return False
     _remove(str(folder() / name))
-    return written
+    return True
 
 
 def _make_folder(path: Path) -> None:

@@ -18,13 +18,7 @@ from sm90 import report as report_of
 from moe_kernels import rules
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.kernels import layer
-from moe_kernels.ops.layer import (
-    ACTIVATE,
-    ACTIVATE_BACKWARD,
-    MOE_LAYER,
-    MOE_MLP,
-    SWIGLU_FFN,
-)
+from moe_kernels.ops.layer import ACTIVATE, ACTIVATE_BACKWARD, MOE_LAYER, MOE_MLP, SWIGLU_FFN
 from moe_kernels.ops.moves import COMBINE_ROWS, DOT_ROWS, ROUTE, SCATTER_ROWS
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from moe_kernels.runtime.cache import make_plan
