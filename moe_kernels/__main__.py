@@ -52,7 +52,7 @@ _TYPICAL = [
     ("Qwen3-30B-A3B, decode", 128, 512, 1536, 2048, torch.bfloat16),
     ("Qwen3-30B-A3B, prefill, float32", 128, 65536, 1536, 2048, torch.float32),
 ]
-_KERNELS = {"basic": "jagged", "persistent": "jagged_persistent", "tails": "jagged_tails"}
+_KERNELS = {"basic": "jagged", "persistent": "jagged_persistent", "tails": "jagged_tails", "tall": "jagged_tall"}
 _PACKAGES = ("torch", "triton", "helion", "numpy")
 _ROUNDS = 20
 
@@ -221,8 +221,8 @@ def _print_configs() -> None:
             gpu=gpu,
         )
         choice = rules.choose(problem)
-        # The variant "persistent" includes the kernel `jagged_tails`.
-        variant = "basic" if choice.variant == "basic" else "persistent"
+        # The variant "persistent" includes the kernel `jagged_tails`; only "auto" includes `jagged_tall`.
+        variant = {"tails": "persistent", "tall": "auto"}.get(choice.variant, choice.variant)
         limit = rules.persistent_from_rows(problem)
         because = f"rule: {mean_rows} rows per group {'>=' if mean_rows >= limit else '<'} {limit}"
         if choice.entry is not None:

@@ -42,7 +42,7 @@ def grouped_gemm(
         out_dtype: dtype of the result; by default `torch.promote_types(A_packed.dtype, B.dtype)`, and bfloat16 for
             ScaledTensors.
         variant: "basic" (a grid over the tiles of all groups), "persistent" (one worker per SM walks a list of tiles),
-            or "auto", which chooses by tuned entries, or else by the sizes of the product.
+            or "auto", which chooses by tuned entries, or else by the sizes of the product, also from further kernels.
         fast_accumulation: for "rowwise" ScaledTensors, True lets the tensor cores, which keep about 14 bits of a sum,
             add up all of K. False lets them add up 128 products at a time; these partial sums are added in float32.
         validate: True checks the offsets on the host, which waits for the device; None does so if the environment

@@ -704,7 +704,9 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         # Weights of more than 2 GiB.
         ({"rows": 16, "M": 2048, "N": 5120, "K": 8192}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 32, "M": 4096, "N": 5120, "K": 8192}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
-        ({"rows": 128, "M": 16384, "N": 5120, "K": 8192}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
+        ({"rows": 64, "M": 8192, "N": 5120, "K": 8192}, ("tall", 128, [64], 8, 4)),
+        ({"rows": 128, "M": 16384, "N": 5120, "K": 8192}, ("tall", 128, [64], 8, 4)),
+        ({"rows": 128, "M": 16384, "N": 5120, "K": 8192, "int64_out": True}, ("basic", 128, [128, 128, 256, 32], 8, 3)),
         ({"rows": 256, "M": 32768, "N": 5120, "K": 8192}, ("tails", 128, [64], 8, 4)),
         ({"rows": 64, "M": 8192, "N": 7168, "K": 2048}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
         ({"rows": 128, "M": 16384, "N": 7168, "K": 2048}, ("tails", 128, [64], 8, 4)),
@@ -721,7 +723,8 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 16, "M": 2048, "gpu": GPU}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 32, "M": 4096, "gpu": SLOW}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 64, "M": 8192, "gpu": SLOW}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
-        ({"rows": 128, "M": 16384, "gpu": SLOW}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
+        ({"rows": 128, "M": 16384, "gpu": SLOW}, ("tall", 128, [64], 8, 4)),
+        ({"rows": 128, "M": 16384, "N": 192, "gpu": SLOW}, ("basic", 128, [128, 128, 256, 64], 8, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": SLOW}, ("basic", 128, [128, 256, 16, 64], 8, 4)),
         ({"rows": 128, "M": 16384, "K": 768, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 64, "M": 8192, "K": 1024, "gpu": SLOW}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
@@ -750,7 +753,7 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     values = choice.config.config
     got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
     assert got == expected
-    if choice.variant != "tails":  # it takes the number as an argument
+    if choice.variant in ("basic", "persistent"):  # the others take the number as an argument
         assert values["l2_groupings"] == [4 if choice.variant == "basic" else rules.row_group(problem)]
     few_tiles = problem.G == 8 and problem.gpu is GPU and problem.K == 7168 and problem.rows >= 128
     few_rows = 8 if problem.gpu is SLOW and problem.rows >= 256 else 4

@@ -323,7 +323,7 @@ def test_alternatives_and_neighbours_are_legal_and_distinct(rows: int) -> None:
     problem = problem_of(rows, 64 * rows, 1536, 2048, 64, torch.bfloat16)
     start = search.alternatives(problem)
     assert rules.rule(problem) in start
-    for choice in [choice for choice in start if choice.variant != "tails"]:  # it has only one config
+    for choice in [choice for choice in start if choice.variant in ("basic", "persistent")]:  # others have one config
         near = search.neighbours(choice, problem)
         assert 5 <= len(near) <= 12
         assert all(rules.why_illegal(made, problem) is None and made.block_m == choice.block_m for made in near)

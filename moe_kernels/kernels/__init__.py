@@ -6,6 +6,7 @@ requirements.require()
 
 from moe_kernels.kernels.grouped_gemm import jagged, jagged_persistent  # noqa: E402
 from moe_kernels.kernels.grouped_gemm_tails import jagged_tails  # noqa: E402
+from moe_kernels.kernels.grouped_gemm_tall import jagged_tall  # noqa: E402
 from moe_kernels.kernels.scaled_gemm import fast_persistent, promoted_persistent, scaled_jagged  # noqa: E402
 from moe_kernels.kernels.tiles import tile_table  # noqa: E402
 from moe_kernels.kernels.uniform_gemm import uniform  # noqa: E402
@@ -16,6 +17,7 @@ __all__ = [
     "jagged",
     "jagged_persistent",
     "jagged_tails",
+    "jagged_tall",
     "promoted_persistent",
     "scaled_jagged",
     "tile_table",

@@ -18,7 +18,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import rules
-from moe_kernels.kernels import grouped_gemm_tails
+from moe_kernels.kernels import grouped_gemm_tails, grouped_gemm_tall
 from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
 from moe_kernels.kernels.inline import (
     BY_ROW,
@@ -211,8 +211,9 @@ def multiply(
     B = replace(B.transpose(1, 2) if transposed else B, few_groups=True)
     problem = _problem(builder, A_packed, B, G, bias, out, transposed, needs_int64(group_offsets, bias))
     choice = rules.choose(problem, variant)
-    if choice.variant == "tails":
-        grouped_gemm_tails.multiply(builder, choice, A_packed, B, group_offsets, bias, out, problem)
+    if choice.variant in ("tails", "tall"):
+        kernel_file = grouped_gemm_tails if choice.variant == "tails" else grouped_gemm_tall
+        kernel_file.multiply(builder, choice, A_packed, B, group_offsets, bias, out, problem)
         return
     block_m = choice.block_m
     tma_A, _, tma_out, int64_index = choice.addressing

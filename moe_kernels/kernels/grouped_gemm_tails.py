@@ -79,10 +79,10 @@ def jagged_tails(
             matrix = group * (not shared)
             acc = hl.zeros([tail_height, tail_width], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):
-                a = _rows(A_packed, row0, end, tile_k, tail_height, tma)
-                acc = hl.dot(a, _weight(B, matrix, n, N, tile_k, tail_width, transposed, tma), acc=acc)
+                a = load_rows(A_packed, row0, end, tile_k, tail_height, tma)
+                acc = hl.dot(a, load_weight(B, matrix, n, N, tile_k, tail_width, transposed, tma), acc=acc)
             if bias is not None:
-                acc = acc + _bias(bias, group, n, N, tail_width)
+                acc = acc + load_bias(bias, group, n, N, tail_width)
             _store(tails_out, row0, end, n, acc.to(out.dtype), 1 if narrow else pieces, tma)
 
         for tile_j in hl.tile(num_whole, block_size=1):
@@ -95,10 +95,10 @@ def jagged_tails(
             matrix = group * (not shared)
             acc = hl.zeros([128, 256], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):
-                a = _rows(A_packed, row0, end, tile_k, 128, tma)
-                acc = hl.dot(a, _weight(B, matrix, n, N, tile_k, 256, transposed, tma), acc=acc)
+                a = load_rows(A_packed, row0, end, tile_k, 128, tma)
+                acc = hl.dot(a, load_weight(B, matrix, n, N, tile_k, 256, transposed, tma), acc=acc)
             if bias is not None:
-                acc = acc + _bias(bias, group, n, N, 256)
+                acc = acc + load_bias(bias, group, n, N, 256)
             _store(out, row0, end, n, acc.to(out.dtype), pieces, tma)
     return out
 
@@ -111,7 +111,7 @@ def _place_of_tail(position: Tensor, row_tiles: Tensor, columns: int, narrow: in
     return 1 + row_tiles + t, position - t * columns
 
 
-def _rows(A_packed: Tensor, row0: Tensor, end: Tensor, tile_k: Any, block_m: int, tma: bool) -> Tensor:
+def load_rows(A_packed: Tensor, row0: Tensor, end: Tensor, tile_k: Any, block_m: int, tma: bool) -> Tensor:
     """Return rows of A_packed, `[block_m, block_k]`. TMA may read rows of the next group, which are not stored."""
     if tma:
         return unmasked(hl.load(A_packed, [row0 + hl.arange(block_m), tile_k]))
@@ -119,7 +119,7 @@ def _rows(A_packed: Tensor, row0: Tensor, end: Tensor, tile_k: Any, block_m: int
     return hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end).unsqueeze(1))
 
 
-def _weight(
+def load_weight(
     B: Tensor, index: Tensor, n: Tensor, N: int, tile_k: Any, width: int, transposed: bool, tma: bool
 ) -> Tensor:
     """Return `width` columns of a weight, from n * 256 on: `[block_k, width]`. TMA returns zeros past the last one."""
@@ -134,7 +134,7 @@ def _weight(
     return hl.load(B, [index, tile_k, columns], extra_mask=inside.unsqueeze(0))
 
 
-def _bias(bias: Tensor, group: Tensor, n: Tensor, N: int, width: int) -> Tensor:
+def load_bias(bias: Tensor, group: Tensor, n: Tensor, N: int, width: int) -> Tensor:
     """Return `width` biases of a group, from n * 256 on: `[1, width]`."""
     columns = n * 256 + hl.arange(width)
     return hl.load(bias, [group, columns], extra_mask=columns < N).to(torch.float32).unsqueeze(0)
@@ -143,19 +143,19 @@ def _bias(bias: Tensor, group: Tensor, n: Tensor, N: int, width: int) -> Tensor:
 def _store(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, pieces: int, tma: bool) -> None:
     """Store rows row0 to `end`, columns from n * 256 on, in pieces to leave shared memory for four stages of loads."""
     if pieces == 1:
-        _store_piece(out, row0, end, n * (256 // tile.size(1)), tile, tma)
+        store_columns(out, row0, end, n * (256 // tile.size(1)), tile, tma)
         return
     left, right = _halves(tile)
     if pieces == 2:
-        _store_piece(out, row0, end, 2 * n, left, tma)
-        _store_piece(out, row0, end, 2 * n + 1, right, tma)
+        store_columns(out, row0, end, 2 * n, left, tma)
+        store_columns(out, row0, end, 2 * n + 1, right, tma)
     else:
         first, second = _halves(left)
         third, fourth = _halves(right)
-        _store_piece(out, row0, end, 4 * n, first, tma)
-        _store_piece(out, row0, end, 4 * n + 1, second, tma)
-        _store_piece(out, row0, end, 4 * n + 2, third, tma)
-        _store_piece(out, row0, end, 4 * n + 3, fourth, tma)
+        store_columns(out, row0, end, 4 * n, first, tma)
+        store_columns(out, row0, end, 4 * n + 1, second, tma)
+        store_columns(out, row0, end, 4 * n + 2, third, tma)
+        store_columns(out, row0, end, 4 * n + 3, fourth, tma)
 
 
 def _halves(tile: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ def _halves(tile: Tensor) -> tuple[Tensor, Tensor]:
     return hl.split(tile.reshape(height, 2, width // 2).permute(0, 2, 1))
 
 
-def _store_piece(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, tma: bool) -> None:
+def store_columns(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, tma: bool) -> None:
     """Store the n-th block of columns, as wide as `tile`, in rows row0 to `end`. TMA drops columns past the last."""
     height, width = tile.shape
     if tma:

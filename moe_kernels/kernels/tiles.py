@@ -14,7 +14,9 @@ from moe_kernels.kernels.inline import BY_REGION, BY_ROW, clamped, decode_odd, d
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 
-NO_TAILS = (1 << 30) - 1
+# Values of `unsplit` that are no number of rows.
+NO_TAILS = (1 << 30) - 1  # all groups have tiles of one height
+MERGED = NO_TAILS - 1  # a tail is part of the tile before it
 
 
 @kernel(
@@ -33,7 +35,8 @@ def tile_table(
 
     A tail is a group's last tile, if that has at most block_m // 2 rows and the group has either more than `unsplit`
     rows or no other tile; with NO_TAILS for `unsplit` there are none. tiles[0, 0] is the number of whole tiles, and
-    tiles[0, 1] that of tails. tiles[1 + i] = (group, first row, end row) is whole tile i; the tails follow.
+    tiles[0, 1] that of tails. tiles[1 + i] = (group, first row, end row) is whole tile i; the tails follow. With
+    MERGED, a whole tile ends with the tail that follows it in its group, and a group's only tile is whole.
     """
     G = group_offsets.size(0) - 1
     hl.pdl_wait()
@@ -72,7 +75,8 @@ def tile_table(
                 index = 1 + torch.where(whole, index + divide(row0 - start, block_m), total + tail_index)
                 tiles[index, 0] = region - 1
                 tiles[index, 1] = row0
-                tiles[index, 2] = torch.minimum(row0 + block_m, end)
+                with_tail = (unsplit == MERGED) & (end - row0 <= block_m + block_m // 2)
+                tiles[index, 2] = torch.where(with_tail, end, torch.minimum(row0 + block_m, end))
             elif out is not None:
                 rows = row0.to(torch.int64) + hl.arange(block_m)
                 for tile_n in hl.tile(out.size(1)):
@@ -86,7 +90,8 @@ def tile_table(
 
 def _unsplit(rows: torch.Tensor, block_m: int, unsplit: torch.Tensor) -> torch.Tensor:
     """Whether a group of `rows` rows has only whole tiles, however few rows are in the last one."""
-    return (unsplit == NO_TAILS) | ((rows > block_m // 2) & (rows <= unsplit))
+    few = torch.where(unsplit == MERGED, rows <= block_m, (rows > block_m // 2) & (rows <= unsplit))
+    return (unsplit == NO_TAILS) | few
 
 
 def shares(

@@ -70,7 +70,7 @@ class Addressing(NamedTuple):
 class Choice:
     """The kernel and config for a problem."""
 
-    variant: str  # "basic", "persistent" or "tails"; the last is also a persistent kernel
+    variant: str  # "basic", "persistent", "tails", also a persistent kernel, or "tall", also a program per tile
     block_m: int  # the kernels' argument of this name
     addressing: Addressing
     config: Config
@@ -91,8 +91,13 @@ PERSISTENT_FROM_ROWS = 128
 LARGE_WEIGHTS = 2 << 30  # bytes: reading larger weights takes most of the time, up to 127 or 255 rows per group
 SHORT = 512  # Up to this K, a tile ends before its loads are in flight: persistent loops start those of the next tile.
 # The kernels that each requested variant allows.
-_KERNELS = {"auto": ("basic", "persistent", "tails"), "basic": ("basic",), "persistent": ("persistent", "tails")}
-TAILS_HEIGHT, TAILS_WIDTH = 128, 256  # of whole tiles in `jagged_tails`, whose source repeats these numbers
+_KERNELS = {
+    "auto": ("basic", "persistent", "tails", "tall"),
+    "basic": ("basic",),
+    "persistent": ("persistent", "tails"),
+}
+# Of whole tiles in `jagged_tails` and `jagged_tall`, whose sources repeat these numbers.
+TAILS_HEIGHT, TAILS_WIDTH = 128, 256
 NARROW_FROM_ROWS = 1024  # With fewer rows per group, tails of few rows save as much as a narrow column.
 UNSPLIT = 384  # Up to this many rows, reading a group's weight once more for a tail costs more than half a tile.
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM share, from sm90 on
@@ -113,10 +118,17 @@ def note(problem: Any, choice: Any) -> None:
 
 
 def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) -> Choice:
-    """The choice without tuned entries; compiles on every GPU. `block_m` fixes the tile height, except for "tails"."""
+    """The choice without tuned entries; compiles on every GPU. `block_m` fixes the height of the tiles of "basic" and
+    "persistent".
+    """
     if variant == "auto":
         many = problem.rows >= persistent_from_rows(problem) and not _thin(problem)
         variant = "persistent" if many and not _at_once(problem, 128, 256) else "basic"
+        variant = "tall" if variant == "basic" and _waits_for_weights(problem) else variant
+    if variant == "tall":
+        addressing = _addressing(problem, "tall", TAILS_HEIGHT)
+        config = tall(problem.K, problem.has_bias, addressing)
+        return Choice("tall", TAILS_HEIGHT, addressing, config)
     if variant == "tails" or (variant == "persistent" and block_m is None and _apart(problem)):
         addressing = _addressing(problem, "tails", TAILS_HEIGHT)
         config = tails(problem.N, problem.K, problem.has_bias, addressing, narrow_column(problem))
@@ -232,6 +244,23 @@ def _apart(problem: Problem) -> bool:
     return enough and _addressing(problem, "tails", TAILS_HEIGHT).tma_out
 
 
+def _waits_for_weights(problem: Problem) -> bool:
+    """Whether `jagged_tall` is faster than `jagged`, for problems with too few rows per group for persistent kernels.
+
+    Its list of tiles takes time, which it saves only if there are many tiles, and if reading weights takes the most.
+    """
+    slow = _slow_memory(problem)
+    enough = problem.rows >= (128 if slow else 64) and not _few_tiles(problem)
+    large = slow or (_large_weights(problem) and problem.K >= 4096)
+    return enough and large and _addressing(problem, "tall", TAILS_HEIGHT).tma_A
+
+
+def tall(K: int, has_bias: bool, addressing: Addressing) -> Config:
+    """The config of `jagged_tall`."""
+    options = indexing_of("tall", has_bias, addressing)
+    return Config(block_sizes=[block_for(K, 64)], num_warps=8, num_stages=4, pid_type="flat", **options)
+
+
 def narrow_column(problem: Problem) -> int:
     """The width of a last column whose tiles are the tails of `jagged_tails`, or 0 for tails of few rows."""
     width = problem.N % TAILS_WIDTH
@@ -305,6 +334,9 @@ def _addressing(problem: Problem, variant: str, block_m: int) -> Addressing:
     if variant == "tails":  # TMA for all three, or for none
         fits = problem.N >= TAILS_WIDTH and problem.N % 64 == 0 and problem.K >= 64 and not problem.out_dtype
         tma_A = tma_B = tma_out = tma_out and fits
+    elif variant == "tall":  # TMA for both operands, or for none
+        tma_A = tma_B = tma_A and tma_B and problem.N >= TAILS_WIDTH and problem.dtype != torch.float32
+        tma_out = False
     return addressing(problem, tma_A, tma_B, tma_out)
 
 
@@ -326,6 +358,9 @@ def indexing_of(
         numbers = [False] * (1 if of_tail == 1 else 2)  # a narrow column has as many tiles as the others
         tile = [*[False] * 3, a, b, *[False] * has_bias]
         return indexing(*numbers, *tile, *[out] * of_tail, *tile, *[out] * of_whole)
+    if variant == "tall":
+        tile = [*[False] * 3, a, b, a, *[False] * 2 * has_bias, False, False]
+        return indexing(False, *tile, a, b, *[False] * has_bias, False)
     tables = 3 if variant == "persistent" else 1
     return indexing(*[False] * tables, a, b, *[False] * has_bias, out)
 
@@ -470,7 +505,7 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     if any(values.get(name) != value for name, value in needed.items()):
         return f"indexing is {values.get('indexing')}"
     blocks = values.get("block_sizes")
-    if not isinstance(blocks, list) or len(blocks) != {"basic": 4, "persistent": 2, "tails": 1}[choice.variant]:
+    if not isinstance(blocks, list) or len(blocks) != {"basic": 4, "persistent": 2}.get(choice.variant, 1):
         return f"block_sizes are {blocks}"
     if any(type(block) is not int or block < 1 or block & (block - 1) for block in (choice.block_m, *blocks)):
         return "a block is no power of two"
@@ -478,8 +513,11 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     persistent = str(values.get("pid_type")).startswith("persistent")
     if choice.variant != "basic" and persistent != (choice.variant == "persistent"):
         return f"pid_type is {values.get('pid_type')}"
-    if choice.variant == "tails" and (choice.block_m != TAILS_HEIGHT or problem.N % 64 or problem.N < TAILS_WIDTH):
+    large = choice.variant in ("tails", "tall")
+    if large and (choice.block_m != TAILS_HEIGHT or problem.N < TAILS_WIDTH):
         return f"its tiles are {TAILS_HEIGHT} x {TAILS_WIDTH}"
+    if choice.variant == "tails" and problem.N % 64:
+        return "N is no multiple of 64"
     if choice.variant == "basic" and blocks[0] != choice.block_m:
         return f"block_m is {choice.block_m} and {blocks[0]}"
     if not 16 <= choice.block_m <= 128 or min(block_n, block_k) < 16:

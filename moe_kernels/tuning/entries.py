@@ -74,7 +74,7 @@ class Versions:
 class Entry:
     """One tuned config, and how it was found."""
 
-    kernel: str  # "basic", "persistent", "tails"; uniform: "folded", "batched", "bmm"; varied: "varied"
+    kernel: str  # "basic", "persistent", "tails", "tall"; uniform: "folded", "batched", "bmm"; varied: "varied"
     bucket: Bucket
     block_m: int
     tma: list[str]  # which of "A", "B", "out" used TMA; the entry is only for problems with the same ones

@@ -374,8 +374,8 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
     problem = replace(problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options), transposed=task.transposed)
 
     def near(best: Sequence[rules.Choice], until: float) -> list[rules.Choice]:
-        # `jagged_tails` has a single config, so the search starts from another kernel's.
-        start = next((choice for choice in best if choice.variant != "tails"), None)
+        # `jagged_tails` and `jagged_tall` have a single config, so the search starts from another kernel's.
+        start = next((choice for choice in best if choice.variant in ("basic", "persistent")), None)
         if start is None:
             return []
         seeds = [start, *neighbours(start, problem)]
@@ -419,6 +419,8 @@ def alternatives(problem: rules.Problem) -> list[rules.Choice]:
     found = [rules.rule(problem, "persistent", block_m) for block_m in (64, 128) if problem.rows >= 32]
     tails = rules.rule(problem, "tails")
     found += [tails] if problem.rows >= 32 and tails.addressing.tma_out else []
+    tall = rules.rule(problem, "tall")
+    found += [tall] if problem.rows >= 32 and tall.addressing.tma_A else []
     by_rule = rules.rule(problem, "basic").block_m
     heights = {by_rule // 2, by_rule, by_rule * 2} & {16, 32, 64, 128}
     found += [rules.rule(problem, "basic", block_m) for block_m in sorted(heights)]

@@ -14,7 +14,7 @@ import torch
 from helion._compiler.type_propagation import TypePropagation
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import empty, lowered, requests
+from sm90 import empty, lowered, ptxas_says, requests
 
 from moe_kernels import rules
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
@@ -80,6 +80,27 @@ def test_tails(monkeypatch: pytest.MonkeyPatch, transposed: bool, bias: bool, sh
     assert report["tma_load"] >= 4 and report["wgmma"] > 0 and report["cp_async"] == 0
     assert report["code"].count("flatten=True") == 2
     assert report["grid"] == (132,)
+    assert_lean(reports["tile_table"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((64, 4096, 7168), {"transposed": True}),
+        ((128, 3080, 4096), {"bias": True}),
+        ((128, 4096, 4096), {"transposed": True, "out_dtype": torch.float32}),
+    ],
+    ids=str,
+)
+def test_tall(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], options: dict[str, Any]) -> None:
+    """The rule with large weights. The two products of a taller tile are not serialized by ptxas (C7514 to C7519)."""
+    rows, N, K = shape
+    reports = compiled(monkeypatch, "auto", (128, 128 * rows, N, K), **options)
+    report = reports["jagged_tall"]
+    assert_lean(report)
+    assert len(re.findall(r"_desc\w*\.load\(", report["code"])) == 5
+    assert report["tma_load"] >= 5 and report["wgmma"] > 0 and report["cp_async"] == 0
+    assert "(C75" not in ptxas_says(report["ptx"])
     assert_lean(reports["tile_table"])
 
 

@@ -34,7 +34,7 @@ from moe_kernels.runtime.signature import Operator, portable, signature, symboli
 from moe_kernels.runtime.symbolic import SymbolicTensor, contiguous_strides, value
 from moe_kernels.tuning import entries, search
 
-KERNELS = {"basic": "jagged", "persistent": "jagged_persistent", "tails": "jagged_tails"}
+KERNELS = {"basic": "jagged", "persistent": "jagged_persistent", "tails": "jagged_tails", "tall": "jagged_tall"}
 BUNDLED = [
     (file, entry)
     for file in sorted(Path(entries.__file__).parent.glob("*.json"))
@@ -145,7 +145,7 @@ def test_every_alternative_compiles(monkeypatch: pytest.MonkeyPatch, rows: int) 
         with rules.force(choice):
             reports = compiled(monkeypatch, "auto", shape)
         report = reports[KERNELS[choice.variant]]
-        assert report["code"].count("_desc.load(") == (3 if choice.variant == "tails" else 2)
+        assert report["code"].count("_desc.load(") == {"tails": 3, "tall": 4}.get(choice.variant, 2)
         assert report["stack"] == 0
 
 
