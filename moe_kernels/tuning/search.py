@@ -417,10 +417,8 @@ def stored(choice: rules.Choice) -> dict[str, Any]:
 def alternatives(problem: rules.Problem) -> list[rules.Choice]:
     """Return the rule's choices for `problem` with each kernel and several tile heights."""
     found = [rules.rule(problem, "persistent", block_m) for block_m in (64, 128) if problem.rows >= 32]
-    tails = rules.rule(problem, "tails")
-    found += [tails] if problem.rows >= 32 and tails.addressing.tma_out else []
-    tall = rules.rule(problem, "tall")
-    found += [tall] if problem.rows >= 32 and tall.addressing.tma_A else []
+    two_sizes = [rules.rule(problem, variant) for variant in ("tails", "tall") if problem.rows >= 32]
+    found += [choice for choice in two_sizes if choice.addressing.tma_A]
     by_rule = rules.rule(problem, "basic").block_m
     heights = {by_rule // 2, by_rule, by_rule * 2} & {16, 32, 64, 128}
     found += [rules.rule(problem, "basic", block_m) for block_m in sorted(heights)]

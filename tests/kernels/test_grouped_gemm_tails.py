@@ -1,7 +1,8 @@
-"""The persistent kernel with tiles of two sizes: the list of tiles, and that every tile is computed by a worker."""
+"""The kernels with tiles of two sizes, `jagged_tails` and `jagged_tall`: the list of tiles, and their results."""
 
 from __future__ import annotations
 
+from itertools import product as product_of
 from typing import Any
 
 import helion
@@ -25,21 +26,31 @@ SIZES = {  # 10 or 42 groups: a kernel is compiled for each number of groups
     "many tails": [*[7] * 40, 200, 0],
     "more whole tiles than are grouped": [*[65] * 37, *[3] * 5],
 }
+TALL_SIZES = {  # for tiles of up to 192 rows
+    "taller and whole tiles": SIZES["tails and whole tiles"],
+    "taller tiles alone": [150, 192, 0, 129, *[0] * 6],
+    "few rows": SIZES["tails alone"],
+    "one large group": [700, 30, 0, 7, *[0] * 6],
+}
 
 
 def product(
-    A: torch.Tensor, B: torch.Tensor, group_offsets: torch.Tensor, bias: torch.Tensor | None = None
+    A: torch.Tensor,
+    B: torch.Tensor,
+    group_offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    variant: str = "tails",  # or "tall"
 ) -> torch.Tensor:
-    """Multiply with `jagged_tails`, whatever the rule would choose, by TMA on a GPU that has it, else by pointers."""
+    """Multiply with this kernel, whatever the rule would choose, by TMA on a GPU that has it, else by pointers."""
 
     def steps(builder: Builder, A: SymbolicTensor, B: SymbolicTensor, offsets: Any, bias: Any, out: Any) -> None:
         transposed = lies_transposed(B)
         stored = B.transpose(1, 2) if transposed else B
         G = group_offsets.size(0) - 1
         problem = grouped_gemm._problem(builder, A, stored, G, bias, out, transposed, int64_vectors=False)
-        choice = rules.rule(problem, "tails")
+        choice, tma = rules.rule(problem, variant), builder.gpu.has_tma
         assert rules.why_illegal(choice, problem) is None
-        assert choice.addressing.tma_out == builder.gpu.has_tma
+        assert choice.addressing[:3] == (tma, tma, tma and variant == "tails")
         with rules.force(choice):
             grouped_gemm.multiply(builder, A, B, offsets, bias, out)
 
@@ -50,11 +61,11 @@ def product(
     if A.is_cuda or A.size(0) < 400:  # the interpreter is slow, and has only one order of programs
         again = torch.full_like(out, torch.nan)
         multiply(A, B, group_offsets, bias, again)
-        assert torch.equal(out, again)
+        assert torch.equal(out.view(torch.int16), again.view(torch.int16))
     return out
 
 
-def table_with_tails(group_offsets: torch.Tensor, out: torch.Tensor, unsplit: int = 384) -> torch.Tensor:
+def table_of(group_offsets: torch.Tensor, out: torch.Tensor, unsplit: int = 384) -> torch.Tensor:
     def steps(builder: Builder, offsets: SymbolicTensor, out: SymbolicTensor) -> SymbolicTensor:
         return tiles.plan_table(builder, offsets, out, 128, unsplit)
 
@@ -68,6 +79,14 @@ def test_sizes_and_layouts(sizes: list[int], transposed: bool, device: str) -> N
     N = 768 if transposed else 320  # stored in pieces of 128, or of 64, the last three of which lie past N
     A, B, group_offsets = make_inputs(sizes, N, 80, dtype=torch.float16, device=device, transposed=transposed)
     assert_grouped_gemm_close(product(A, B, group_offsets), A, B, group_offsets)
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["B [G, N, K] viewed", "B [G, K, N]"])
+@pytest.mark.parametrize("sizes", TALL_SIZES.values(), ids=TALL_SIZES)
+def test_taller_tiles(sizes: list[int], transposed: bool, device: str) -> None:
+    N = 520 if transposed else 264  # the last column of tiles is 8 wide
+    A, B, group_offsets = make_inputs(sizes, N, 80, dtype=torch.float16, device=device, transposed=transposed)
+    assert_grouped_gemm_close(product(A, B, group_offsets, variant="tall"), A, B, group_offsets)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +104,10 @@ def test_a_narrow_column(sizes: str, N: int, transposed: bool, monkeypatch: pyte
     assert_grouped_gemm_close(product(A, B, group_offsets), A, B, group_offsets)
 
 
-@pytest.mark.parametrize("narrow_from_rows", [0, 1024])
-@pytest.mark.parametrize("N", [256, 320, 384])
-def test_a_bias(N: int, narrow_from_rows: int, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "N", "narrow_from_rows"), [*product_of(["tails"], [256, 320, 384], [0, 1024]), ("tall", 264, 1024)]
+)
+def test_a_bias(variant: str, N: int, narrow_from_rows: int, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(rules, "NARROW_FROM_ROWS", narrow_from_rows)
     sizes = [130, 0, 30]
     A, B, group_offsets = make_inputs(sizes, N, 64, dtype=torch.float16, device=device)
@@ -95,27 +115,31 @@ def test_a_bias(N: int, narrow_from_rows: int, monkeypatch: pytest.MonkeyPatch, 
     added = bias.double().repeat_interleave(torch.tensor(sizes, device=device), dim=0)
     plain = torch.cat([a @ b for a, b in zip(A.split(sizes), B, strict=True)]).double() + added
     exact = torch.cat([a @ b for a, b in zip(A.double().split(sizes), B.double(), strict=True)]) + added
-    error = (product(A, B, group_offsets, bias).double() - exact).abs().max()
+    error = (product(A, B, group_offsets, bias, variant).double() - exact).abs().max()
     assert error <= 2 * (plain.half().double() - exact).abs().max() + 1e-3 < exact.abs().max() / 100
 
 
-def test_one_weight_for_all_groups(device: str) -> None:
+@pytest.mark.parametrize("variant", ["tails", "tall"])
+def test_one_weight_for_all_groups(variant: str, device: str) -> None:
     A, B, group_offsets = make_inputs([130, 0, 30], 256, 64, dtype=torch.float16, device=device, per_group=False)
-    assert_grouped_gemm_close(product(A, B.unsqueeze(0), group_offsets), A, B, group_offsets)
+    assert_grouped_gemm_close(product(A, B.unsqueeze(0), group_offsets, variant=variant), A, B, group_offsets)
 
 
 @pytest.mark.parametrize(
-    ("values", "N"),
+    ("values", "N", "variant"),
     [
-        ([3, 200, 100, 150, 290], 256),
-        ([3, 200, 100, 150, 290], 320),
-        ([-5, 500, 20, 30, 40], 256),
-        ([90, 60, 7, 290, 400], 320),
+        ([3, 200, 100, 150, 290], 256, "tails"),
+        ([3, 200, 100, 150, 290], 320, "tails"),
+        ([-5, 500, 20, 30, 40], 256, "tails"),
+        ([90, 60, 7, 290, 400], 320, "tails"),
+        ([3, 200, 100, 150, 290], 256, "tall"),
+        ([-5, 500, 20, 30, 40], 256, "tall"),
+        ([90, 60, 7, 290, 400], 256, "tall"),
     ],
     ids=str,
 )
 def test_rows_outside_are_zeros_and_what_is_beside_stays_out(
-    values: list[int], N: int, monkeypatch: pytest.MonkeyPatch, device: str
+    values: list[int], N: int, variant: str, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     monkeypatch.setattr(rules, "NARROW_FROM_ROWS", 0)
     A, B, _ = make_inputs([300], N, 72, dtype=torch.float16, device=device)
@@ -125,9 +149,18 @@ def test_rows_outside_are_zeros_and_what_is_beside_stays_out(
     first, last = max(values[0], 0), min(max(values), 300)
     inside[first:last] = True
     A[~inside] = torch.nan
-    out = product(A, B, group_offsets)
+    out = product(A, B, group_offsets, variant=variant)
     assert not out[~inside].any()
     assert_grouped_gemm_close(out[inside], A[inside], B, group_offsets.clamp(first, last).cummax(0).values - first)
+
+
+def test_nan_of_a_group_stays_there(device: str) -> None:
+    """The taller tile of a group reads rows of the next one, whose products are not stored."""
+    A, B, group_offsets = make_inputs([150, 150], 256, 64, dtype=torch.float16, device=device)
+    A[150:] = torch.nan
+    out = product(A, B, group_offsets, variant="tall")
+    assert out[150:].isnan().all()
+    assert_grouped_gemm_close(out[:150], A[:150], B[:1], group_offsets[:2])
 
 
 def test_the_heights_that_a_routing_calls_for(device: str) -> None:
@@ -136,7 +169,7 @@ def test_the_heights_that_a_routing_calls_for(device: str) -> None:
     group_offsets = torch.tensor([2, *sizes], device=device).cumsum(0).int()
     M, starts = int(group_offsets[-1]) + 7, group_offsets.tolist()
     out = torch.full((M, 16), torch.nan, dtype=torch.float16, device=device)
-    table = table_with_tails(group_offsets, out)
+    table = table_of(group_offsets, out)
     whole, tails = table[0, :2].tolist()
 
     def rows_of(group: int, listed: torch.Tensor) -> list[list[int]]:
@@ -162,12 +195,50 @@ def test_the_heights_that_a_routing_calls_for(device: str) -> None:
     assert not out[:2].any() and not out[-7:].any() and out[2:-7].isnan().all()
 
 
+def test_taller_tiles_are_listed_in_order(device: str) -> None:
+    """A group's rows determine its tiles, as above."""
+    sizes = [300, 20, 0, 128, 64, 65, 129, 192, 193, 256, 257, 320, 321]
+    group_offsets = torch.tensor([2, *sizes], device=device).cumsum(0).int()
+    M, starts = int(group_offsets[-1]) + 7, group_offsets.tolist()
+    out = torch.full((M, 16), torch.nan, dtype=torch.float16, device=device)
+    table = table_of(group_offsets, out, tiles.MERGED)
+    listed = table[1:][: table[0, 0]].tolist()
+    assert listed == sorted(listed)
+    by_group = [
+        [[first - starts[g], end - starts[g]] for group, first, end in listed if group == g] for g in range(len(sizes))
+    ]
+    assert by_group == [
+        [[0, 128], [128, 300]],
+        [[0, 20]],
+        [],
+        [[0, 128]],
+        [[0, 64]],
+        [[0, 65]],
+        [[0, 129]],
+        [[0, 192]],
+        [[0, 128], [128, 193]],
+        [[0, 128], [128, 256]],
+        [[0, 128], [128, 257]],
+        [[0, 128], [128, 320]],
+        [[0, 128], [128, 256], [256, 321]],
+    ]
+    assert not out[:2].any() and not out[-7:].any() and out[2:-7].isnan().all()
+
+
 @pytest.mark.parametrize("narrow", [0, 64])
 def test_the_kernel_object(narrow: int, device: str) -> None:
     A, B, group_offsets = make_inputs([130, 0, 140], 256 + narrow, 64, dtype=torch.float16, device=device)
     out = torch.empty(270, 256 + narrow, dtype=A.dtype, device=device)
-    table = table_with_tails(group_offsets, out, tiles.NO_TAILS if narrow else 384)
+    table = table_of(group_offsets, out, tiles.NO_TAILS if narrow else 384)
     kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 81, 9, 1, narrow, False, False, False, 2, 5)
+    assert_grouped_gemm_close(out, A, B, group_offsets)
+
+
+def test_the_kernel_object_of_taller_tiles(device: str) -> None:
+    A, B, group_offsets = make_inputs([130, 0, 140], 256, 64, dtype=torch.float16, device=device)
+    out = torch.empty(270, 256, dtype=A.dtype, device=device)
+    table = torch.tensor([[2, 0, 0], [0, 0, 130], [2, 130, 270], [0, 0, 0]], dtype=torch.int32, device=device)
+    kernels.jagged_tall(A, B, table, None, out, 5, 3, 1, False, False, False)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
