@@ -249,10 +249,10 @@ def _waits_for_weights(problem: Problem) -> bool:
 
     Its list of tiles takes time, which it saves only if there are many tiles, and if reading weights takes the most.
     """
-    slow = _slow_memory(problem)
-    enough = problem.rows >= (128 if slow else 64) and not _few_tiles(problem)
-    large = slow or (_large_weights(problem) and problem.K >= 4096)
-    return enough and large and _addressing(problem, "tall", TAILS_HEIGHT).tma_A
+    slow, large = _slow_memory(problem), _large_weights(problem)
+    least = 64 if large and not (slow and problem.K >= 4096) else 128
+    enough = problem.rows >= least and not _few_tiles(problem)
+    return enough and (slow or large) and _addressing(problem, "tall", TAILS_HEIGHT).tma_A
 
 
 def tall(K: int, has_bias: bool, addressing: Addressing) -> Config:
@@ -316,12 +316,15 @@ def _basic_height(problem: Problem) -> int:
         return 64
     if not _tensor_cores_by_tma(problem):
         return basic_height(problem.rows)
-    few_tiles = _few_tiles(problem)
+    few_tiles, large = _few_tiles(problem), _large_weights(problem)
     if few_tiles and problem.rows < 16:
         return 16
     # Reading a weight takes longer than multiplying 64 rows by it; with over 2 GiB of weights, longer than 128 rows.
-    tall = 32 if _large_weights(problem) and not few_tiles else 64 if _slow_memory(problem) else 128
-    height = 32 if problem.rows < 8 else 64 if problem.rows < tall or _at_once(problem, 64, 128) else 128
+    tall = 32 if large and not few_tiles else 64 if _slow_memory(problem) else 128
+    if problem.rows < 8:
+        height = 64 if large and problem.M <= 64 else 32  # one tile, also for a group with most of the rows
+    else:
+        height = 64 if problem.rows < tall or _at_once(problem, 64, 128) else 128
     # A block of TMA may not have more rows than A.
     return max(16, min(height, problem.M)) if few_tiles or problem.rows < 8 else height
 
