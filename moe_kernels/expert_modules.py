@@ -121,12 +121,16 @@ def _check_alike(name: str, weight: Tensor, shape: tuple[int, ...], like: Tensor
 def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
     """Return the activation that all experts compute, found by calling each one in float64.
 
-    All are called with the weights of the first expert, each in its current train or eval mode.
+    All are called with the same random weights, each in its current train or eval mode.
     """
     into, back, gated = _layout("experts[0]", experts[0])
     with torch.no_grad():
-        w_in, w_out = stacked.w_gate_up[0].double(), stacked.w_down[0].double()
-        x = torch.randn(16, w_in.size(1), generator=torch.Generator().manual_seed(0), device="cpu").to(w_in)
+        device = torch.device("cpu") if stacked.w_down.is_meta else stacked.w_down.device
+        generator = torch.Generator(device).manual_seed(0)
+        shapes = stacked.w_gate_up[0].shape, stacked.w_down[0].shape, (16, stacked.w_down.size(1))
+        w_in, w_out, x = (
+            torch.randn(shape, dtype=torch.float64, device=device, generator=generator) for shape in shapes
+        )
         x *= 2 / (x @ w_in.T).std()  # preactivations of standard deviation 2, where activations differ
         x[8:] *= 32  # large enough to show a limit
         specs = [GLUSpec(name, gated, False, 0.0, 0.0) for name in _PLAIN]

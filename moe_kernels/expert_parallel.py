@@ -78,6 +78,8 @@ def dispatch(
         if group.ndim != 1:
             raise ValueError(f"group: expected a one-dimensional DeviceMesh, got {group.ndim} dimensions")
         group = group.get_group()
+    elif not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+        raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
     P = dist.get_world_size(group)
     if P < 1:
         raise ValueError("group: expected a process group of which this rank is a member")

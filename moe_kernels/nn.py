@@ -105,9 +105,9 @@ class MoE(nn.Module):
                 `nn.Sequential(Linear, activation, Linear)`.
             router: a tensor `[E, H]`, or an `nn.Linear` without a bias, no subclass; None for random values.
             top_k, renormalize, compute, fp8_wgrad, fast_accumulation: as for the class.
-            activation: as for `swiglu_ffn`. By default each expert is called with random hidden states, in float64 and
-                with the weights of the first expert, to find the activation and to check that all experts compute the
-                same and nothing else. If an activation is given, no expert is called.
+            activation: as for `swiglu_ffn`. By default each expert is called with random hidden states and weights, in
+                float64, to find the activation and to check that all experts compute the same and nothing else. If an
+                activation is given, no expert is called.
 
         Raises:
             TypeError: an expert is not a module, or the router neither a tensor nor an `nn.Linear`; the weights' dtypes

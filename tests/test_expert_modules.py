@@ -128,10 +128,10 @@ def test_a_router_of_its_own() -> None:
 
 
 def test_an_activation_that_is_named_is_not_looked_for() -> None:
-    """Naming the activation permits weights without values, and modules that are called differently."""
-    experts = [FFN("w1 w3 w2", torch.tanh, device="meta") for _ in range(E)]
+    """Naming the activation permits modules that are called differently."""
+    experts = [FFN("w1 w3 w2", torch.tanh) for _ in range(E)]
     layer = MoE.from_experts(experts, top_k=TOP_K, renormalize=True, activation="gelu")
-    assert layer.activation == "gelu" and layer.w_gate_up.is_meta
+    assert layer.activation == "gelu"
     with pytest.raises(ValueError, match=r"^experts\[0\]: calling this FFN does not show .* pass activation="):
         MoE.from_experts(experts, top_k=TOP_K, renormalize=True)
     with pytest.raises(ValueError, match=r"^experts\[0\]\.drop: MoE has no dropout"):
@@ -154,6 +154,15 @@ def with_module(module: nn.Module) -> nn.Module:
 class Scaled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / 2
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, None])
+def test_the_activation_is_found_whatever_the_weights(value: float | None) -> None:
+    experts = [FFN("w1 w3 w2", F.gelu, device="meta" if value is None else None) for _ in range(E)]
+    for weight in nn.ModuleList(experts).parameters():
+        nn.init.constant_(weight, value or 0.0)
+    layer = MoE.from_experts(experts, top_k=TOP_K, renormalize=True)
+    assert layer.activation == "gelu" and layer.w_gate_up.is_meta == (value is None)
 
 
 def test_experts_in_a_dict() -> None:

@@ -180,3 +180,10 @@ def test_a_residual_in_place_under_fsdp2(results: list[dict[str, Any]]) -> None:
 def test_combine_names_what_it_needs() -> None:
     with pytest.raises(TypeError, match=r"^exchange: expected the Exchange that dispatch returns, got Tensor$"):
         combine(torch.ones(2, 4), torch.ones(2, 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+def test_dispatch_names_the_group_that_it_needs() -> None:
+    hidden, ids = torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"^group: expected a ProcessGroup, a DeviceMesh or None, got str$"):
+        dispatch(hidden, ids, torch.ones(2, 1), 4, "world")  # type: ignore[arg-type]
