@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import zlib
 
 import pytest
+import torch
 from processes import WORKERS
 
 # PyTorch threads that wait for cores in use by other workers take 30 times as long as a single thread.
@@ -37,6 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items += share + others[:missing]
         del others[:missing]
     items += others
+
+
+@pytest.fixture(autouse=True)
+def _a_test_draws_the_same_numbers_in_every_run(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 def pytest_sessionfinish() -> None:
