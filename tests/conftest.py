@@ -8,7 +8,6 @@ import os
 import zlib
 
 import pytest
-import torch
 from processes import WORKERS
 
 # PyTorch threads that wait for cores in use by other workers take 30 times as long as a single thread.
@@ -43,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _a_test_draws_the_same_numbers_in_every_run(request: pytest.FixtureRequest) -> None:
+    import torch  # not before OMP_NUM_THREADS is set, which PyTorch reads once
+
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
