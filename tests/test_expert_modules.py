@@ -128,10 +128,10 @@ def test_a_router_of_its_own() -> None:
 
 
 def test_an_activation_that_is_named_is_not_looked_for() -> None:
-    """Naming the activation permits modules that are called differently."""
-    experts = [FFN("w1 w3 w2", torch.tanh) for _ in range(E)]
+    """Naming the activation permits weights without values, and modules that are called differently."""
+    experts = [FFN("w1 w3 w2", torch.tanh, device="meta") for _ in range(E)]
     layer = MoE.from_experts(experts, top_k=TOP_K, renormalize=True, activation="gelu")
-    assert layer.activation == "gelu"
+    assert layer.activation == "gelu" and layer.w_gate_up.is_meta
     with pytest.raises(ValueError, match=r"^experts\[0\]: calling this FFN does not show .* pass activation="):
         MoE.from_experts(experts, top_k=TOP_K, renormalize=True)
     with pytest.raises(ValueError, match=r"^experts\[0\]\.drop: MoE has no dropout"):

@@ -67,9 +67,8 @@ def test_the_formula(compute: str, name: str, bias: bool, fp8_wgrad: bool, top_k
     exact = exactly(arguments, d_out, compute, fp8_wgrad, **options)
     made = run(arguments, d_out, compute=compute, fp8_wgrad=fp8_wgrad, **options)
     for part, right in exact.items():
-        # An element that is rounded to the other of two adjacent fp8 numbers differs by up to an eighth of itself. That
-        # happens in one of 100 cases, and makes up to 5e-3 of the result; without fp8 it differs by 2e-2 and more.
-        assert difference(made[part], right) < 1e-2, part
+        # An element that is rounded to the other of two adjacent fp8 numbers differs by up to an eighth of itself.
+        assert difference(made[part], right) < 3e-3, part
         assert made[part].dtype == torch.float32
         assert made[part].stride() == (right if part == "out" else arguments[part]).stride(), part
     for part in ("w_gate_up", "w_down"):
