@@ -320,11 +320,11 @@ def _basic_height(problem: Problem) -> int:
     if few_tiles and problem.rows < 16:
         return 16
     # Reading a weight takes longer than multiplying 64 rows by it; with over 2 GiB of weights, longer than 128 rows.
-    tall = 32 if large and not few_tiles else 64 if _slow_memory(problem) else 128
+    full_height_from = 32 if large and not few_tiles else 64 if _slow_memory(problem) else 128
     if problem.rows < 8:
         height = 64 if large and problem.M <= 64 else 32  # one tile, also for a group with most of the rows
     else:
-        height = 64 if problem.rows < tall or _at_once(problem, 64, 128) else 128
+        height = 64 if problem.rows < full_height_from or _at_once(problem, 64, 128) else 128
     # A block of TMA may not have more rows than A.
     return max(16, min(height, problem.M)) if few_tiles or problem.rows < 8 else height
 
@@ -516,8 +516,7 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     persistent = str(values.get("pid_type")).startswith("persistent")
     if choice.variant != "basic" and persistent != (choice.variant == "persistent"):
         return f"pid_type is {values.get('pid_type')}"
-    large = choice.variant in ("tails", "tall")
-    if large and (choice.block_m != TAILS_HEIGHT or problem.N < TAILS_WIDTH):
+    if choice.variant in ("tails", "tall") and (choice.block_m != TAILS_HEIGHT or problem.N < TAILS_WIDTH):
         return f"its tiles are {TAILS_HEIGHT} x {TAILS_WIDTH}"
     if choice.variant == "tails" and problem.N % 64:
         return "N is no multiple of 64"
