@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_kernels import checks, ops
 from moe_kernels.glu import GLUSpec, columns
-from moe_kernels.ops.layer import MOE_LAYER
+from moe_kernels.ops.layer import MOE_MLP
 from moe_kernels.ops.scaled_layer import SCALED_MOE_MLP
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.torch_internals import autocast, differentiated, transformed
@@ -149,28 +149,24 @@ def moe_mlp(
             "fast_accumulation: expected False for products that are not in fp8; it is for 'rowwise' weights and "
             "compute='fp8_rowwise'"
         )
-    given = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, *biases)
+    given = (hidden, topk_ids, topk_weights, None, None, None, w_gate_up, w_down, w_up, *biases)
     requested = (type(transposed), type(gated), type(interleaved), transposed, spec)
     validates = checks.validation_enabled(validate)
-    if not validates and w_up is None and (known := cache.repeat(MOE_LAYER, given, requested)) is not None:
+    if not validates and w_up is None and (known := cache.repeat(MOE_MLP, given, requested)) is not None:
         return known
     hidden, first, w_up, second = autocast(hidden, w_gate_up, w_up, w_down)
     experts = checks.Experts(first, second, w_up, *biases, spec, transposed)
     checks.check_moe_mlp(hidden, topk_ids, topk_weights, experts)
-    num_experts = first.size(0)
     if validates:
-        checks.validate_ids(topk_ids, num_experts)
+        checks.validate_ids(topk_ids, first.size(0))
     tensors = (hidden, topk_ids, topk_weights, first, second, w_up, *biases)
     save_preact = differentiated(*tensors)
-    if not save_preact and not transformed():
-        layer: Tensor = ops.moe_layer(*tensors, transposed, *spec)
-        if w_up is None:
-            cache.remember(MOE_LAYER, given, requested, (transposed, False, spec))
-        return layer
-    w_in, w_up, w_out = (columns(w, transposed) for w in (first, w_up, second))
-    routing = ops.route(topk_ids, num_experts)
-    weights = (w_in, w_up, w_out)
-    return ops.moe_mlp(hidden, topk_weights, *routing, *weights, *biases, save_preact, *spec)[0]
+    if save_preact or transformed():
+        return ops.moe_mlp(*tensors, transposed, save_preact, *spec)[0]
+    layer: Tensor = ops.moe_layer(*tensors, transposed, *spec)
+    if w_up is None:
+        cache.remember(MOE_MLP, given, requested, (transposed, False, False, False, spec))
+    return layer
 
 
 def _scaled_moe_mlp(
@@ -184,7 +180,7 @@ def _scaled_moe_mlp(
     """`moe_mlp` with fp8 weights."""
     first, second = checks.scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
     weights = (first.data, first.scales, second.data, second.scales, experts.gate_up_bias, experts.down_bias)
-    given = (hidden, topk_ids, topk_weights, None, None, *weights)
+    given = (hidden, topk_ids, topk_weights, None, None, None, *weights)
     transposed, spec = experts.transposed, experts.spec
     types = (type(fast_accumulation), type(transposed), type(spec.gated), type(spec.interleaved))
     requested = (first.format, second.format, types, fast_accumulation, transposed, spec)
@@ -215,11 +211,10 @@ def _quantized_moe_mlp(
     """`moe_mlp` with `compute`."""
     (hidden,) = autocast(hidden)
     checks.check_quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, compute, fast_accumulation, fp8_wgrad)
-    num_experts = experts.w_gate_up.size(0)
     if checks.validation_enabled(validate):
-        checks.validate_ids(topk_ids, num_experts)
-    parameters = (experts.w_gate_up.mT, experts.w_down.mT, experts.gate_up_bias, experts.down_bias)
+        checks.validate_ids(topk_ids, experts.w_gate_up.size(0))
+    parameters = (experts.w_gate_up, experts.w_down, experts.gate_up_bias, experts.down_bias)
     save = differentiated(hidden, topk_weights, *parameters)
-    routing = ops.route(topk_ids, num_experts)
     options = (compute == "fp8_rowwise", fast_accumulation, fp8_wgrad, save, *experts.spec)
-    return ops.quantized_moe_mlp(hidden, topk_weights, *routing, *parameters, *options)[0]
+    out: Tensor = ops.quantized_moe_mlp(hidden, topk_ids, topk_weights, *parameters, *options)[0]
+    return out

@@ -309,7 +309,7 @@ def test_families_are_made_ahead(family: str) -> None:
     (wanted,) = {
         one.options[-1]
         for one in ahead.collect(ahead._calls(experts, [9], training=False))
-        if one.operator == "moe_layer"
+        if one.operator == "moe_mlp"
     }
     assert wanted.activation == activation
     assert wanted.alpha == alpha or alpha is None

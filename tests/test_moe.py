@@ -23,7 +23,7 @@ from moe_kernels import (
     topk_sigmoid,
     topk_softmax,
 )
-from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
+from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec, columns
 from moe_kernels.ops import layer
 from moe_kernels.runtime import torch_internals
 
@@ -214,23 +214,15 @@ def test_opcheck(name: str, keep: bool) -> None:
     defaults = {"activation": "silu", "gated": True, "interleaved": False, "alpha": 0.7, "limit": 0.7}
     form = GLUSpec(**{key: arguments["options"].get(key, default) for key, default in defaults.items()})
     transposed = arguments["options"].get("transposed", False)
-    w_in, w_up, w_out = (
-        None if w is None else w if transposed else w.mT for w in map(tensors.get, ("w_gate_up", "w_up", "w_down"))
-    )
+    w_gate_up, w_down, w_up = map(tensors.get, ("w_gate_up", "w_down", "w_up"))
     biases = [tensors.get(name) for name in ("gate_up_bias", "up_bias", "down_bias")]
-    routing = route(IDS, tensors["topk_weights"], E)[:3]
     operators = torch.ops.moe_kernels
-    opcheck(
-        operators.moe_mlp.default,
-        (tensors["hidden"], tensors["topk_weights"], *routing, w_in, w_up, w_out, *biases, keep, *form),
-    )
-    weights = map(tensors.get, ("w_gate_up", "w_down", "w_up"))
-    layer = (tensors["hidden"], IDS, tensors["topk_weights"], *weights, *biases)
+    layer = (tensors["hidden"], IDS, tensors["topk_weights"], w_gate_up, w_down, w_up, *biases)
+    opcheck(operators.moe_mlp.default, (*layer, transposed, keep, *form))
     opcheck(operators.moe_layer.default, (*(None if x is None else x.detach() for x in layer), transposed, *form))
-    opcheck(
-        operators.swiglu_ffn.default,
-        (torch.randn(8, H, dtype=torch.float64), routing[0], w_in, w_up, *biases[:2], keep, *form),
-    )
+    rows, offsets = torch.randn(8, H, dtype=torch.float64), route(IDS, tensors["topk_weights"], E)[0]
+    w_in, w_up = columns(w_gate_up, transposed), columns(w_up, transposed)
+    opcheck(operators.swiglu_ffn.default, (rows, offsets, w_in, w_up, *biases[:2], keep, *form))
 
 
 def test_opcheck_of_the_activation() -> None:

@@ -39,54 +39,59 @@ def plan_swiglu_ffn(
 
 
 def plan_moe_mlp(
-    builder: Builder, tensors: Operands, options: tuple[bool, bool, GLUSpec]
-) -> tuple[SymbolicTensor, ...]:
-    """Plan the result `[T, H]` and preactivations from hidden, topk_weights, a routing and the parameters."""
-    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_up, w_out, b_in, b_up, b_out = tensors
-    first, top_k = (w_in, w_up, b_in, b_up), topk_weights.size(1)
-    routed = (hidden, group_offsets, row_to_slot, slot_to_row, top_k)
-    act, *preacts = _first_half(builder, *routed, first, *options)
+    builder: Builder, tensors: Operands, options: tuple[bool, bool, bool, bool, GLUSpec]
+) -> SymbolicTensor | tuple[SymbolicTensor, ...]:
+    """Plan the result `[T, H]` and, if `training`, also preactivations and the routing unless that is given."""
+    hidden, topk_ids, topk_weights, *routing, w_gate_up, w_down, w_up, b_in, b_up, b_out = tensors
+    transposed, adjacent, training, save_preact, spec = options
+    w_in, w_out, w_up = (columns(w, transposed) for w in (w_gate_up, w_down, w_up))
+    top_k = topk_ids.size(1)
+    if not training and one_token_is_faster(most(hidden.size(0)), top_k, w_in, w_out):
+        return _one_token(builder, hidden, topk_ids, topk_weights, (w_in, w_up, w_out, b_in, b_up, b_out), spec)
+    (group_offsets, row_to_slot, slot_to_row), computed = _routing(builder, topk_ids, routing, w_out.size(0))
+    first = (w_in, w_up, b_in, b_up)
+    moved = (hidden, group_offsets, row_to_slot, slot_to_row, top_k)
+    act, *preacts = _first_half(builder, *moved, first, save_preact, adjacent, spec)
     dtype = torch.promote_types(act.dtype, w_out.dtype)
     rows = builder.alloc((act.size(0), w_out.size(2)), dtype)
     multiply(builder, act, w_out, group_offsets, b_out, rows)
-    return plan_combine_rows(builder, (rows, topk_weights, slot_to_row, group_offsets), (top_k, dtype)), *preacts
-
-
-def plan_moe_layer(builder: Builder, tensors: Operands, options: tuple[bool, bool, GLUSpec]) -> SymbolicTensor:
-    """Plan the result `[T, H]` from hidden, topk_ids, topk_weights and the parameters of `moe_mlp`."""
-    hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, b_in, b_up, b_out = tensors
-    transposed, adjacent, spec = options
-    w_in, w_out, w_up = (columns(w, transposed) for w in (w_gate_up, w_down, w_up))
-    if one_token_is_faster(most(hidden.size(0)), topk_ids.size(1), w_in, w_out):
-        return _one_token(builder, hidden, topk_ids, topk_weights, (w_in, w_up, w_out, b_in, b_up, b_out), spec)
-    routing = plan_route(builder, (topk_ids,), (w_out.size(0),))
-    layer = (hidden, topk_weights, *routing, w_in, w_up, w_out, b_in, b_up, b_out)
-    return plan_moe_mlp(builder, layer, (False, adjacent, spec))[0]
+    out = plan_combine_rows(builder, (rows, topk_weights, slot_to_row, group_offsets), (top_k, dtype))
+    return (out, *preacts, *computed) if training else out
 
 
 def plan_scaled_moe_mlp(builder: Builder, tensors: Operands, options: tuple[bool, bool, GLUSpec]) -> SymbolicTensor:
-    """Plan the result `[T, H]` with fp8 weights, from topk_ids, or from a routing if the kernels cannot sort them."""
-    hidden, topk_ids, topk_weights, group_offsets, slot_to_row, w_in, scales_in, w_out, scales_out, *biases = tensors
+    """Plan the result `[T, H]` with fp8 weights."""
+    hidden, topk_ids, topk_weights, *routing, w_in, scales_in, w_out, scales_out, b_in, b_out = tensors
     rowwise, fast, spec = options
     if one_token_is_faster(most(hidden.size(0)), topk_ids.size(1), w_in.mT, w_out.mT):
-        parameters = (w_in.mT, None, w_out.mT, biases[0], None, biases[1])
+        parameters = (w_in.mT, None, w_out.mT, b_in, None, b_out)
         return _one_token(builder, hidden, topk_ids, topk_weights, parameters, spec, (scales_in, scales_out))
-    if group_offsets is None or slot_to_row is None:
-        group_offsets, _, slot_to_row = plan_route(builder, (topk_ids,), (w_in.size(0),))
+    (group_offsets, _, slot_to_row), _ = _routing(builder, topk_ids, routing, w_in.size(0))
     weights = (w_in, scales_in), (w_out, scales_out)
-    routed = hidden, topk_weights, group_offsets, slot_to_row
-    return _scaled_layer(builder, *routed, weights, biases, rowwise, fast, spec)[0]
+    order = hidden, topk_weights, group_offsets, slot_to_row
+    return _scaled_layer(builder, *order, weights, (b_in, b_out), rowwise, fast, spec)[0]
+
+
+def _routing(
+    builder: Builder, topk_ids: SymbolicTensor, given: Any, E: int
+) -> tuple[tuple[SymbolicTensor, ...], tuple[SymbolicTensor, ...]]:
+    """Return the routing, and what of it is computed here: all of it unless it is given."""
+    computed = plan_route(builder, (topk_ids,), (E,)) if given[0] is None else ()
+    return computed or tuple(given), computed
 
 
 def plan_quantized_moe_mlp(
     builder: Builder, tensors: Operands, options: tuple[bool, bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
-    """Plan the result `[T, H]` and the tensors that `reference.quantized_moe_mlp` saves, empty unless `save`."""
-    hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, *biases = tensors
+    """Plan the result `[T, H]`, the tensors that `reference.quantized_moe_mlp` saves, empty unless `save`, and the
+    routing unless that is given.
+    """
+    hidden, topk_ids, topk_weights, *routing, w_gate_up, w_down, b_in, b_out = tensors
     rowwise, fast, save, spec = options
+    (group_offsets, _, slot_to_row), computed = _routing(builder, topk_ids, routing, w_down.size(0))
     weights: list[Any] = []
     saved: list[SymbolicTensor] = []
-    for w in (w_in, w_out):
+    for w in (w_gate_up.mT, w_down.mT):
         other_order = builder.alloc(w.shape, _E4M3) if save and not rowwise else None
         data, scales = _scaled_weight(builder, w, rowwise, other_order)
         weights.append((data, scales))
@@ -94,9 +99,9 @@ def plan_quantized_moe_mlp(
             saved += builder.alloc((0,), _E4M3), builder.alloc((0,), torch.float32)
         else:
             saved += other_order, scales
-    routed = hidden, topk_weights, group_offsets, slot_to_row
-    out, preact = _scaled_layer(builder, *routed, weights, biases, rowwise, fast, spec)
-    return out, preact if save else builder.alloc((0,), preact.dtype), *saved
+    order = hidden, topk_weights, group_offsets, slot_to_row
+    out, preact = _scaled_layer(builder, *order, weights, (b_in, b_out), rowwise, fast, spec)
+    return out, preact if save else builder.alloc((0,), preact.dtype), *saved, *computed
 
 
 def plan_quantized_grouped_gemm(

@@ -13,14 +13,14 @@ except in fp8. Below, `to` is slot_to_row, w topk_weights, and d or dOut (dB of 
 
     activate(p)          act = f(gate) * up                   dp = activate_backward(p, d)
     swiglu_ffn(rows)     act = activate(rows @ w_in)          from the above
-    moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   from the above
+    moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   from the above, with the routing, which it returns
     quantize(x)          data, scales in fp8                  none
 
 `scaled_grouped_gemm` and `scaled_wgrad` are products of fp8 operands with scales, and `scaled_moe_mlp` is a layer with
 fp8 weights; they have no gradients. `quantized_moe_mlp` is moe_mlp with products in fp8, whose operands it quantises
 itself. Its gradient uses `quantized_grouped_gemm` and `quantized_wgrad`, and raises an error when differentiated.
-`moe_layer` is `route` and moe_mlp, without a gradient; for one token it has kernels that do not sort. Second-order
-gradients of `activate` use plain PyTorch. The rest of the package calls the functions of these names here. In eager
+`moe_layer` is moe_mlp without a gradient; for one token it has kernels that do not sort. Second-order gradients of
+`activate` use plain PyTorch. The rest of the package calls the functions of these names here. In eager
 mode they bypass torch.library, which costs the host more time than some kernels take, unless a profiler is on, which
 shows operators by name. Under torch.func transforms and in forward mode each is an autograd.Function.
 """

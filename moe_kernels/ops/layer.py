@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec, columns
 from moe_kernels.ops.library import check_rows, define, use_kernels
-from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
+from moe_kernels.ops.moves import combine_rows, dot_rows, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.rules.layer import sorts
 from moe_kernels.runtime import cache
@@ -18,14 +18,23 @@ from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
 
 
-def layer_operator(name: str, inputs: tuple[str, ...], rows: tuple[str, ...], slots: str, weight: str) -> Operator:
-    """Operator of a layer. Its first input is `[T, H]`, input `slots` has T * top_k elements, `weight` E matrices."""
-    of_slots, of_weight = inputs.index(slots), inputs.index(weight)
+def layer_operator(name: str, *parameters: str) -> Operator:
+    """Operator of a layer with these parameters, of which the first has E matrices. Its routing is from `routed`."""
+    slots, maps = ("topk_ids", "topk_weights"), ("row_to_slot", "slot_to_row")
 
     def counts(tensors: Any, options: Any) -> Counts:
-        return Counts(tensors[0].size(0), (tensors[of_slots].numel(),), groups=tensors[of_weight].size(0))
+        hidden, topk_ids, _, _, _, _, weight, *_ = tensors
+        return Counts(hidden.size(0), (topk_ids.numel(),), groups=weight.size(0))
 
-    return Operator(name, "moe_kernels.kernels.layer", inputs, rows, counts)
+    inputs = ("hidden", *slots, "group_offsets", *maps, *parameters)
+    return Operator(name, "moe_kernels.kernels.layer", inputs, ("hidden", *slots, *maps), counts)
+
+
+def routed(topk_ids: Tensor, topk_weights: Tensor, E: int) -> tuple[Tensor | None, ...]:
+    """Return the routing for a layer's plan: None three times if it routes, which its kernels cannot for all sizes."""
+    if sorts(topk_ids.numel(), E):
+        return None, None, None
+    return reference.route(topk_ids, topk_weights, E)[:3]
 
 
 def _rows(tensors: Any, options: Any) -> Counts:
@@ -54,21 +63,7 @@ SWIGLU_FFN = Operator(
     rows=("rows",),
     counts=_swiglu_ffn_counts,
 )
-_PARAMETERS = ("w_in", "w_up", "w_out", "b_in", "b_up", "b_out")
-MOE_MLP = layer_operator(
-    "moe_mlp",
-    inputs=("hidden", "topk_weights", "group_offsets", "row_to_slot", "slot_to_row", *_PARAMETERS),
-    rows=("hidden", "topk_weights", "row_to_slot", "slot_to_row"),
-    slots="slot_to_row",
-    weight="w_in",
-)
-MOE_LAYER = layer_operator(
-    "moe_layer",
-    inputs=("hidden", "topk_ids", "topk_weights", "w_gate_up", "w_down", "w_up", "b_in", "b_up", "b_out"),
-    rows=("hidden", "topk_ids", "topk_weights"),
-    slots="topk_ids",
-    weight="w_gate_up",
-)
+MOE_MLP = layer_operator("moe_mlp", "w_gate_up", "w_down", "w_up", "b_in", "b_up", "b_out")
 
 SPEC_LENGTH = len(GLUSpec._fields)
 SPEC = "str activation, bool gated, bool interleaved, float alpha, float limit"
@@ -302,62 +297,76 @@ swiglu_ffn = define(
 
 def _moe_mlp(
     hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    group_offsets: Tensor,  # [E + 1]
-    row_to_slot: Tensor,  # [R]
-    slot_to_row: Tensor,  # [R]
-    w_in: Tensor,  # [E, H, 2I] or [E, H, I]
-    w_up: Tensor | None,  # [E, H, I]
-    w_out: Tensor,  # [E, I, H]
+    w_gate_up: Tensor,  # [E, 2I, H] or [E, I, H]; weights are transposed with `transposed`
+    w_down: Tensor,  # [E, H, I]
+    w_up: Tensor | None,  # [E, I, H]
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_up: Tensor | None,  # [E, I]
     b_out: Tensor | None,  # [E, H]
+    transposed: bool,
     save_preact: bool,
     *spec: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the layer's result `[T, H]`, and preact and preact_up as `swiglu_ffn` does."""
-    parameters, maps = (w_in, w_up, b_in, b_up), (group_offsets, row_to_slot, slot_to_row)
-    if use_kernels(hidden, w_in, w_up, w_out):
-        check_rows("topk_ids", slot_to_row.size(0))
-        tensors = (hidden, topk_weights, *maps, w_in, w_up, w_out, b_in, b_up, b_out)
-        options = (save_preact, adjacent(w_in, w_up), GLUSpec(*spec))
-        return cache.call(MOE_MLP, tensors, options)
-    top_k = topk_weights.size(1)
-    rows = reference.scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, hidden.dtype)
-    act, preact, preact_up = _reference_first_half(rows, group_offsets, parameters, save_preact, GLUSpec(*spec))
+) -> tuple[Tensor, ...]:
+    """Return the layer's result `[T, H]`, preact and preact_up as `swiglu_ffn` does, and the routing of `route`."""
+    weights = (w_gate_up, w_down, w_up)
+    if use_kernels(hidden, *weights):
+        tensors = (hidden, topk_ids, topk_weights, *weights, b_in, b_up, b_out)
+        return _planned(tensors, transposed, True, save_preact, GLUSpec(*spec))
+    w_in, w_out, w_up = (columns(w, transposed) for w in weights)
+    group_offsets, row_to_slot, slot_to_row, _ = reference.route(topk_ids, topk_weights, w_gate_up.size(0))
+    routing, top_k = (slot_to_row, group_offsets), topk_weights.size(1)
+    rows = reference.scatter_rows(hidden, None, *routing, top_k, hidden.dtype)
+    parameters = (w_in, w_up, b_in, b_up)
+    act, *preacts = _reference_first_half(rows, group_offsets, parameters, save_preact, GLUSpec(*spec))
     rows = reference.grouped_linear(act, w_out, group_offsets, b_out, None)
-    out_rows = reference.combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, rows.dtype)
-    return out_rows, preact, preact_up
+    out = reference.combine_rows(rows, topk_weights, *routing, top_k, rows.dtype)
+    return out, *preacts, group_offsets, row_to_slot, slot_to_row
 
 
-def _moe_mlp_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, _, _, _, slot_to_row, w_in, w_up, w_out, _, _, _, save_preact, *_ = inputs
-    dtype = torch.promote_types(hidden.dtype, w_in.dtype)
-    R, W = slot_to_row.size(0), w_in.size(2)
-    out = hidden.new_empty((hidden.size(0), w_out.size(2)), dtype=torch.promote_types(dtype, w_out.dtype))
+def _planned(tensors: Any, transposed: bool, training: bool, save_preact: bool, spec: GLUSpec) -> Any:
+    """Return the layer's result or, if `training`, all of `_moe_mlp`'s results; `tensors` are the inputs of both."""
+    hidden, topk_ids, topk_weights, *parameters = tensors
+    w_gate_up, _, w_up, *_ = parameters
+    check_rows("topk_ids", topk_ids.numel())
+    routing = routed(topk_ids, topk_weights, w_gate_up.size(0))
+    options = (transposed, adjacent(w_gate_up, w_up), training, save_preact, spec)
+    made = cache.call(MOE_MLP, (hidden, topk_ids, topk_weights, *routing, *parameters), options)
+    return (*made, *(x for x in routing if x is not None)) if training else made
+
+
+def _moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    hidden, topk_ids, _, w_gate_up, _, w_up, _, _, _, transposed, save_preact, *_ = inputs
+    out, R, W = _moe_layer_fake(*inputs), topk_ids.numel(), columns(w_gate_up, transposed).size(2)
+    dtype = torch.promote_types(hidden.dtype, w_gate_up.dtype)
     preact = hidden.new_empty((R, W) if save_preact else (0,), dtype=dtype)
-    return out, preact, hidden.new_empty((R, W) if save_preact and w_up is not None else (0,), dtype=dtype)
+    preact_up = hidden.new_empty((R, W) if save_preact and w_up is not None else (0,), dtype=dtype)
+    return out, preact, preact_up, *route_fake(topk_ids, w_gate_up.size(0))
 
 
 def _moe_mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.save_preact = inputs[:-SPEC_LENGTH]
+    hidden, _, topk_weights, *parameters, ctx.transposed, ctx.save_preact = inputs[:-SPEC_LENGTH]
     ctx.spec = inputs[-SPEC_LENGTH:]
-    _, preact, preact_up = output
-    ctx.save_for_backward(*tensors, *((preact, preact_up) if ctx.save_preact else (None, None)))
+    _, preact, preact_up, *routing = output
+    ctx.mark_non_differentiable(*routing)
+    preacts = (preact, preact_up) if ctx.save_preact else (None, None)
+    ctx.save_for_backward(hidden, topk_weights, *routing, *parameters, *preacts)
     ctx.set_materialize_grads(False)
 
 
 def _moe_mlp_gradient(
-    ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, d_preact_up: Tensor | None
+    ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, d_preact_up: Tensor | None, *_d_routing: None
 ) -> tuple[Tensor | None, ...]:
     """Recompute the rows, and act from `preact`, instead of saving them. The results of the rows are not needed:
     <d_out, w * act @ w_out> is linear in a slot's weight w, so the gradient of w is <d_out @ w_out^T, act>.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *parameters, preact, preact_up = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()  # so that preact is freed below, unless the graph is retained for another backward
-    w_in, w_up, w_out, b_in, b_up, b_out = parameters
-    need_hidden, need_topk_weights, _, _, _, *needed = ctx.needs_input_grad
-    need_w_in, need_w_up, need_w_out, need_b_in, need_b_up, need_b_out, *_ = needed
+    *weights, b_in, b_up, b_out = parameters
+    w_in, w_out, w_up = (columns(w, ctx.transposed) for w in weights)
+    need_hidden, _, need_topk_weights, *needed = ctx.needs_input_grad
+    need_w_in, need_w_out, need_w_up, need_b_in, need_b_up, need_b_out, *_ = needed
     spec = ctx.spec
     top_k = topk_weights.size(1)
     routing = slot_to_row, group_offsets, top_k
@@ -406,10 +415,10 @@ def _moe_mlp_gradient(
         if b_out is not None and need_topk_weights:
             d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     d_w_in, d_w_up, d_b_in, d_b_up = d_first
-    d_parameters = (d_w_in, d_w_up, d_w_out, d_b_in, d_b_up, d_b_out)
+    d_weights = (columns(d, ctx.transposed) for d in (d_w_in, d_w_out, d_w_up))
     if not need_topk_weights:
         d_topk_weights = None
-    return d_hidden, d_topk_weights, None, None, None, *d_parameters, None, *[None] * len(spec)
+    return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_up, d_b_out, None, None, *[None] * len(spec)
 
 
 def weights_of_rows(topk_weights: Tensor, slot_to_row: Tensor, group_offsets: Tensor, top_k: int) -> Tensor:  # [R, 1]
@@ -433,11 +442,12 @@ def dots_with_down_bias(
     return dot_rows(d_out, biases, slot_to_row, group_offsets, top_k, topk_weights.dtype)
 
 
+_LAYER = (
+    "Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, Tensor? w_up, Tensor? b_in,"
+    " Tensor? b_up, Tensor? b_out, bool transposed"
+)
 moe_mlp = define(
-    "moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot, Tensor slot_to_row,"
-    " Tensor w_in,"
-    " Tensor? w_up, Tensor w_out, Tensor? b_in, Tensor? b_up, Tensor? b_out, bool save_preact,"
-    f" {SPEC}) -> (Tensor, Tensor, Tensor)",
+    f"moe_mlp({_LAYER}, bool save_preact, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _moe_mlp,
     _moe_mlp_fake,
     _moe_mlp_setup,
@@ -445,31 +455,19 @@ moe_mlp = define(
 )
 
 
-def _moe_layer(
-    hidden: Tensor,  # [T, H]
-    topk_ids: Tensor,  # [T, top_k]
-    topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: Tensor,  # [E, 2I, H] or [E, I, H]; weights are transposed with `transposed`
-    w_down: Tensor,  # [E, H, I]
-    w_up: Tensor | None,  # [E, I, H]
-    b_in: Tensor | None,  # [E, 2I] or [E, I]
-    b_up: Tensor | None,  # [E, I]
-    b_out: Tensor | None,  # [E, H]
-    transposed: bool,
-    *spec: Any,
-) -> Tensor:
-    """Return the layer's result `[T, H]` from topk_ids; it has no gradient."""
-    weights, biases, R, E = (w_gate_up, w_down, w_up), (b_in, b_up, b_out), topk_ids.numel(), w_gate_up.size(0)
-    if not use_kernels(hidden, *weights):
-        others: dict[str, Any] = dict(zip(("gate_up_bias", "up_bias", "down_bias"), biases, strict=True))
-        others |= {"w_up": w_up, "transposed": transposed, **GLUSpec(*spec)._asdict()}
-        return reference.moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down, **others)
-    check_rows("topk_ids", R)
-    if sorts(R, E):
-        options = (transposed, adjacent(w_gate_up, w_up), GLUSpec(*spec))
-        return cache.call(MOE_LAYER, (hidden, topk_ids, topk_weights, *weights, *biases), options)
-    w_in, w_out, w_up = (columns(w, transposed) for w in weights)
-    return _moe_mlp(hidden, topk_weights, *route(topk_ids, E), w_in, w_up, w_out, *biases, False, *spec)[0]
+def _moe_layer(*inputs: Any) -> Tensor:
+    """Return the layer's result `[T, H]` from the inputs of `_moe_mlp` without `save_preact`. It has no gradient."""
+    *tensors, transposed = inputs[:-SPEC_LENGTH]
+    hidden, topk_ids, topk_weights, *weights_and_biases = tensors
+    *weights, b_in, b_up, b_out = weights_and_biases
+    spec = GLUSpec(*inputs[-SPEC_LENGTH:])
+    if use_kernels(hidden, *weights):
+        layer: Tensor = _planned(tensors, transposed, False, False, spec)
+        return layer
+    w_gate_up, w_down, w_up = weights
+    biases: dict[str, Any] = {"gate_up_bias": b_in, "up_bias": b_up, "down_bias": b_out}
+    options = {"w_up": w_up, "transposed": transposed, **spec._asdict()}
+    return reference.moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down, **biases, **options)
 
 
 def _moe_layer_fake(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, *others: Any) -> Tensor:
@@ -478,9 +476,4 @@ def _moe_layer_fake(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, *oth
     return hidden.new_empty(hidden.shape, dtype=dtype)
 
 
-moe_layer = define(
-    "moe_layer(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, Tensor? w_up,"
-    f" Tensor? b_in, Tensor? b_up, Tensor? b_out, bool transposed, {SPEC}) -> Tensor",
-    _moe_layer,
-    _moe_layer_fake,
-)
+moe_layer = define(f"moe_layer({_LAYER}, {SPEC}) -> Tensor", _moe_layer, _moe_layer_fake)

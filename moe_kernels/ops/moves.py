@@ -48,7 +48,7 @@ def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return reference.route(topk_ids, torch.empty_like(topk_ids, dtype=torch.float32), num_experts)[:3]
 
 
-def _route_fake(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def route_fake(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     R = topk_ids.numel()
     sizes = (num_experts + 1, R, R)
     first, second, third = (topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
@@ -104,7 +104,7 @@ def _move_backward(of_first: Callable[..., Tensor], of_second: Callable[..., Ten
     return backward
 
 
-route = define("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)", _route, _route_fake)
+route = define("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)", _route, route_fake)
 _MOVE = "(Tensor {0}, Tensor{1}, Tensor slot_to_row, Tensor group_offsets, int top_k, ScalarType out_dtype) -> Tensor"
 scatter_rows: Callable[..., Any] = define(
     "scatter_rows" + _MOVE.format("tokens", "? topk_weights"),

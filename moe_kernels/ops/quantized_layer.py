@@ -15,34 +15,27 @@ from moe_kernels.ops.layer import (
     activate_backward,
     dots_with_down_bias,
     layer_operator,
+    routed,
     weight_gradient,
     weights_of_rows,
 )
 from moe_kernels.ops.library import check_rows, define, needs, use_kernels
-from moe_kernels.ops.moves import combine_rows, scatter_rows
+from moe_kernels.ops.moves import combine_rows, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient
 from moe_kernels.ops.quantized import differentiable_once, quantized_grouped_gemm, quantized_wgrad
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.symbolic import lies_transposed
 from moe_kernels.scaled import BLOCK
 
-QUANTIZED_MOE_MLP = layer_operator(
-    "quantized_moe_mlp",
-    inputs=("hidden", "topk_weights", "group_offsets", "slot_to_row", "w_in", "w_out", "b_in", "b_out"),
-    rows=("hidden", "topk_weights", "slot_to_row"),
-    slots="slot_to_row",
-    weight="w_in",
-)
+QUANTIZED_MOE_MLP = layer_operator("quantized_moe_mlp", "w_gate_up", "w_down", "b_in", "b_out")
 
 
 def _quantized_moe_mlp(
     hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    group_offsets: Tensor,  # [E + 1]
-    row_to_slot: Tensor,  # [R]
-    slot_to_row: Tensor,  # [R]
-    w_in: Tensor,  # [E, H, 2I] or [E, H, I]
-    w_out: Tensor,  # [E, I, H]
+    w_gate_up: Tensor,  # [E, 2I, H] or [E, I, H]
+    w_down: Tensor,  # [E, H, I]
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_out: Tensor | None,  # [E, H]
     rowwise: bool,
@@ -51,36 +44,48 @@ def _quantized_moe_mlp(
     save: bool,
     *spec: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the results of `reference.quantized_moe_mlp`, fp8 data as uint8, because autograd and vmap refuse fp8."""
-    tensors = (hidden, topk_weights, group_offsets, slot_to_row, w_in, w_out, b_in, b_out)
-    if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_in.shape, *w_out.shape):
-        made = reference.quantized_moe_mlp(*tensors, rowwise, save, GLUSpec(*spec))
+    """Return the results of `reference.quantized_moe_mlp` and the routing of `route`. Fp8 data are returned as uint8,
+    because autograd and vmap refuse fp8.
+    """
+    slots, E = (topk_ids, topk_weights), w_gate_up.size(0)
+    if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_gate_up.shape, *w_down.shape):
+        routing: Any = reference.route(*slots, E)[:3]
+        group_offsets, _, slot_to_row = routing
+        rows = (hidden, topk_weights, group_offsets, slot_to_row)
+        parameters = (w_gate_up.mT, w_down.mT, b_in, b_out)
+        made = reference.quantized_moe_mlp(*rows, *parameters, rowwise, save, GLUSpec(*spec))
     else:
-        check_rows("topk_ids", slot_to_row.size(0))
+        check_rows("topk_ids", topk_ids.numel())
+        routing = routed(*slots, E)
+        tensors = (hidden, *slots, *routing, w_gate_up, w_down, b_in, b_out)
         made = cache.call(QUANTIZED_MOE_MLP, tensors, (rowwise, fast_accumulation, save, GLUSpec(*spec)))
-    return tuple([x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in made])
+    results = (*made, *(x for x in routing if x is not None))
+    return tuple([x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in results])
 
 
 def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    hidden, _, _, _, slot_to_row, w_in, w_out, _, _, rowwise, _, _, save, *_ = inputs
-    saved = [hidden.new_empty((slot_to_row.size(0), w_in.size(2)) if save else (0,))]
-    for w in (w_in, w_out):
-        shape = (w.size(0), -(-w.size(2) // BLOCK), -(-w.size(1) // BLOCK))
-        kept = save and not rowwise
-        saved.append(w.new_empty(w.shape if kept else (0,), dtype=torch.uint8))
-        saved.append(w.new_empty(shape if kept else (0,), dtype=torch.float32))
-    return hidden.new_empty(hidden.shape), *saved
+    hidden, topk_ids, _, w_gate_up, w_down, _, _, rowwise, _, _, save, *_ = inputs
+    saved = [hidden.new_empty((topk_ids.numel(), w_gate_up.size(1)) if save else (0,))]
+    for w in (w_gate_up, w_down):
+        (E, N, K), kept = w.shape, save and not rowwise
+        saved.append(w.new_empty((E, K, N) if kept else (0,), dtype=torch.uint8))
+        scales = (E, -(-N // BLOCK), -(-K // BLOCK))
+        saved.append(w.new_empty(scales if kept else (0,), dtype=torch.float32))
+    return hidden.new_empty(hidden.shape), *saved, *route_fake(topk_ids, w_gate_up.size(0))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.rowwise, ctx.fast_accumulation, ctx.fp8_wgrad, ctx.save = inputs[:-SPEC_LENGTH]
+    hidden, _, topk_weights, *parameters = tensors
     ctx.spec = inputs[-SPEC_LENGTH:]
-    _, preact, *weights = output
-    ctx.mark_non_differentiable(*weights)
+    _, preact, *weights = output[:-3]
+    routing = output[-3:]
+    ctx.mark_non_differentiable(*weights, *routing)
     saved: Any = (preact, *weights) if ctx.save else (None,) * 5
     preact, data_in, scales_in, data_out, scales_out = saved
-    # Only the gradient of hidden states multiplies by w_in, in fp8.
-    ctx.save_for_backward(*tensors, preact, needs(ctx, 0, data_in), needs(ctx, 0, scales_in), data_out, scales_out)
+    # Only the gradient of hidden states multiplies by w_gate_up, in fp8.
+    kept = (preact, needs(ctx, 0, data_in), needs(ctx, 0, scales_in), data_out, scales_out)
+    ctx.save_for_backward(hidden, topk_weights, *routing, *parameters, *kept)
     ctx.set_materialize_grads(False)
 
 
@@ -90,16 +95,17 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
 
     As in the gradient of `moe_mlp`, act is recomputed from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
     """
-    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, w_in, w_out, b_in, b_out, *saved = ctx.saved_tensors
-    preact, data_in, scales_in, data_out, scales_out = saved
-    by_in, by_out = (w_in.mT, None), (w_out.mT, None)
+    hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *others = ctx.saved_tensors
+    w_gate_up, w_down, b_in, b_out, preact, data_in, scales_in, data_out, scales_out = others
+    by_in, by_out = (w_gate_up, None), (w_down, None)
     if ctx.save and not ctx.rowwise:
         by_out = data_out.mT, scales_out
         if data_in is not None:
             by_in = data_in.mT, scales_in
-    del saved, data_in, data_out
+    del others, data_in, data_out
     ctx.maybe_clear_saved_tensors()  # so that preact is freed below, unless the graph is retained for another backward
-    need_hidden, need_topk_weights, _, _, _, need_w_in, need_w_out, need_b_in, need_b_out, *_ = ctx.needs_input_grad
+    need_hidden, _, need_topk_weights, need_w_in, need_w_out, need_b_in, need_b_out, *_ = ctx.needs_input_grad
+    w_in, w_out = w_gate_up.mT, w_down.mT
     d_hidden = d_w_in = d_w_out = d_b_in = d_b_out = None
     products, top_k = (ctx.rowwise, ctx.fast_accumulation), topk_weights.size(1)
     if not ctx.save:
@@ -148,14 +154,14 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
             d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     if not need_topk_weights:
         d_topk_weights = None
-    d_parameters = (d_w_in, d_w_out, d_b_in, d_b_out)
-    return d_hidden, d_topk_weights, None, None, None, *d_parameters, *[None] * (4 + len(ctx.spec))
+    d_weights = (None if d is None else d.mT for d in (d_w_in, d_w_out))
+    return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_out, *[None] * (4 + len(ctx.spec))
 
 
 quantized_moe_mlp = define(
-    "quantized_moe_mlp(Tensor hidden, Tensor topk_weights, Tensor group_offsets, Tensor row_to_slot,"
-    " Tensor slot_to_row, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, bool rowwise,"
-    f" bool fast_accumulation, bool fp8_wgrad, bool save, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "quantized_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down,"
+    " Tensor? b_in, Tensor? b_out, bool rowwise, bool fast_accumulation, bool fp8_wgrad, bool save,"
+    f" {SPEC}) -> ({', '.join(['Tensor'] * 9)})",
     _quantized_moe_mlp,
     _quantized_moe_mlp_fake,
     _setup,

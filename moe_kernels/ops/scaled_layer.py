@@ -9,19 +9,13 @@ from torch import Tensor
 
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
-from moe_kernels.ops.layer import SPEC, layer_operator
+from moe_kernels.ops.layer import SPEC, layer_operator, routed
 from moe_kernels.ops.library import check_rows, define, use_kernels
-from moe_kernels.rules.layer import sorts
 from moe_kernels.runtime import cache
 from moe_kernels.scaled import ScaledTensor
 
-_WEIGHTS = ("w_gate_up", "scales_gate_up", "w_down", "scales_down", "gate_up_bias", "down_bias")
 SCALED_MOE_MLP = layer_operator(
-    "scaled_moe_mlp",
-    inputs=("hidden", "topk_ids", "topk_weights", "group_offsets", "slot_to_row", *_WEIGHTS),
-    rows=("hidden", "topk_ids", "topk_weights", "slot_to_row"),
-    slots="topk_ids",
-    weight="w_gate_up",
+    "scaled_moe_mlp", "w_gate_up", "scales_gate_up", "w_down", "scales_down", "gate_up_bias", "down_bias"
 )
 
 
@@ -46,15 +40,13 @@ def _scaled_moe_mlp(
         options: dict[str, Any] = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, **GLUSpec(*spec)._asdict()}
         return reference.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, **options)
     check_rows("topk_ids", topk_ids.numel())
-    group_offsets = slot_to_row = None
-    if not sorts(topk_ids.numel(), w_gate_up.size(0)):
-        group_offsets, _, slot_to_row, _ = reference.route(topk_ids, topk_weights, w_gate_up.size(0))
+    routing = routed(topk_ids, topk_weights, w_gate_up.size(0))
     # Tensor cores need fp8 operands that are contiguous along the contraction.
     w_gate_up, w_down = (w if w.stride(2) == 1 else w.contiguous() for w in (w_gate_up, w_down))
     weights_and_biases = (w_gate_up, scales_gate_up, w_down, scales_down, gate_up_bias, down_bias)
     return cache.call(
         SCALED_MOE_MLP,
-        (hidden, topk_ids, topk_weights, group_offsets, slot_to_row, *weights_and_biases),
+        (hidden, topk_ids, topk_weights, *routing, *weights_and_biases),
         (rowwise, fast_accumulation, GLUSpec(*spec)),
     )
 

@@ -13,7 +13,7 @@ import importlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,11 +64,11 @@ class PlanCache:
     reads_store: bool = True
 
     def get(self, key: tuple[Any, ...]) -> _Entry | None:
-        entry = self.entries.get(key)
-        if entry is not None:
-            with suppress(KeyError):  # another thread may have evicted it meanwhile
-                self.entries.move_to_end(key)
-        return entry
+        try:
+            self.entries.move_to_end(key)
+            return self.entries[key]
+        except KeyError:  # unknown, or evicted by another thread meanwhile
+            return None
 
     def put(self, key: tuple[Any, ...], entry: _Entry) -> None:
         with self.lock:
@@ -107,7 +107,7 @@ def remember(operator: Operator, tensors: Tensors, requested: Any, options: Any)
     """
     if torch.compiler.is_dynamo_compiling() or not torch_internals.can_bypass_dispatcher(*tensors):
         return
-    first = next(x for x in tensors if x is not None)
+    first: Any = tensors[0]
     if torch_internals.autocast_enabled() or not torch_internals.on_current_device(first):
         return
     key = signature(operator, tensors, options)
@@ -157,7 +157,7 @@ def call(operator: Operator, tensors: Tensors, options: Any) -> Any:
     collector = getattr(_collectors, "current", None)
     if collector is not None:
         return collector(operator, tensors, options)
-    first = next(x for x in tensors if x is not None)
+    first: Any = tensors[0]
     if first.is_cpu or torch_internals.on_current_device(first):
         return find(operator, tensors, options)(*tensors)
     with torch.get_device_module(first.device).device(first.device):
@@ -175,7 +175,8 @@ def find(operator: Operator, tensors: Tensors, options: Any) -> Callable[..., An
 
 
 def _make(operator: Operator, tensors: Tensors, options: Any, key: tuple[Any, ...]) -> _Entry:
-    device = next(x for x in tensors if x is not None).device
+    first: Any = tensors[0]
+    device = first.device
     gpu = targets.of_device(device.type, device.index or 0)
 
     def attempt() -> _Entry:

@@ -38,7 +38,7 @@ class Operator:
 
     name: str
     planner: str  # the module of `kernels` that has `plan_<name>(builder, tensors, options)`
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # of which the first is never None
     rows: tuple[str, ...]  # inputs whose first extent changes from call to call
     counts: Callable[[Any, Any], Counts]  # from (tensors, options)
 

@@ -332,7 +332,7 @@ def unique(choices: Iterable[Any], stored: Callable[[Any], dict[str, Any]], know
 
 def problem_of(operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Any:
     """Return the problem for which a plan of `operator` first requests a choice; nothing is compiled."""
-    first = next(x for x in tensors if x is not None)
+    first: Any = tensors[0]
     with rules.record() as made:
         cache.build_steps(operator, symbolic(operator, tensors, options), options, targets.of_tensor(first))
     return made[0][0]

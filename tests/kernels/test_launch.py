@@ -382,7 +382,7 @@ def test_without_a_private_api(name: str, rows: int, N: int, device: str, monkey
                 exact = plain(*(x.cpu().double() if x.is_floating_point() else x.cpu() for x in given)).to(device)
                 scale = 16 * exact.abs().amax().item()
                 assert_within_budget(function(*given), plain(*given), exact, scale=scale, name=function.__name__)
-        assert set(cache.plans.recent) == (set() if name == "no guards" else {"grouped_gemm", "moe_layer"})
+        assert set(cache.plans.recent) == (set() if name == "no guards" else {"grouped_gemm", "moe_mlp"})
         assert {type(way) for way in cache.plans.launchers.values()} <= ways
 
 

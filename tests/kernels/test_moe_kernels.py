@@ -297,8 +297,8 @@ def test_calls_like_an_earlier_one(name: str, up_bias: bool, device: str, monkey
             exact = run(reference.moe_mlp, in_float64(tensors), ids.cpu(), options).to(device)
             plain = run(reference.moe_mlp, tensors, ids, options)
             assert_within_budget(out, plain, exact, scale=16 * exact.abs().max().item())
-        assert [operator for operator, *_ in cache.plans.entries] == ["moe_layer"]
-        assert len(cache.plans.recent.get("moe_layer", ())) == ("w_up" not in tensors)
+        assert [operator for operator, *_ in cache.plans.entries] == ["moe_mlp"]
+        assert len(cache.plans.recent.get("moe_mlp", ())) == ("w_up" not in tensors)
         for option in ("transposed", "gated", "interleaved"):
             value = int(options.get(option, option == "gated"))
             with pytest.raises(TypeError, match=f"^{option}: expected True or False, got {value}"):
@@ -317,7 +317,7 @@ def test_a_second_weight_that_lies_elsewhere(device: str, monkeypatch: pytest.Mo
             out = run(moe_mlp, tensors | weights, ids, options)
             expected = run(reference.moe_mlp, tensors | weights, ids, options)
             torch.testing.assert_close(out, expected, rtol=1e-2, atol=3e-2)
-        assert [operator for operator, *_ in cache.plans.entries] == ["moe_layer", "moe_layer"]
+        assert [operator for operator, *_ in cache.plans.entries] == ["moe_mlp", "moe_mlp"]
 
 
 def test_dropped_tokens_and_experts_without_tokens(device: str) -> None:

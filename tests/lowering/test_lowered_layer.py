@@ -18,7 +18,7 @@ from sm90 import report as report_of
 from moe_kernels import rules
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.kernels import layer
-from moe_kernels.ops.layer import ACTIVATE, ACTIVATE_BACKWARD, MOE_LAYER, MOE_MLP, SWIGLU_FFN
+from moe_kernels.ops.layer import ACTIVATE, ACTIVATE_BACKWARD, MOE_MLP, SWIGLU_FFN
 from moe_kernels.ops.moves import COMBINE_ROWS, DOT_ROWS, ROUTE, SCATTER_ROWS
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from moe_kernels.runtime.cache import make_plan
@@ -29,6 +29,8 @@ from moe_kernels.runtime.targets import KNOWN
 
 SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 SILU = GLUSpec("silu", True, False, 1.0, 1.0)
+LAYER_OPTIONS = (False, False, False, False, SILU)
+UNROUTED = (None, None, None)  # in place of a routing
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +154,7 @@ def test_moves(T: int, top_k: int, H: int) -> None:
 def test_one_token(H: int, I: int, E: int, top_k: int) -> None:  # noqa: E741
     slots = empty(1, top_k, dtype=torch.int64), f32(1, top_k)
     parameters = empty(E, 2 * I, H), empty(E, H, I), None, None, None, None
-    first, second = lean(requests(MOE_LAYER, (empty(1, H), *slots, *parameters), (False, False, SILU)))
+    first, second = lean(requests(MOE_MLP, (empty(1, H), *slots, *UNROUTED, *parameters), LAYER_OPTIONS))
     if H % 16 == 0:
         assert "ld.global.v4" in first["ptx"]
         assert "ld.global.v4" in second["ptx"]
@@ -262,9 +264,12 @@ def swiglu_report(
     b_in = empty(E, 2 * I, dtype=dtype) if bias else None
     hidden, options = empty(M // max(top_k, 1), H, dtype=dtype), (keep, False, spec)
     if top_k:
-        routing = f32(M // top_k, top_k), i32(E + 1), i32(M), i32(M)
-        w_out = empty(E, H, I, dtype=dtype).mT
-        asked_for = requests(MOE_MLP, (hidden, *routing, w_in, None, w_out, b_in, None, None), options)
+        routing = empty(M // top_k, top_k, dtype=torch.int64), f32(M // top_k, top_k), i32(E + 1), i32(M), i32(M)
+        w_down = empty(E, H, I, dtype=dtype)
+        weights = (w_in, w_down.mT, None) if columns else (w_in.mT, w_down, None)
+        asked_for = requests(
+            MOE_MLP, (hidden, *routing, *weights, b_in, None, None), (columns, False, True, keep, spec)
+        )
     else:
         asked_for = requests(SWIGLU_FFN, (hidden, i32(E + 1), w_in, None, b_in, None), options)
     names = [request.kernel.name for request in asked_for]
@@ -272,14 +277,11 @@ def swiglu_report(
     return lean(asked_for[: fused + 1])[-1]
 
 
-LAYER_OPTIONS = (False, False, SILU)
-
-
 def layer_tensors(T: int) -> tuple[torch.Tensor | None, ...]:
     """Return tensors for a layer of qwen3-30b-a3b."""
     E, top_k, H, I = 128, 8, 2048, 768  # noqa: E741
     routing = empty(T, top_k, dtype=torch.int64), f32(T, top_k)
-    return empty(T, H), *routing, empty(E, 2 * I, H), empty(E, H, I), None, None, None, None
+    return empty(T, H), *routing, *UNROUTED, empty(E, 2 * I, H), empty(E, H, I), None, None, None, None
 
 
 def specialization(request: Request) -> tuple[Any, ...]:
@@ -300,14 +302,14 @@ def test_a_layer_of_any_number_of_tokens_compiles_few_kernels() -> None:
     configs, specializations = set(), set()
     for T in range(1, 8193):
         tensors = layer_tensors(T)
-        counts = MOE_LAYER.counts(tensors, LAYER_OPTIONS)
+        counts = MOE_MLP.counts(tensors, LAYER_OPTIONS)
         low, high = rows_bounds(counts)
         assert low <= T <= high
         known = bounds.get(rows_class(counts))
         assert known in (None, (low, high))  # a plan for another T of the class serves this T, too
         if known is None:
             bounds[rows_class(counts)] = low, high
-            asked_for = requests(MOE_LAYER, tensors, LAYER_OPTIONS)
+            asked_for = requests(MOE_MLP, tensors, LAYER_OPTIONS)
             configs |= {(request.kernel.name, request.config) for request in asked_for}
             specializations |= {specialization(request) for request in asked_for}
     assert len(bounds) <= 17
@@ -326,7 +328,7 @@ def test_a_layer_of_any_number_of_tokens_compiles_few_kernels() -> None:
     ],
 )
 def test_binaries_of_a_layer(T: int, products: dict[str, str]) -> None:
-    plan, specialized = make_plan(MOE_LAYER, symbolic(MOE_LAYER, layer_tensors(T), LAYER_OPTIONS), LAYER_OPTIONS, H200)
+    plan, specialized = make_plan(MOE_MLP, symbolic(MOE_MLP, layer_tensors(T), LAYER_OPTIONS), LAYER_OPTIONS, H200)
     assert set(plan.binaries) == set(specialized)
     found = {}
     for one in specialized.values():

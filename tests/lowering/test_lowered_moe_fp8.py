@@ -38,7 +38,7 @@ def launches(
         weights += [empty(*shape, dtype=E4M3), empty(*scales_shape(shape, format), dtype=F32)]
     routed = (empty(T, H), empty(T, top_k, dtype=torch.int64), empty(T, top_k, dtype=F32))
     biases = (empty(E, W), empty(E, H)) if bias else (None, None)
-    return requests(SCALED_MOE_MLP, (*routed, None, None, *weights, *biases), (format == "rowwise", fast, spec))
+    return requests(SCALED_MOE_MLP, (*routed, None, None, None, *weights, *biases), (format == "rowwise", fast, spec))
 
 
 def quantising(found: list[Request]) -> dict[str, dict[str, Any]]:

@@ -93,11 +93,12 @@ def read_too_early(sass: str) -> list[str]:
 def test_no_half_is_read_too_early(dtype: torch.dtype, by_columns: bool) -> None:
     T, H, I, E, top_k = 4096, 2048, 768, 8, 2  # noqa: E741
     if by_columns:
-        w_in, w_out = empty(E, H, 2 * I, dtype=dtype), empty(E, I, H, dtype=dtype)
+        weights = empty(E, H, 2 * I, dtype=dtype).mT, empty(E, I, H, dtype=dtype).mT
     else:
-        w_in, w_out = empty(E, 2 * I, H, dtype=dtype).mT, empty(E, H, I, dtype=dtype).mT
-    maps = empty(E + 1, dtype=torch.int32), empty(T * top_k, dtype=torch.int32)
-    tensors = (empty(T, H, dtype=dtype), empty(T, top_k, dtype=F32), *maps, w_in, w_out, None, None)
+        weights = empty(E, 2 * I, H, dtype=dtype), empty(E, H, I, dtype=dtype)
+    slots = empty(T, top_k, dtype=torch.int64), empty(T, top_k, dtype=F32)
+    maps = (empty(n, dtype=torch.int32) for n in (E + 1, T * top_k, T * top_k))
+    tensors = (empty(T, H, dtype=dtype), *slots, *maps, *weights, None, None)
     options = (False, False, True, GLUSpec("silu", True, False, 1.0, 1.0))
     reports = [lowered(request) for request in requests(QUANTIZED_MOE_MLP, tensors, options)]
     x = empty(2048, 1536, dtype=dtype).mT
@@ -123,9 +124,10 @@ def test_numbers_share_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_in_both_orders() -> None:
     """Weights of a layer trained in fp8 are read and written 16 bytes at a time in either order."""
-    w_in, w_out = empty(128, 1536, 2048).mT, empty(128, 2048, 768).mT
-    maps = (empty(129, dtype=torch.int32), empty(512, dtype=torch.int32))
-    tensors = (empty(64, 2048), empty(64, 8, dtype=F32), *maps, w_in, w_out, None, None)
+    weights = empty(128, 1536, 2048), empty(128, 2048, 768)
+    slots = empty(64, 8, dtype=torch.int64), empty(64, 8, dtype=F32)
+    maps = (empty(n, dtype=torch.int32) for n in (129, 512, 512))
+    tensors = (empty(64, 2048), *slots, *maps, *weights, None, None)
     steps = requests(QUANTIZED_MOE_MLP, tensors, (False, False, True, GLUSpec("silu", True, False, 1.0, 1.0)))
     squares = [step for step in steps if step.kernel.name == "quantize_squares"]
     assert len(squares) == 2

@@ -88,12 +88,13 @@ def test_first_half(left: torch.dtype, right: torch.dtype, transposed: bool, top
     w_in = matrix(E, H, 2 * I, dtype=right, transposed=transposed)
     rows, offsets, index = empty(M // max(top_k, 1), H, dtype=left), *(empty(n, dtype=torch.int32) for n in (E + 1, M))
     tensors = rows, offsets, w_in, None, None, None
-    operator = SWIGLU_FFN
+    operator, options = SWIGLU_FFN, (False, False, SILU)
     if top_k:
-        routing = empty(M // top_k, top_k, dtype=FP32), offsets, index, index
+        slots = empty(M // top_k, top_k, dtype=torch.int64), empty(M // top_k, top_k, dtype=FP32)
         w_out = matrix(E, I, H, dtype=right, transposed=True)
-        operator, tensors = MOE_MLP, (rows, *routing, w_in, None, w_out, None, None, None)
-    asked_for = requests(operator, tensors, (False, False, SILU))
+        operator, tensors = MOE_MLP, (rows, *slots, offsets, index, index, w_in, w_out, None, None, None, None)
+        options = (True, False, True, False, SILU)
+    asked_for = requests(operator, tensors, options)
     first = next(i for i, request in enumerate(asked_for) if request.kernel.name == "swiglu")
     assert_wgmma(asked_for[: first + 1])
 
