@@ -671,47 +671,47 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({}, ("tails", 128, [64], 8, 4)),
-        ({"rows": 1024, "M": 131072, "K": 7168, "G": 1}, ("tails", 128, [64], 8, 4)),
-        ({"N": 2880}, ("tails", 128, [64], 8, 4)),
-        ({"rows": 1024, "M": 131072, "N": 2880}, ("tails", 128, [64], 8, 4)),
+        ({}, ("tails", 128, [64, 64], 8, 4)),
+        ({"rows": 1024, "M": 131072, "K": 7168, "G": 1}, ("tails", 128, [64, 64], 8, 4)),
+        ({"N": 2880}, ("tails", 128, [64, 64], 8, 4)),
+        ({"rows": 1024, "M": 131072, "N": 2880}, ("tails", 128, [64, 128], 8, 4)),
         ({"N": 1400}, ("persistent", 128, [256, 64], 8, 4)),
         ({"N": 192}, ("persistent", 128, [128, 64], 8, 4)),
         ({"tma_out": False}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 32, "M": 4096, "gpu": GPU}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
-        ({"rows": 64, "M": 8192, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 64, "M": 8192, "gpu": GPU}, ("tails", 128, [64, 64], 8, 4)),
         ({"rows": 64, "M": 512, "G": 8, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 16, "M": 128, "G": 8, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 8, "M": 64, "G": 8, "gpu": GPU}, ("basic", 16, [16, 128, 16, 128], 4, 4)),
         ({"rows": 16, "M": 32, "G": 2, "gpu": GPU}, ("basic", 32, [32, 128, 4, 128], 4, 3)),  # at most M rows high
-        ({"rows": 128, "M": 1024, "N": 4096, "G": 8, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 128, "M": 1024, "N": 4096, "G": 8, "gpu": GPU}, ("tails", 128, [64, 64], 8, 4)),
         ({"rows": 64, "M": 512, "G": 8, "K": 7168, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 128, "M": 1024, "N": 4096, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
         ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": GPU}, ("persistent", 64, [256, 64], 4, 5)),
-        ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 512, "M": 4096, "G": 8, "K": 7168, "gpu": SLOW}, ("tails", 128, [64, 64], 8, 4)),
         # All tiles run at once.
         ({"rows": 64, "M": 512, "G": 8, "N": 512, "gpu": SLOW}, ("basic", 64, [64, 64, 16, 128], 4, 3)),
         ({"rows": 64, "M": 512, "G": 8, "N": 1024, "gpu": SLOW}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "N": 1024, "gpu": GPU}, ("basic", 64, [64, 128, 16, 64], 4, 4)),
         ({"rows": 512, "M": 1024, "G": 2, "N": 1024, "gpu": SLOW}, ("basic", 64, [64, 128, 4, 64], 4, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "N": 2048, "gpu": GPU}, ("basic", 128, [128, 256, 16, 64], 8, 4)),
-        ({"rows": 256, "M": 2048, "G": 8, "N": 2048, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
-        ({"rows": 128, "M": 1024, "G": 8, "N": 1024}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 256, "M": 2048, "G": 8, "N": 2048, "gpu": GPU}, ("tails", 128, [64, 64], 8, 4)),
+        ({"rows": 128, "M": 1024, "G": 8, "N": 1024}, ("tails", 128, [64, 64], 8, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "K": 7168, "gpu": GPU}, ("basic", 128, [128, 256, 16, 64], 8, 4)),
         ({"rows": 128, "M": 1024, "G": 8, "N": 1024, "tma_B": False, "gpu": GPU}, ("persistent", 128, [128, 32], 8, 3)),
         ({"rows": 64, "M": 8192, "N": 1400}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"rows": 1024, "M": 8192, "G": 8, "K": 7168, "gpu": GPU}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 1024, "M": 8192, "G": 8, "K": 7168, "gpu": GPU}, ("tails", 128, [64, 64], 8, 4)),
         # Weights of more than 2 GiB.
         ({"rows": 16, "M": 2048, "N": 5120, "K": 8192}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 32, "M": 4096, "N": 5120, "K": 8192}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
         ({"rows": 64, "M": 8192, "N": 5120, "K": 8192}, ("tall", 128, [64], 8, 4)),
         ({"rows": 128, "M": 16384, "N": 5120, "K": 8192}, ("tall", 128, [64], 8, 4)),
         ({"rows": 128, "M": 16384, "N": 5120, "K": 8192, "int64_out": True}, ("basic", 128, [128, 128, 256, 32], 8, 3)),
-        ({"rows": 256, "M": 32768, "N": 5120, "K": 8192}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 256, "M": 32768, "N": 5120, "K": 8192}, ("tails", 128, [64, 64], 8, 4)),
         ({"rows": 64, "M": 8192, "N": 7168, "K": 2048}, ("tall", 128, [64], 8, 4)),
         ({"rows": 64, "M": 8192, "N": 7168, "gpu": SLOW}, ("tall", 128, [64], 8, 4)),
         ({"rows": 64, "M": 8192, "N": 5120, "K": 8192, "gpu": SLOW}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
-        ({"rows": 128, "M": 16384, "N": 7168, "K": 2048}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 128, "M": 16384, "N": 7168, "K": 2048}, ("tails", 128, [64, 64], 8, 4)),
         ({"rows": 1, "M": 128, "N": 7168}, ("basic", 32, [32, 128, 256, 128], 4, 3)),
         ({"rows": 0, "M": 64, "N": 7168}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 0, "M": 32, "N": 7168}, ("basic", 32, [32, 128, 256, 128], 4, 3)),
@@ -724,7 +724,7 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 0, "M": 64, "K": 512}, ("basic", 32, [32, 128, 256, 128], 4, 3)),
         ({"rows": 0, "M": 16}, ("basic", 16, [16, 128, 256, 128], 4, 4)),
         ({"rows": 128, "M": 16384, "K": 768}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"rows": 128, "M": 16384, "N": 4096, "K": 2048}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 128, "M": 16384, "N": 4096, "K": 2048}, ("tails", 128, [64, 64], 8, 4)),
         ({"rows": 16, "M": 2048, "gpu": GPU}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 32, "M": 4096, "gpu": SLOW}, ("basic", 64, [64, 128, 256, 64], 4, 4)),
         ({"rows": 64, "M": 8192, "gpu": SLOW}, ("basic", 128, [128, 256, 256, 64], 8, 4)),
@@ -736,8 +736,8 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 128, "M": 16384, "K": 1024, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 128, "M": 16384, "int64_out": True, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 256, "M": 32768, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
-        ({"rows": 512, "M": 65536, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
-        ({"rows": 1024, "M": 131072, "gpu": SLOW}, ("tails", 128, [64], 8, 4)),
+        ({"rows": 512, "M": 65536, "gpu": SLOW}, ("tails", 128, [64, 64], 8, 4)),
+        ({"rows": 1024, "M": 131072, "gpu": SLOW}, ("tails", 128, [64, 64], 8, 4)),
         ({"rows": 64, "M": 8192, "dtype": torch.float32, "tf32": True}, ("basic", 64, [64, 64, 256, 32], 4, 3)),
         ({"rows": 16, "M": 2048, "tma_B": False}, ("basic", 32, [32, 64, 256, 64], 4, 3)),
         ({"rows": 512, "M": 4096, "N": 64, "G": 8, "gpu": GPU}, ("basic", 64, [64, 64, 16, 128], 4, 5)),
@@ -884,7 +884,10 @@ def test_a_narrow_column(rows: int, N: int, narrow: int, pieces: tuple[int, int]
     problem = replace(PROBLEM, rows=rows, M=128 * rows, N=N)
     assert rules.narrow_column(problem) == narrow
     assert rules.tail_pieces(N, narrow) == pieces
-    assert not narrow or rules.tail_cost(problem) == {64: 40, 128: 48}[narrow]
+    assert not narrow or rules.tail_cost(problem) == {64: 30, 128: 36}[narrow]
+    config = rules.rule(problem).config.config
+    assert config["block_sizes"] == ([64, 128] if narrow == 64 else [64, 64])
+    assert config.get("range_num_stages") == ([0, 0, 6, 0, 0] if narrow == 128 else None)
 
 
 def test_bundled_files_are_read_and_legal() -> None:

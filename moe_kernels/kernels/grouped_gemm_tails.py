@@ -62,6 +62,7 @@ def jagged_tails(
     N = B.size(1) if transposed else B.size(2)
     tail_height, tail_width = (128, narrow) if narrow else (64, 256)
     block_k = hl.register_block_size(16, 128)
+    tail_k = hl.register_block_size(16, 128)  # of a narrow column
     hl.pdl_wait()  # launched while tile_table still runs
     for tile_w in hl.tile(workers, block_size=1):
         row_tiles = tiles[0, 0]
@@ -78,7 +79,7 @@ def jagged_tails(
             end = tiles[listed, 2]
             matrix = group * (not shared)
             acc = hl.zeros([tail_height, tail_width], dtype=torch.float32)
-            for tile_k in hl.tile(K, block_size=block_k):
+            for tile_k in hl.tile(K, block_size=tail_k if narrow else block_k):
                 a = load_rows(A_packed, row0, end, tile_k, tail_height, tma)
                 acc = hl.dot(a, load_weight(B, matrix, n, N, tile_k, tail_width, transposed, tma), acc=acc)
             if bias is not None:

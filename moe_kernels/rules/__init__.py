@@ -271,9 +271,12 @@ def tails(N: int, K: int, has_bias: bool, addressing: Addressing, narrow: int) -
     """The config of `jagged_tails`."""
     options: dict[str, Any] = {"num_warps": 8, "num_stages": 4, "pid_type": "flat"}
     if addressing.tma_out:
-        options["range_flattens"] = [None, True, True, None]  # both loops over tiles
+        # The loops over tiles; those over K are the third, if `narrow`, and the last.
+        options["range_flattens"] = [None, True, None, True, None] if narrow else [None, True, True, None]
+        if narrow == 128:
+            options["range_num_stages"] = [0, 0, 6, 0, 0]  # these loads take as much memory as four of a whole tile
     options |= indexing_of("tails", has_bias, addressing, tail_pieces(N, narrow))
-    return Config(block_sizes=[block_for(K, 64)], **options)
+    return Config(block_sizes=[block_for(K, 64), block_for(K, 128 if narrow == 64 else 64)], **options)
 
 
 def tail_pieces(N: int, narrow: int) -> tuple[int, int]:
@@ -288,7 +291,7 @@ def tail_pieces(N: int, narrow: int) -> tuple[int, int]:
 def tail_cost(problem: Problem) -> int:
     """The time of a tail in `jagged_tails`, in 64ths of that of a whole tile; see benchmarks/notes.md."""
     if narrow := narrow_column(problem):
-        return 40 if narrow == 64 else 48
+        return 30 if narrow == 64 else 36
     # With few rows, tails and whole tiles both wait for the weights.
     if _slow_memory(problem) and problem.rows < 1024:
         return 56
@@ -508,7 +511,7 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     if any(values.get(name) != value for name, value in needed.items()):
         return f"indexing is {values.get('indexing')}"
     blocks = values.get("block_sizes")
-    if not isinstance(blocks, list) or len(blocks) != {"basic": 4, "persistent": 2}.get(choice.variant, 1):
+    if not isinstance(blocks, list) or len(blocks) != {"basic": 4, "tall": 1}.get(choice.variant, 2):
         return f"block_sizes are {blocks}"
     if any(type(block) is not int or block < 1 or block & (block - 1) for block in (choice.block_m, *blocks)):
         return "a block is no power of two"

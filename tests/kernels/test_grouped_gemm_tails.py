@@ -90,17 +90,21 @@ def test_taller_tiles(sizes: list[int], transposed: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "N", "transposed"),
+    ("sizes", "N", "K", "transposed"),
     [
-        ("tails and whole tiles", 320, True),
-        ("tails and whole tiles", 640, False),
-        ("one large group", 576, False),
-        ("one large group", 640, True),
+        ("tails and whole tiles", 320, 80, True),
+        ("tails and whole tiles", 320, 200, False),  # whole tiles are read by 64 of K at once, the narrow ones by 128
+        ("tails and whole tiles", 640, 80, False),
+        ("one large group", 576, 80, False),
+        ("one large group", 576, 200, True),
+        ("one large group", 640, 80, True),
     ],
 )
-def test_a_narrow_column(sizes: str, N: int, transposed: bool, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_a_narrow_column(
+    sizes: str, N: int, K: int, transposed: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     monkeypatch.setattr(rules, "NARROW_FROM_ROWS", 0)
-    A, B, group_offsets = make_inputs(SIZES[sizes], N, 80, dtype=torch.float16, device=device, transposed=transposed)
+    A, B, group_offsets = make_inputs(SIZES[sizes], N, K, dtype=torch.float16, device=device, transposed=transposed)
     assert_grouped_gemm_close(product(A, B, group_offsets), A, B, group_offsets)
 
 
