@@ -443,6 +443,29 @@ def test_a_plan_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.clear(), allocated.clear()
 
 
+def test_memory_is_freed_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[list[bool]] = []
+
+    def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def launch(*variables: int) -> Launch:
+        return Launch("kernel", (1,), tuple(Pointer(variable, 4 * variable) for variable in variables))
+
+    monkeypatch.setattr(torch_internals, "allocator", lambda device: allocate)
+    noting = Noting([])
+    noting.note = lambda *_: alive.append([tensor() is not None for tensor in made])
+    first, second, result, unused = (Alloc(variable, (ROWS, 4), torch.float32) for variable in (2, 3, 4, 5))
+    steps = (first, launch(0, 2), second, launch(2, 3), result, unused, launch(3, 4), launch(0, 1, 4))
+    run = emit(Plan(("A", "B"), steps, (4, 1)), {"kernel": noting}, CPU)
+    out, same = run(torch.ones(6, 4), B := torch.ones(3))
+    assert alive == [[True], [True, True], [False, True, True, False], [False, False, True, False]]
+    assert out.shape == (6, 4) and same is B
+
+
 def test_functions_of_pytorch_in_a_plan() -> None:
     A, B, offsets = torch.randn(6, 4), torch.randn(2, 4, 5), torch.tensor([3, 99, 2, 5], dtype=torch.int32)
     steps = (

@@ -45,8 +45,9 @@ class _Body:
             for statement in launcher.before(device, self.named):
                 if statement not in self.statements:
                     self.statements.append(statement)
-        for step in plan.steps:
+        for step, ended in zip(plan.steps, plan.no_longer_used, strict=True):
             self.statements += self._step(step)
+            self.statements += [f"del t{variable}" for variable in ended]  # later steps may reuse the memory
         self.statements.append(f"return {', '.join(f't{i}' for i in plan.results) or 'None'}")
 
     def named(self, kind: str, value: Any) -> str:

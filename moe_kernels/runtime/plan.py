@@ -108,8 +108,24 @@ class Plan:
         """The keys of the launched binaries, each once."""
         return list(dict.fromkeys(step.binary for step in self.steps if isinstance(step, Launch)))
 
+    @property
+    def no_longer_used(self) -> list[list[int]]:
+        """For each step, the variables that it is the last to use. Inputs and results are not among them."""
+        last: dict[int, int] = {}
+        for i, step in enumerate(self.steps):
+            for variable in _variables(step):
+                last[variable] = i
+        kept = {*range(len(self.inputs)), *self.results}
+        return [[v for v, end in last.items() if end == i and v not in kept] for i in range(len(self.steps))]
+
     def to_json(self) -> dict[str, Any]:
         return {one.name: _to_json(getattr(self, one.name)) for one in fields(self)}
+
+
+def _variables(step: Alloc | Call | Launch) -> tuple[int, ...]:
+    if isinstance(step, Launch):
+        return tuple(x.variable for x in step.arguments if isinstance(x, (Pointer, Descriptor)))
+    return (step.variable, *(step.arguments if isinstance(step, Call) else ()))
 
 
 @dataclass(frozen=True, eq=False)
