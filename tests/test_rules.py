@@ -515,6 +515,29 @@ def test_an_entry_of_tails(tmp_path: Path) -> None:
         assert choose_quietly(replace(many, **changed)).variant == "persistent"
 
 
+@pytest.mark.parametrize(("rows", "N"), [(1024, 2880), (1024, 2816), (1024, 2944), (512, 2880)])
+def test_an_entry_of_tails_with_another_narrow_column(tmp_path: Path, rows: int, N: int) -> None:
+    """An entry tuned with these rows and N is used for 1024 rows and N = 2880, and the reverse with as many rows."""
+    one, other = (replace(PROBLEM, rows=r, M=128 * r, N=n) for r, n in ((rows, N), (1024, 2880)))
+    for at, problem in ((one, other), (other, one)):
+        if at.rows <= problem.rows:
+            check_loops_of_tails(named(tmp_path), entry(at, "tails"), problem)
+
+
+def check_loops_of_tails(file: Path, tuned: entries.Entry, problem: rules.Problem) -> None:
+    tuned.config["block_sizes"] = [64]  # as before narrow columns had a block of their own
+    put(file, tuned)
+    rules.reload()
+    choice = choose_quietly(problem)
+    values, by_rule = choice.config.config, rules.rule(problem, "tails").config.config
+    assert choice.entry is not None and (choice.variant, values["num_stages"]) == ("tails", 7)
+    for name in ("block_sizes", "range_flattens", "range_num_stages"):
+        assert values.get(name) == by_rule.get(name)
+    larger = replace(choice, config=rules.Config(**(by_rule | {"block_sizes": [128, 64]})), entry=None)
+    assert rules.why_illegal(larger, problem) is None
+    assert rules.why_illegal(larger, replace(problem, K=96)) is not None
+
+
 def test_a_persistent_entry_with_tiles_of_64_rows(tmp_path: Path) -> None:
     put(named(tmp_path), entry(block_m=64))
     choice = choose_quietly()

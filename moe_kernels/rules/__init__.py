@@ -485,6 +485,11 @@ def _adapted(found: entries.Found, problem: Problem) -> Choice:
         for per_load in ("load_eviction_policies", "load_cache_modifiers"):
             if isinstance(config.get(per_load), list):
                 config[per_load] = [*config[per_load], ""]
+    if entry.kernel == "tails":  # its loops depend on the width of a narrow column
+        by_rule = rule(problem, "tails").config.config
+        loops = ("block_sizes", "range_flattens", "range_num_stages")
+        config = {name: value for name, value in config.items() if name not in loops}
+        config |= {name: by_rule[name] for name in loops if name in by_rule}
     blocks = config.get("block_sizes")
     if entry.kernel == "basic" and isinstance(blocks, list) and len(blocks) == 4 and problem.G != entry.bucket.G:
         config["block_sizes"] = [blocks[0], blocks[1], offsets_block(problem.G), blocks[3]]
@@ -516,6 +521,8 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
     if any(type(block) is not int or block < 1 or block & (block - 1) for block in (choice.block_m, *blocks)):
         return "a block is no power of two"
     block_n, block_k = blocks[1] if choice.variant == "basic" else blocks[0], blocks[-1]
+    if choice.variant == "tails":
+        block_k = max(blocks)
     persistent = str(values.get("pid_type")).startswith("persistent")
     if choice.variant != "basic" and persistent != (choice.variant == "persistent"):
         return f"pid_type is {values.get('pid_type')}"
