@@ -24,16 +24,18 @@ Makes the plans and binaries of layers of experts for a range of token counts, a
 that finds them there compiles nothing, and imports neither Helion nor its compiler. With --gpu this machine needs no
 GPU, so an image can be built with all binaries in it.
 
-The folder is --output, or else MOE_KERNELS_CACHE_DIR, or else moe_kernels/compiled in the user's cache folder. At run
-time set MOE_KERNELS_CACHE_DIR to it, or MOE_KERNELS_CACHE_READONLY if the folder is not writable. Its contents are
-valid for the public versions of Triton and Helion that are installed here, and for any version of PyTorch. Triton's
-launchers are built with a C compiler for this version of Python; with another version, they are built at the first
-launch, in 0.2 s each.
+The folder is --output, or else MOE_KERNELS_CACHE_DIR, or else moe_kernels/compiled in the user's cache folder, where
+every process looks. For another folder, set MOE_KERNELS_CACHE_DIR to it at run time, or MOE_KERNELS_CACHE_READONLY if
+it is not writable. Its contents are valid for the public versions of Triton and Helion that are installed here, and for
+any version of PyTorch. Triton's launchers are built with a C compiler for this version of Python; with another version,
+they are built at the first launch, in 0.2 s each.
 
-Exits with 0 if all is made, 1 if it could not be stored, 2 for wrong arguments."""
+Exits with 0 if all is made, 1 if something could not be compiled or stored, 2 for wrong arguments."""
 CACHE = """\
-Shows the folder of plans and binaries, the number and size of its files, and its size limit
-(MOE_KERNELS_CACHE_LIMIT_MB, by default 2048; the oldest files are removed first). `cache clear` empties it."""
+Shows the folder of plans and binaries and those that are only read, the number and size of their files, and the first
+one's size limit (MOE_KERNELS_CACHE_LIMIT_MB, by default 2048 MiB; the oldest files are removed first). "other versions"
+are files that cannot be used: another version of this package, Triton or Helion made them, or other settings of these.
+`cache clear` empties the first folder."""
 
 
 _TOKENS = range(1, 8193)  # by default
@@ -50,8 +52,15 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layer", nargs="+", default=[], type=layer, metavar="H,I,E,TOP_K", help="layers of these sizes"
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--tokens", type=token_range, default=_TOKENS, metavar="A:B", help="default: 1:8192")
+    dtypes = ("bfloat16", "float16", "float32")
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the layers (default: bfloat16)")
+    parser.add_argument(
+        "--tokens",
+        type=token_range,
+        default=_TOKENS,
+        metavar="A:B",
+        help="numbers of tokens in a call; default: 1:8192",
+    )
     parser.add_argument("--training", action="store_true", help="also the forward with gradients, and the backward")
     parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the GPU of this machine")
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="processes that compile at the same time")
@@ -178,7 +187,9 @@ def _show(root: Path, note: str) -> None:
 def add_info_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `info`."""
     parser.add_argument("--model", choices=MODELS, metavar="NAME", help="show the launches of a layer of this model")
-    parser.add_argument("--tokens", type=token_range, metavar="A:B", help="with --model; default: 1:8192")
+    parser.add_argument(
+        "--tokens", type=token_range, metavar="A:B", help="numbers of tokens in a call, with --model; default: 1:8192"
+    )
     parser.add_argument(
         "--gpu", choices=targets.KNOWN, help="with --model; default: the GPU of this machine, or else h200"
     )

@@ -110,7 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(TOKENS),
         help="token counts for --model (default: 16 512 8192)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of operands and result (default: bfloat16)"
+    )
     parser.add_argument(
         "--layout",
         choices=("gnk", "gkn", "both"),
