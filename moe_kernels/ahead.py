@@ -137,7 +137,7 @@ def _kept(wanted: PlanRequest, gpu: Gpu) -> dict[str, store.Binary] | None:
 def _target(gpu: str | None) -> Gpu:
     if gpu is None:
         if not torch.cuda.is_available():
-            raise RuntimeError(f"there is no GPU to compile for: name one of {', '.join(targets.KNOWN)}")
+            raise RuntimeError(f"there is no GPU to compile for: name one of {', '.join(targets.KNOWN)} by gpu=")
         return targets.of_device("cuda", torch.cuda.current_device())
     if gpu not in tuple(targets.KNOWN):
         raise ValueError(f"gpu: expected one of {', '.join(targets.KNOWN)}, got {gpu!r}")

@@ -52,7 +52,8 @@ def check_grouped_gemm(
 def _check_grouped_gemm_shapes(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> None:
     check_index_vector("group_offsets", group_offsets, 1, "A_packed", A_packed)
     if A_packed.dim() != 2:
-        raise ValueError(f"A_packed: expected shape [M, K], got {list(A_packed.shape)}")
+        hint = "; uniform_grouped_gemm takes [G, M, K]" if A_packed.dim() == 3 else ""
+        raise ValueError(f"A_packed: expected shape [M, K], got {list(A_packed.shape)}{hint}")
     if B.dim() not in (2, 3):
         raise ValueError(f"B: expected shape [K, N] or [G, K, N], got {list(B.shape)}")
     _check_contraction("B", B, "A_packed", A_packed)
@@ -148,7 +149,9 @@ def scaled_both(
     for one, operand, beside in ((name, value, other_name), (other_name, other, name)):
         if not isinstance(operand, ScaledTensor):
             check_not_torchao(one, operand)
-            raise TypeError(f"{one}: expected a ScaledTensor, as for {beside}, got {type(operand).__name__}")
+            raise TypeError(
+                f"{one}: expected a ScaledTensor, as for {beside}, got {type(operand).__name__}; quantize both or none"
+            )
         made.append(operand)
     return made[0], made[1]
 
@@ -192,7 +195,10 @@ def check_route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Non
     _check_indices("topk_ids", topk_ids)
     _check_floats((("topk_weights", topk_weights),), False)
     if topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
-        raise ValueError(f"topk_ids: expected shape [T, top_k] with top_k of at least 1, got {list(topk_ids.shape)}")
+        raise ValueError(
+            f"topk_ids: expected shape [T, top_k] with top_k of at least 1, got {list(topk_ids.shape)}"
+            f"{_flattened('topk_ids', topk_ids)}"
+        )
     if topk_weights.shape != topk_ids.shape:
         raise ValueError(
             f"topk_weights: expected shape {list(topk_ids.shape)} as topk_ids, got {list(topk_weights.shape)}"
@@ -213,7 +219,7 @@ def check_gating(
     """Check the arguments of a gating function, which are those of `topk_sigmoid`."""
     _check_floats((("logits", logits),), True)
     if logits.dim() != 2:
-        raise ValueError(f"logits: expected shape [T, E], got {list(logits.shape)}")
+        raise ValueError(f"logits: expected shape [T, E], got {list(logits.shape)}{_flattened('logits', logits)}")
     check_bools(renormalize=renormalize)
     check_number("scale", scale)
     E = logits.shape[1]
@@ -221,7 +227,8 @@ def check_gating(
     check_int("top_groups", top_groups)
     if not 1 <= top_groups <= num_groups or E % num_groups:
         raise ValueError(
-            f"num_groups, top_groups: expected a divisor of E = {E} and at most as many, got {num_groups}, {top_groups}"
+            f"num_groups, top_groups: expected a divisor of E = {E}, and 1 to num_groups of its groups, "
+            f"got {num_groups}, {top_groups}"
         )
     check_int("top_k", top_k, 1, top_groups * (E // num_groups))
     if bias is not None:
@@ -453,7 +460,7 @@ def _check_first_shapes(
 ) -> None:
     w_gate_up, w_down, w_up, gate_up_bias, up_bias, _, spec, transposed = experts
     if inputs.dim() != 2:
-        raise ValueError(f"{name}: expected shape [{count}, H], got {list(inputs.shape)}")
+        raise ValueError(f"{name}: expected shape [{count}, H], got {list(inputs.shape)}{_flattened(name, inputs)}")
     width = "2I" if spec.gated and w_up is None else "I"
     shape = f"[E, H, {width}]" if transposed else f"[E, {width}, H]"
     H = inputs.shape[1]
@@ -527,7 +534,9 @@ def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
 
 def _check_format(name: str, format: str) -> None:
     if format not in tuple(FORMATS):  # of a dict, a list would be unhashable
-        hint = f"; MoE.quantize and compute call {FP8_COMPUTE[format]!r} so" if format in tuple(FP8_COMPUTE) else ""
+        hint = ""
+        if format in tuple(FP8_COMPUTE):
+            hint = f"; {FP8_COMPUTE[format]!r} is the format of weights in MoE.quantize({format!r})"
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, FORMATS))}, got {format!r}{hint}")
 
 
@@ -920,6 +929,11 @@ def _check_shape(name: str, value: Tensor, form: str, shape: Sequence[int], hint
     if value.shape != shape:
         hint = hint or (f"; pass {name}.mT" if value.dim() == 3 and value.mT.shape == shape else "")
         raise ValueError(f"{name}: expected shape {form} = {list(shape)}, got {list(value.shape)}{hint}")
+
+
+def _flattened(name: str, value: Tensor) -> str:
+    """Return the hint for a tensor `[.., T, _]` with further dimensions, such as a batch's, in place of `[T, _]`."""
+    return f"; pass {name}.flatten(0, -2)" if value.dim() > 2 else ""
 
 
 def _check_contraction(name: str, B: Tensor, other_name: str, A: Tensor) -> None:

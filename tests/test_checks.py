@@ -777,8 +777,17 @@ def test_likely_mistakes_are_named() -> None:
         ValueError, match=r"^B\.scales: expected .*; for \[\.\., K, N\] pass quantize\(B\.mT, 'rowwise'\)"
     ):
         grouped_gemm(A, rowwise, OFFSETS)
-    with pytest.raises(ValueError, match=r"^format: .*got 'fp8_block'; MoE\.quantize and compute call '128x128' so$"):
+    with pytest.raises(ValueError, match=r"got 'fp8_block'; '128x128' is the format of weights in MoE\.quantize\("):
         quantize(torch.ones(4, 4), "fp8_block")
+    batch, choice = torch.ones(2, 5, 8), torch.zeros(2, 5, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^logits: .*got \[2, 5, 8\]; pass logits\.flatten\(0, -2\)$"):
+        topk_softmax(batch, 1, renormalize=True)
+    with pytest.raises(ValueError, match=r"^topk_ids: .*got \[2, 5, 1\]; pass topk_ids\.flatten\(0, -2\)$"):
+        route(choice, choice.float(), G)
+    with pytest.raises(ValueError, match=r"^hidden: .*got \[2, 5, 8\]; pass hidden\.flatten\(0, -2\)$"):
+        moe_mlp(batch, choice, choice.float(), torch.ones(G, 6, 8), torch.ones(G, 8, 3))
+    with pytest.raises(ValueError, match=r"^A_packed: .*got \[2, 5, 8\]; uniform_grouped_gemm takes \[G, M, K\]$"):
+        grouped_gemm(batch, torch.ones(2, 8, 3), torch.tensor([0, 5, 10]))
     ids = torch.zeros(5, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^w_down: expected .*; if w_gate_up holds the gate alone, pass w_up$"):
         moe_mlp(torch.ones(5, 8), ids, torch.ones(5, 1), torch.ones(G, 6, 8), torch.ones(G, 8, 6))

@@ -211,4 +211,4 @@ def use_kernels(A: Tensor, *others: Tensor | None) -> bool:
 def check_rows(name: str, M: int) -> None:
     """Raise ValueError for more than MAX_ROWS rows, which is the most that kernels can count."""
     if M > MAX_ROWS:
-        raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {M}")
+        raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {M}; split them over several calls")

@@ -42,7 +42,9 @@ DOT_ROWS = _move_operator("dot_rows", True, "tokens", "rows")
 def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     R = topk_ids.numel()
     if R > MAX_ROWS:  # not in `checks`, where it would limit the shapes that torch.export traces
-        raise ValueError(f"topk_ids: expected at most {MAX_ROWS} elements, got {R}")
+        raise ValueError(
+            f"topk_ids: expected at most {MAX_ROWS} elements, got {R}; split the tokens over several calls"
+        )
     if use_kernels(topk_ids) and sorts(R, num_experts):
         return cache.call(ROUTE, (topk_ids,), (num_experts,))
     return reference.route(topk_ids, torch.empty_like(topk_ids, dtype=torch.float32), num_experts)[:3]
