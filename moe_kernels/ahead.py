@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 
 class LayerShape(NamedTuple):
-    """The sizes of a layer of experts, for `compile_ahead`."""
+    """The sizes of a SwiGLU layer, for `compile_ahead`: H, I, E, top_k, and bfloat16, float16 or float32."""
 
     hidden_size: int
     intermediate_size: int

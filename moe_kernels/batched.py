@@ -43,7 +43,7 @@ def uniform_grouped_gemm(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
-        ImportError: the kernels are needed and a package they need is missing or too old.
+        ImportError: the kernels are needed, and a package they need is missing or does not work with the others.
     """
     given, requested = (A, B), (type(num_groups), num_groups, out_dtype)
     if (known := cache.repeat(UNIFORM_GROUPED_GEMM, given, requested)) is not None:
@@ -71,7 +71,7 @@ def varied_grouped_gemm(
 
     Products are accumulated in float32. NaN or infinity in one pair never reaches another pair's result. Every call
     copies a table of addresses to the device; `plan_varied_grouped_gemm` copies it once, and its plan can be captured
-    in a CUDA graph.
+    in a CUDA graph. Without `out`, gradients of any order are supported.
 
     Args:
         group_A: list of `[M_p, K_p]`; all tensors have one device and one dtype: bfloat16, float16 or float32, on a CPU
@@ -85,7 +85,7 @@ def varied_grouped_gemm(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
-        ImportError: the kernels are needed and a package they need is missing or too old.
+        ImportError: the kernels are needed, and a package they need is missing or does not work with the others.
         RuntimeError: the call is captured in a CUDA graph; or `out` is given, and a tensor requires grad outside of
             `torch.no_grad()`, or has a forward-mode tangent, or `torch.vmap` transforms the call, as for `torch.mm`.
     """

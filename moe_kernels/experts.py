@@ -31,7 +31,8 @@ def swiglu_ffn(
     """Compute the first half of each expert: `act = f(rows @ gate) * (rows @ up)`, by default SwiGLU.
 
     Rows are grouped as by `grouped_gemm`. Rows outside all groups give zeros, and NaN in one group never reaches
-    another. The activation is computed in float32.
+    another. The activation is computed in float32, on a CPU in float64 if an operand is. Gradients of any order are
+    supported.
 
     Args:
         rows: `[M, H]`, sorted by expert; dtypes as for `grouped_gemm`.
@@ -40,9 +41,10 @@ def swiglu_ffn(
         group_offsets: `[E + 1]` int32 or int64.
         w_up: `[E, I, H]`, for gate and up in separate tensors.
         gate_up_bias, up_bias: `[E, 2I]` or `[E, I]`, added in float32; `up_bias` only with `w_up`.
-        activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu_squared". Two more clamp gate to at most `limit`, and
-            up to `-limit..limit`: "clamped_swiglu", gpt-oss's `gate * sigmoid(alpha * gate) * (up + 1)`; and
-            "clamped_silu", DeepSeek-V4's `silu(gate) * up`. These two need `gated=True`.
+        activation: f: "silu", "gelu" (by erf), "gelu_tanh" (its approximation by tanh), "relu", or "relu_squared",
+            `relu(x)**2`. Two more clamp gate to at most `limit`, and up to `-limit..limit`: "clamped_swiglu", gpt-oss's
+            `gate * sigmoid(alpha * gate) * (up + 1)`; and "clamped_silu", DeepSeek-V4's `silu(gate) * up`. These two
+            need `gated=True`.
         gated: False for `act = f(rows @ w)`.
         transposed: weights are `[E, H, 2I]` or `[E, H, I]`.
         interleaved: gate and up alternate along the dimension of 2I of `w_gate_up`, as in gpt-oss, gate first; not

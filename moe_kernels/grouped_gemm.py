@@ -31,6 +31,7 @@ def grouped_gemm(
     Group g owns the rows `group_offsets[g]:group_offsets[g + 1]`. Rows outside all groups come back as zeros. Products
     are accumulated in float32. The host never reads the offsets, so a call can be captured in a CUDA graph and replayed
     with other offsets. Malformed offsets are treated as clamp(cummax(group_offsets), 0, M): no access is out of bounds.
+    Gradients of any order are supported, except for ScaledTensors.
 
     Args:
         A_packed: `[M, K]`, the rows of all groups one after another; bfloat16, float16 or float32, on a CPU also
@@ -55,7 +56,7 @@ def grouped_gemm(
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         RuntimeError: a ScaledTensor requires grad or has a tangent (products in fp8 have no derivatives); float8_e4m3fn
             on a GPU of compute capability below 8.9.
-        ImportError: the kernels are needed and a package they need is missing or too old.
+        ImportError: the kernels are needed, and a package they need is missing or does not work with the others.
     """
     validate = checks.validation_enabled(validate)
     if isinstance(A_packed, ScaledTensor) or isinstance(B, ScaledTensor):
@@ -107,13 +108,27 @@ def _check_variant(variant: str) -> None:
         raise ValueError(f'variant: expected "auto", "basic" or "persistent", got {variant!r}')
 
 
-def grouped_gemm_jagged(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
-    """Compute `grouped_gemm` by the basic kernel: a grid over the output tiles of all groups."""
+def grouped_gemm_jagged(
+    A_packed: Tensor,  # [M, K]
+    B: Tensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+) -> Tensor:  # [M, N]
+    """Compute `grouped_gemm` by the basic kernel: a grid over the output tiles of all groups.
+
+    Arguments, result and errors are those of `grouped_gemm` with variant="basic".
+    """
     return grouped_gemm(A_packed, B, group_offsets, variant="basic")
 
 
-def grouped_gemm_jagged_persistent(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> Tensor:
-    """Compute `grouped_gemm` by the persistent kernel: a fixed number of workers walks the tiles of all groups."""
+def grouped_gemm_jagged_persistent(
+    A_packed: Tensor,  # [M, K]
+    B: Tensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+) -> Tensor:  # [M, N]
+    """Compute `grouped_gemm` by the persistent kernel: a fixed number of workers walks the tiles of all groups.
+
+    Arguments, result and errors are those of `grouped_gemm` with variant="persistent".
+    """
     return grouped_gemm(A_packed, B, group_offsets, variant="persistent")
 
 
@@ -128,7 +143,8 @@ def grouped_gemm_wgrad(
     """Compute the gradient of `grouped_gemm` with respect to `B`: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
 
     Products are accumulated in float32. Groups without rows give exact zeros. Rows outside all groups do not
-    affect the result, even if they hold NaN. Malformed offsets are treated as by `grouped_gemm`.
+    affect the result, even if they hold NaN. Malformed offsets are treated as by `grouped_gemm`. Gradients of any order
+    are supported.
 
     Args:
         A_packed: `[M, K]`; dtypes and strides as for `grouped_gemm`.
@@ -166,7 +182,7 @@ def grouped_mm(
         [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
 
     Group g has the rows (columns) `offs[g - 1]:offs[g]`, the first group `0:offs[0]`. Rows and columns of the result at
-    or past `offs[-1]` are zeros; PyTorch leaves them uninitialised.
+    or past `offs[-1]` are zeros; PyTorch leaves them uninitialised. Gradients of any order are supported.
 
     Args:
         mat_a, mat_b: shapes as above; dtypes and strides as for `grouped_gemm`.
@@ -218,6 +234,7 @@ def scaled_grouped_mm(
         [G, M, K] x [G, K, N]  ->  [G, M, N]     without offs
 
     Groups and zero rows are those of `grouped_mm`. Operands that are not contiguous along K are copied in each call.
+    There are no gradients.
 
     Args:
         mat_a, mat_b: shapes as above; float8_e4m3fn or float8_e5m2, not necessarily the same one.

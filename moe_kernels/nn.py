@@ -55,8 +55,14 @@ class MoE(nn.Module):
     ):
         """Create a layer with random weights.
 
-        `renormalize` is as for `topk_softmax`, `activation` and `gated` are as for `swiglu_ffn`, and `compute`,
-        `fp8_wgrad` and `fast_accumulation` as for `moe_mlp`.
+        Args:
+            hidden_size, intermediate_size, num_experts: H, I and E.
+            top_k: experts per token, 1 to E.
+            renormalize: as for `topk_softmax`.
+            activation, gated: as for `swiglu_ffn`; "clamped_swiglu" and "clamped_silu" with their default limits.
+            compute, fp8_wgrad, fast_accumulation: as for `moe_mlp`.
+            device, dtype: of the parameters, by default PyTorch's: bfloat16, float16 or float32, without `compute` also
+                float64, which only a CPU computes.
 
         Raises:
             TypeError, ValueError: a size or `top_k` is not an int or out of range; an unknown activation or `compute`;

@@ -78,10 +78,12 @@ def topk_softmax(
     *,
     renormalize: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the top_k experts by `softmax(logits)`, computed in float32.
+    """Choose the top_k experts by `softmax(logits)`, computed in float32. The topk_weights are differentiable.
+
+    Computed in plain PyTorch.
 
     Args:
-        logits: `[T, E]`.
+        logits: `[T, E]`, bfloat16, float16, float32 or float64.
         top_k: experts per token, at most E.
         renormalize: divide a token's topk_weights by their sum, which equals a softmax over only the chosen logits.
             Mixtral does this, OLMoE does not. The option is `norm_topk_prob` in configurations of transformers and
@@ -115,13 +117,14 @@ def topk_sigmoid(
 
     The gating of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). The experts form `num_groups` equal groups. A group's
     score is the sum of its two best experts' scores, and only experts of the `top_groups` best groups can be chosen.
-    The bias balances the load of the experts; it affects the choice, not the weights.
+    The bias balances the load of the experts; it affects the choice, not the weights. The topk_weights are
+    differentiable in the logits. Computed in plain PyTorch.
 
     Args:
-        logits: `[T, E]`.
+        logits: `[T, E]`, bfloat16, float16, float32 or float64.
         top_k: experts per token, at most `top_groups * E / num_groups`.
         renormalize: divide a token's topk_weights by their sum, as DeepSeek-V3 does; see `topk_softmax`.
-        bias: `[E]`, or None for zeros.
+        bias: `[E]`, dtypes as for `logits`, or None for zeros.
         num_groups, top_groups: as above; with one group every expert can be chosen.
         scale: a factor that multiplies the topk_weights at the end.
 
