@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moe_kernels import requirements
-from moe_kernels.ahead import CompileCounts, LayerShape, compile_ahead, output, requests
+from moe_kernels.ahead import LayerShape, compile_ahead, output, requests
 from moe_kernels.models import MODELS, NOT_SWIGLU, positive
 from moe_kernels.runtime import store, targets
 from moe_kernels.runtime.plan import Request
@@ -127,7 +127,10 @@ def compile_main(options: argparse.Namespace) -> int:
         except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
             print(f"compile: {error}", file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
-    print(_summary(made, time.monotonic() - begun))
+    libraries = f"{made.libraries} launcher libraries in {time.monotonic() - begun:.0f} s."
+    print(f"{made.plans} plans, {made.binaries} binaries, {libraries}")
+    if options.output is not None:
+        print("At run time set MOE_KERNELS_CACHE_READONLY or MOE_KERNELS_CACHE_DIR to the folder.")
     return 0
 
 
@@ -151,13 +154,6 @@ def _progress(done: int, total: int) -> None:
     width = 40 * done // total
     end = "\n" if done == total else ""
     print(f"\r  [{'#' * width}{' ' * (40 - width)}] {done} of {total} plans", end=end, file=sys.stderr, flush=True)
-
-
-def _summary(made: CompileCounts, seconds: float) -> str:
-    return (
-        f"{made.plans} plans, {made.binaries} binaries, {made.libraries} launcher libraries in {seconds:.0f} s. "
-        f"At run time set MOE_KERNELS_CACHE_READONLY or MOE_KERNELS_CACHE_DIR to the folder."
-    )
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
