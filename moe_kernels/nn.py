@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_kernels import checks, expert_modules
 from moe_kernels.experts import moe_mlp
-from moe_kernels.glu import GLUSpec
+from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.quantize import quantize
 from moe_kernels.routing import topk_softmax
 from moe_kernels.runtime.torch_internals import reshaped
@@ -47,6 +47,8 @@ class MoE(nn.Module):
         renormalize: bool,
         activation: str = "silu",
         gated: bool = True,
+        alpha: float = 1.702,
+        limit: float = 7.0,
         compute: str | None = None,
         fp8_wgrad: bool = True,
         fast_accumulation: bool = False,
@@ -59,25 +61,27 @@ class MoE(nn.Module):
             hidden_size, intermediate_size, num_experts: H, I and E.
             top_k: experts per token, 1 to E.
             renormalize: as for `topk_softmax`.
-            activation, gated: as for `swiglu_ffn`; "clamped_swiglu" and "clamped_silu" with their default limits.
+            activation, gated, alpha, limit: as for `swiglu_ffn`.
             compute, fp8_wgrad, fast_accumulation: as for `moe_mlp`.
             device, dtype: of the parameters, by default PyTorch's: bfloat16, float16 or float32, without `compute` also
                 float64, which only a CPU computes.
 
         Raises:
             TypeError, ValueError: a size or `top_k` is not an int or out of range; an unknown activation or `compute`;
-                another option is not a bool; an unsupported dtype.
+                `alpha` or `limit` is not a number, or `limit` negative; another option is not a bool; an unsupported
+                dtype.
         """
         super().__init__()
         checks.check_int("hidden_size", hidden_size, 1)
         checks.check_int("intermediate_size", intermediate_size, 1)
         checks.check_int("num_experts", num_experts, 1)
         checks.check_int("top_k", top_k, 1, num_experts)
-        checks.check_spec(GLUSpec(activation, gated, False, 0.0, 0.0))
+        checks.check_spec(GLUSpec(activation, gated, False, alpha, limit))
         checks.check_compute(compute)
         checks.check_bools(renormalize=renormalize, fp8_wgrad=fp8_wgrad, fast_accumulation=fast_accumulation)
         checks.check_parameter_dtype(dtype, in_fp8=compute is not None)
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
+        self.alpha, self.limit = alpha, limit
         self.compute, self.fp8_wgrad, self.fast_accumulation = compute, fp8_wgrad, fast_accumulation
         self.format: str | None = None  # set by `quantize`
 
@@ -98,6 +102,8 @@ class MoE(nn.Module):
         top_k: int,
         renormalize: bool,
         activation: str | None = None,
+        alpha: float = 1.702,
+        limit: float = 7.0,
         compute: str | None = None,
         fp8_wgrad: bool = True,
         fast_accumulation: bool = False,
@@ -110,7 +116,7 @@ class MoE(nn.Module):
                 Without a gate: `up_proj` and `down_proj`, or `fc1` and `fc2`, or
                 `nn.Sequential(Linear, activation, Linear)`.
             router: a tensor `[E, H]`, or an `nn.Linear` without a bias, no subclass; None for random values.
-            top_k, renormalize, compute, fp8_wgrad, fast_accumulation: as for the class.
+            top_k, renormalize, alpha, limit, compute, fp8_wgrad, fast_accumulation: as for the class.
             activation: as for `swiglu_ffn`. By default each expert is called with random hidden states and weights, in
                 float64, to find the activation and to check that all experts compute the same and nothing else. If an
                 activation is given, no expert is called.
@@ -128,7 +134,13 @@ class MoE(nn.Module):
             activation = expert_modules.activation_of(modules, stacked)
         E, H, I = stacked.w_down.shape  # noqa: E741
         options: dict[str, Any] = {"activation": activation, "gated": stacked.gated, "renormalize": renormalize}
-        options |= {"compute": compute, "fp8_wgrad": fp8_wgrad, "fast_accumulation": fast_accumulation}
+        options |= {
+            "alpha": alpha,
+            "limit": limit,
+            "compute": compute,
+            "fp8_wgrad": fp8_wgrad,
+            "fast_accumulation": fast_accumulation,
+        }
         layer = cls(H, I, E, top_k, device="meta", **options)
         layer.w_gate_up, layer.w_down = nn.Parameter(stacked.w_gate_up), nn.Parameter(stacked.w_down)
         if router is None:
@@ -244,6 +256,8 @@ class MoE(nn.Module):
             *self._weights(),
             activation=self.activation,
             gated=self.gated,
+            alpha=self.alpha,
+            limit=self.limit,
             compute=self.compute if self.format is None else None,
             fp8_wgrad=self.fp8_wgrad,
             fast_accumulation=self._accumulates_fast(),
@@ -256,6 +270,7 @@ class MoE(nn.Module):
         return (
             f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, num_experts={num_experts}, "
             f"top_k={self.top_k}, activation={self.activation}, gated={self.gated}"
+            f"{f', alpha={self.alpha}, limit={self.limit}' if self.activation in CLAMPED else ''}"
             f"{'' if self.compute is None or self.format else f', compute={self.compute}, fp8_wgrad={self.fp8_wgrad}'}"
             f"{'' if self.format is None else f', format={self.format}'}"
             f"{', fast_accumulation=True' if self._accumulates_fast() else ''}"

@@ -777,7 +777,10 @@ def test_likely_mistakes_are_named() -> None:
         ValueError, match=r"^B\.scales: expected .*; for \[\.\., K, N\] pass quantize\(B\.mT, 'rowwise'\)"
     ):
         grouped_gemm(A, rowwise, OFFSETS)
-    with pytest.raises(ValueError, match=r"got 'fp8_block'; '128x128' is the format of weights in MoE\.quantize\("):
+    with pytest.raises(
+        ValueError,
+        match=r"^format: .*got 'fp8_block'; '128x128' is the format of weights in MoE\.quantize\('fp8_block'\)$",
+    ):
         quantize(torch.ones(4, 4), "fp8_block")
     batch, choice = torch.ones(2, 5, 8), torch.zeros(2, 5, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^logits: .*got \[2, 5, 8\]; pass logits\.flatten\(0, -2\)$"):

@@ -132,6 +132,8 @@ def test_an_activation_that_is_named_is_not_looked_for() -> None:
     experts = [FFN("w1 w3 w2", torch.tanh, device="meta") for _ in range(E)]
     layer = MoE.from_experts(experts, top_k=TOP_K, renormalize=True, activation="gelu")
     assert layer.activation == "gelu" and layer.w_gate_up.is_meta
+    clamped = MoE.from_experts(experts, top_k=1, renormalize=True, activation="clamped_silu", alpha=1.0, limit=10.0)
+    assert (clamped.activation, clamped.alpha, clamped.limit) == ("clamped_silu", 1.0, 10.0)
     with pytest.raises(ValueError, match=r"^experts\[0\]: calling this FFN does not show .* pass activation="):
         MoE.from_experts(experts, top_k=TOP_K, renormalize=True)
     with pytest.raises(ValueError, match=r"^experts\[0\]\.drop: MoE has no dropout"):

@@ -428,6 +428,21 @@ def test_the_module() -> None:
         assert layer(torch.zeros(2, H, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("activation", ["clamped_swiglu", "clamped_silu"])
+def test_the_limit_of_the_modules_activation(activation: str) -> None:
+    layer = MoE(H, I, E, TOP_K, renormalize=True, activation=activation, alpha=0.5, limit=0.1, dtype=torch.float64)
+    hidden = torch.randn(5, H, dtype=torch.float64)
+    ids, weights = topk_softmax(hidden @ layer.router.T, TOP_K, renormalize=True)
+    arguments = hidden, ids, weights, layer.w_gate_up, layer.w_down
+    torch.testing.assert_close(
+        layer(hidden), reference.moe_mlp(*arguments, activation=activation, alpha=0.5, limit=0.1)
+    )
+    assert (layer(hidden) - reference.moe_mlp(*arguments, activation=activation)).abs().max() > 1e-3
+    assert f"activation={activation}, gated=True, alpha=0.5, limit=0.1" in repr(layer)
+    with pytest.raises(ValueError, match=r"^limit: expected at least 0, got -1"):
+        MoE(H, I, E, TOP_K, renormalize=True, activation=activation, limit=-1.0)
+
+
 @pytest.mark.parametrize("private", [True, False])
 @pytest.mark.parametrize("shape", [(5, H), (2, 5, H), (H,)])
 def test_the_modules_result_is_no_view(shape: tuple[int, ...], private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
