@@ -230,7 +230,12 @@ def check_gating(
             f"num_groups, top_groups: expected a divisor of E = {E}, and 1 to num_groups of its groups, "
             f"got {num_groups}, {top_groups}"
         )
-    check_int("top_k", top_k, 1, top_groups * (E // num_groups))
+    most = top_groups * (E // num_groups)
+    if num_groups > 1 and isinstance(top_k, int) and most < top_k <= E:
+        raise ValueError(
+            f"top_k: expected 1 to {most}, got {top_k}; {top_groups} of {num_groups} groups have {most} of {E} experts"
+        )
+    check_int("top_k", top_k, 1, most)
     if bias is not None:
         _check_floats((("logits", logits), ("bias", bias)), True)
         _check_shape("bias", bias, "[E]", (E,))
@@ -469,6 +474,10 @@ def _check_first_shapes(
         if w_gate_up.dim() == 3 and w_gate_up.shape[2 if transposed else 1] == H:
             other = f"[E, {width}, H]" if transposed else f"[E, H, {width}]"
             hint = f"; for {other} pass transposed={not transposed}"
+            E, *sizes = w_gate_up.shape
+            I = sizes[0 if transposed else 1]  # noqa: E741
+            if width == "2I" and getattr(w_down, "shape", None) == ((E, H, 2 * I) if transposed else (E, 2 * I, H)):
+                hint = "; w_gate_up and w_down seem swapped"
         raise ValueError(f"w_gate_up: expected shape {shape} with H = {H}, got {list(w_gate_up.shape)}{hint}")
     E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
     if width == "2I" and W % 2:

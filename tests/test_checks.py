@@ -789,6 +789,16 @@ def test_likely_mistakes_are_named() -> None:
         route(choice, choice.float(), G)
     with pytest.raises(ValueError, match=r"^hidden: .*got \[2, 5, 8\]; pass hidden\.flatten\(0, -2\)$"):
         moe_mlp(batch, choice, choice.float(), torch.ones(G, 6, 8), torch.ones(G, 8, 3))
+    with pytest.raises(ValueError, match=r"^top_k: expected 1 to 2, got 3; 1 of 4 groups have 2 of 8 experts$"):
+        topk_sigmoid(torch.ones(5, 8), 3, renormalize=True, num_groups=4, top_groups=1)
+    one, tokens = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 8)
+    gate_up, down = torch.ones(G, 6, 8), torch.ones(G, 8, 3)
+    for transposed in (False, True):
+        weights = (down.mT, gate_up.mT) if transposed else (down, gate_up)
+        with pytest.raises(ValueError, match=r"^w_gate_up: expected .*; w_gate_up and w_down seem swapped$"):
+            moe_mlp(tokens, one, one.float(), *weights, transposed=transposed)
+        with pytest.raises(ValueError, match=rf"^w_gate_up: expected .* pass transposed={not transposed}$"):
+            moe_mlp(tokens, one, one.float(), *(w.mT for w in weights[::-1]), transposed=transposed)
     with pytest.raises(ValueError, match=r"^A_packed: .*got \[2, 5, 8\]; uniform_grouped_gemm takes \[G, M, K\]$"):
         grouped_gemm(batch, torch.ones(2, 8, 3), torch.tensor([0, 5, 10]))
     ids = torch.zeros(5, 1, dtype=torch.int64)
