@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import helion
@@ -97,19 +97,11 @@ def to_plan(
             steps.append(launch)
         else:
             steps.append(step)
-    kept = tuple(x.variable for x in results)
-    used = {*kept, *(variable for step in steps for variable in _uses(step))}
-    steps = [step for step in steps if not isinstance(step, Alloc) or step.variable in used]
-    return Plan(builder.inputs, tuple(steps), kept), specialized
-
-
-def _uses(step: Alloc | Call | Launch) -> list[int]:
-    """The variables that a call or launch reads or writes; none for an allocation."""
-    if isinstance(step, Call):
-        return [step.variable, *step.arguments]
-    if isinstance(step, Alloc):
-        return []
-    return [x.variable for x in step.arguments if isinstance(x, (Pointer, Descriptor))]
+    plan = Plan(builder.inputs, tuple(steps), tuple(x.variable for x in results))
+    # An allocation that is the last to use its variable is not needed.
+    pairs = zip(plan.steps, plan.no_longer_used, strict=True)
+    needed = tuple(step for step, ended in pairs if not (isinstance(step, Alloc) and ended))
+    return replace(plan, steps=needed), specialized
 
 
 def lower(request: Request, gpu: Gpu) -> tuple[Launch, Specialization]:
