@@ -32,17 +32,7 @@ class Problem(rules.Access):
     multiprocessors: int = 0  # of the GPU; 0 if unknown
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The kernel and config for a problem."""
-
-    variant: str  # "basic" or "persistent"
-    block_m: int  # the kernels' argument of this name
-    addressing: rules.Addressing
-    config: Config
-
-
-def rule(problem: Problem, variant: str = "auto") -> Choice:
+def rule(problem: Problem, variant: str = "auto") -> rules.Choice:
     """The choice for any problem."""
     if variant == "auto":
         many = problem.rows >= PERSISTENT_FROM_ROWS and problem.tma_A and problem.tma_B
@@ -61,7 +51,7 @@ def _at_once(problem: Problem) -> bool:
     return tiles <= 3 * problem.multiprocessors
 
 
-def _basic(problem: Problem) -> Choice:
+def _basic(problem: Problem) -> rules.Choice:
     block_m = 16 if problem.rows < 16 else 32 if problem.rows < 32 else HEIGHT
     addressing = _addressing(problem, block_m, _block_k(problem), tma_out=False)
     # Pointers read odd strides byte by byte, which takes registers.
@@ -70,10 +60,10 @@ def _basic(problem: Problem) -> Choice:
     scales = [False] * 2
     options = rules.indexing(False, *addressing[:2], *scales, *[False] * problem.has_bias, False)
     config = Config(block_sizes=blocks, num_warps=num_warps, num_stages=num_stages, l2_groupings=[4], **options)
-    return Choice("basic", block_m, addressing, config)
+    return rules.Choice("basic", block_m, addressing, config)
 
 
-def _persistent(problem: Problem) -> Choice:
+def _persistent(problem: Problem) -> rules.Choice:
     block_m = 128
     addressing = (
         _addressing(problem, block_m, _block_k(problem), tma_out=True)
@@ -104,7 +94,7 @@ def _persistent(problem: Problem) -> Choice:
         options |= rules.indexing(*tables, *loads, *bias, False, False)
         blocks = [rules.block_for(problem.N, block_n)]
     config = Config(block_sizes=blocks, num_warps=num_warps, num_stages=num_stages, **options)
-    return Choice("persistent", block_m, addressing, config)
+    return rules.Choice("persistent", block_m, addressing, config)
 
 
 def _block_k(problem: Problem) -> int:
