@@ -105,7 +105,7 @@ def test_arithmetic_and_bounds_are_those_of_integers(number: Number) -> None:
 def test_integers_survive_json(number: Number) -> None:
     n, value = number
     written = json.dumps(n.to_json() if isinstance(n, SymbolicInt) else n)
-    assert evaluated(int_from_json(json.loads(written))) == value
+    assert evaluated(int_from_json(json.loads(written), 64)) == value
 
 
 def test_what_is_not_known_yet_decides_nothing() -> None:

@@ -8,8 +8,9 @@ Variables are numbered, inputs first. Extents of inputs and addresses are symbol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -219,20 +220,20 @@ def plan_from_json(value: Any) -> Plan:
         if not all(type(name) is str for name in inputs):
             raise ValueError("an input without a name")
         known = set(range(len(inputs)))
-        steps = tuple(_step(step, known) for step in value["steps"])
+        number = partial(int_from_json, inputs=len(inputs))
+        steps = tuple(_step(step, known, number) for step in value["steps"])
         results = tuple(value["results"])
         if not all(type(x) is int and x in known for x in results):
             raise ValueError("a result that nothing made")
-        _check_extents([step for step in value["steps"]], len(inputs))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"no plan ({type(error).__name__}: {error})") from error
     return Plan(inputs, steps, results)
 
 
-def _step(value: dict[str, Any], known: set[int]) -> Alloc | Call | Launch:
+def _step(value: dict[str, Any], known: set[int], number: Callable[[Any], Any]) -> Alloc | Call | Launch:
     if "alloc" in value:
         known.add(_new(value["alloc"]))
-        shape = (*map(int_from_json, value["shape"][:1]), *map(_int, value["shape"][1:]))
+        shape = (*map(number, value["shape"][:1]), *map(_int, value["shape"][1:]))
         return Alloc(value["alloc"], shape, DTYPES[value["dtype"]])
     if "call" in value:
         if value["call"] not in FUNCTIONS or not all(type(x) is int and x in known for x in value["arguments"]):
@@ -245,13 +246,13 @@ def _step(value: dict[str, Any], known: set[int]) -> Alloc | Call | Launch:
     binary = value["launch"]
     if type(binary) is not str or not binary.isalnum():
         raise ValueError(f"no key of a binary: {binary!r}")
-    arguments = tuple(_argument(x, known) for x in value["arguments"])
-    return Launch(binary, tuple(int_from_json(n) for n in value["grid"]), arguments)
+    arguments = tuple(_argument(x, known, number) for x in value["arguments"])
+    return Launch(binary, tuple(map(number, value["grid"])), arguments)
 
 
-def _argument(value: Any, known: set[int]) -> Any:
+def _argument(value: Any, known: set[int], number: Callable[[Any], Any]) -> Any:
     if not isinstance(value, dict):
-        return int_from_json(value)
+        return number(value)
     if "constant" in value:
         if not isinstance(value["constant"], (int, float, str, type(None))):
             raise ValueError(f"no constant: {value}")
@@ -264,9 +265,9 @@ def _argument(value: Any, known: set[int]) -> Any:
     return Descriptor(
         variable,
         _int(value["offset"]),
-        tuple(int_from_json(n) for n in value["shape"]),
-        tuple(_int(n) for n in value["strides"]),
-        tuple(_int(n) for n in value["block_shape"]),
+        tuple(map(number, value["shape"])),
+        tuple(map(_int, value["strides"])),
+        tuple(map(_int, value["block_shape"])),
         DTYPES[value["dtype"]],
     )
 
@@ -281,15 +282,3 @@ def _int(value: Any) -> int:
     if type(value) is not int:
         raise ValueError(f"expected an integer, got {value!r}")
     return value
-
-
-def _check_extents(value: Any, inputs: int) -> None:
-    """Raise ValueError for an extent of a variable that is not an input."""
-    if isinstance(value, dict):
-        for part in value.values():
-            _check_extents(part, inputs)
-    if isinstance(value, list):
-        if value[:1] == ["extent"] and not 0 <= value[1] < inputs:
-            raise ValueError(f"an extent of no input: {value}")
-        for part in value:
-            _check_extents(part, inputs)

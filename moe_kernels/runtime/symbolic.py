@@ -108,20 +108,20 @@ def text(n: Any, extent: Callable[[int, int], str]) -> str:
     return f"({text(n.args[0], extent)} {n.op} {text(n.args[1], extent)})"
 
 
-def int_from_json(value: Any) -> Any:
-    """Return an int, or the SymbolicInt whose `to_json` gave `value`, without its bounds.
+def int_from_json(value: Any, inputs: int) -> Any:
+    """Return an int, or the SymbolicInt whose `to_json` gave `value`, without its bounds, in a plan of some `inputs`.
 
     Raises:
-        ValueError: `value` is neither an integer nor a valid operation of `SymbolicInt`.
+        ValueError: `value` is neither an integer nor a valid operation of `SymbolicInt` on extents of these inputs.
     """
     if type(value) is int:
         return value
     if isinstance(value, list) and len(value) == 3:
-        op, *args = value
-        if op == "extent" and all(type(x) is int and 0 <= x < 64 for x in args):
-            return SymbolicInt.extent(args[0], args[1], 0, 0)
+        op, a, b = value
+        if op == "extent" and type(a) is type(b) is int and 0 <= a < inputs and 0 <= b < 64:
+            return SymbolicInt.extent(a, b, 0, 0)
         if isinstance(op, str) and op in _OPERATIONS:
-            return SymbolicInt(op, (int_from_json(args[0]), int_from_json(args[1])), 0, 0)
+            return SymbolicInt(op, (int_from_json(a, inputs), int_from_json(b, inputs)), 0, 0)
     raise ValueError(f"no integer expression: {value!r}")
 
 
