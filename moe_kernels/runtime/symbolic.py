@@ -9,19 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add, floordiv, mul, or_, sub
 from typing import Any
 
 import torch
 
 INT32_MAX = 2**31 - 1
 
-_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "//": lambda a, b: a // b,
-    "|": lambda a, b: a | b,
-}
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul, "//": floordiv, "|": or_}
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,10 +202,7 @@ class SymbolicTensor:
 
     def flatten(self) -> SymbolicTensor:
         """Return a one-dimensional view. The tensor must be contiguous."""
-        n: Any = 1
-        for size in self.shape:
-            n = size * n
-        return self.as_strided([n], [1], 0)
+        return self.as_strided([math.prod(self.shape)], [1], 0)
 
     def as_strided(self, shape: Sequence[Any], strides: Sequence[Any], first: int) -> SymbolicTensor:
         """The view that begins `first` elements into this one."""
