@@ -157,15 +157,15 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
         what = LayerShape(*MODELS[what])
     if isinstance(what, LayerShape):
         checks.check_kernel_dtype("dtype", what.dtype)
-        return [_call_of_shape(what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]
+        return [partial(_run_shape, what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]
     if not isinstance(what, nn.Module):
         raise TypeError(f"what: expected a module, a LayerShape or a model's name, got {type(what).__name__}")
     layers = layers_of(what)
     for name, tensor in (each for module in layers for each in _tensors(module)):
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
             checks.check_kernel_dtype(name, tensor.dtype)
-    found = [
-        _call_of_module(module, T, training)
+    found: list[Callable[[], None]] = [
+        partial(_run_module, module, T, training)
         for module in layers
         for T, *_ in classes(tokens, _num_experts(module), _top_k(module))
     ]
@@ -225,47 +225,41 @@ def _meta(x: Tensor, gradient: bool) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta", requires_grad=gradient)
 
 
-def _call_of_module(module: Any, T: int, training: bool) -> Callable[[], None]:
-    def call() -> None:
-        parameters = {name: _meta(p, training and p.requires_grad) for name, p in _tensors(module)}
-        routings: list[tuple[Tensor, ...]] = [()]
-        if isinstance(module, MoE):
-            H, dtype = module.router.size(1), module.router.dtype
-        else:
-            down = module.down_proj
-            H, dtype, top_k = down.size(2 if module.is_transposed else 1), down.dtype, _top_k(module)
-            if dtype.itemsize == 1:  # fp8 weights
-                dtype = getattr(module.config, "dtype", None) or torch.bfloat16
-            ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
-            like: dict[str, Any] = {"device": "meta", "requires_grad": training}
-            # Some models keep the router weights in float32.
-            kinds = dict.fromkeys((dtype, torch.float32))
-            routings = [(ids, torch.empty(T, top_k, dtype=kind, **like)) for kind in kinds]
-        for routing in routings:
-            hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=training)
-            out = functional_call(module, parameters, (hidden, *routing))
-            if training:
-                out.backward(torch.empty_like(out))
-
-    return call
-
-
-def _call_of_shape(shape: LayerShape, T: int, training: bool) -> Callable[[], None]:
-    """Return a function that calls an `MoE`, `moe_mlp` with topk_weights in the same dtype, and each product alone."""
-    H, I, E, top_k, dtype = shape  # noqa: E741
-
-    def call() -> None:
-        module = MoE(H, I, E, top_k, renormalize=True, device="meta", dtype=dtype)
-        _call_of_module(module, T, False)()
+def _run_module(module: Any, T: int, training: bool) -> None:
+    """Run a layer on meta tensors for T tokens, and its backward pass if `training`."""
+    parameters = {name: _meta(p, training and p.requires_grad) for name, p in _tensors(module)}
+    routings: list[tuple[Tensor, ...]] = [()]
+    if isinstance(module, MoE):
+        H, dtype = module.router.size(1), module.router.dtype
+    else:
+        down = module.down_proj
+        H, dtype, top_k = down.size(2 if module.is_transposed else 1), down.dtype, _top_k(module)
+        if dtype.itemsize == 1:  # fp8 weights
+            dtype = getattr(module.config, "dtype", None) or torch.bfloat16
+        ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
+        like: dict[str, Any] = {"device": "meta", "requires_grad": training}
+        # Some models keep the router weights in float32.
+        kinds = dict.fromkeys((dtype, torch.float32))
+        routings = [(ids, torch.empty(T, top_k, dtype=kind, **like)) for kind in kinds]
+    for routing in routings:
+        hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=training)
+        out = functional_call(module, parameters, (hidden, *routing))
         if training:
-            _call_of_module(module, T, True)()
-        _run_experts(shape, T, dtype)
-        with torch.no_grad():
-            offsets = torch.empty(E + 1, dtype=torch.int32, device="meta")
-            for weight in (module.w_gate_up.mT, module.w_down.mT):
-                grouped_gemm(weight.new_empty(T * top_k, weight.size(1)), weight, offsets)
+            out.backward(torch.empty_like(out))
 
-    return call
+
+def _run_shape(shape: LayerShape, T: int, training: bool) -> None:
+    """Run an `MoE`, `moe_mlp` with topk_weights in the same dtype, and each product alone, on meta tensors."""
+    H, I, E, top_k, dtype = shape  # noqa: E741
+    module = MoE(H, I, E, top_k, renormalize=True, device="meta", dtype=dtype)
+    _run_module(module, T, False)
+    if training:
+        _run_module(module, T, True)
+    _run_experts(shape, T, dtype)
+    with torch.no_grad():
+        offsets = torch.empty(E + 1, dtype=torch.int32, device="meta")
+        for weight in (module.w_gate_up.mT, module.w_down.mT):
+            grouped_gemm(weight.new_empty(T * top_k, weight.size(1)), weight, offsets)
 
 
 @torch.no_grad()
