@@ -429,7 +429,7 @@ def test_a_file_that_cannot_be_used_is_skipped_with_one_warning(tmp_path: Path, 
     with pytest.warns(RuntimeWarning) as caught:
         for _ in range(3):
             choice = rules.choose(PROBLEM)
-            entries._loaded.clear()  # as if another GPU of the same model read them
+            entries.load.cache_clear()  # as if another GPU of the same model read them
     assert choice.source == (str(good) if others else "rule")
     [warning] = caught
     assert str(bad) in str(warning.message) and "python -m moe_kernels tune" in str(warning.message)

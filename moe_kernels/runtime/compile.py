@@ -8,6 +8,7 @@ of the arguments, and the divisibility of strides and extents. All plans with th
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import json
@@ -223,7 +224,6 @@ class Compiling:
 # Helion
 
 _hosts: dict[tuple[Any, ...], Callable[..., Any]] = {}
-_variants: dict[tuple[Any, ...], Any] = {}
 
 
 def _host_function(request: Request, gpu: Gpu) -> Callable[..., Any]:
@@ -342,17 +342,15 @@ def _supported(config: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in unknown}
 
 
+@functools.cache
 def _variant(kernel: Any, int64_index: bool, tf32: bool) -> Any:
-    key = (kernel.fn, int64_index, tf32)
-    if key not in _variants:
-        _variants[key] = helion.kernel(
-            kernel.fn,
-            backend=kernel.settings.backend,
-            static_shapes=kernel.settings.static_shapes,
-            index_dtype=torch.int64 if int64_index else torch.int32,
-            dot_precision="tf32" if tf32 else "ieee",
-        )
-    return _variants[key]
+    return helion.kernel(
+        kernel.fn,
+        backend=kernel.settings.backend,
+        static_shapes=kernel.settings.static_shapes,
+        index_dtype=torch.int64 if int64_index else torch.int32,
+        dot_precision="tf32" if tf32 else "ieee",
+    )
 
 
 _folder = tempfile.TemporaryDirectory(prefix="moe_kernels")

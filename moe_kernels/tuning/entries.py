@@ -7,6 +7,7 @@ module: `<gpu>.json`, e.g. nvidia-h200.json, before `<compute capability>.json`,
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -186,24 +187,20 @@ def write(file: Path, gpu: str, entries: Sequence[Entry]) -> None:
         os.replace(temporary, file)
 
 
-_loaded: dict[str, list[tuple[Path, Entry]]] = {}
-_digests: dict[str, str] = {}
 _warned: set[str] = set()
 
 
+@functools.cache
 def load(gpu: Gpu) -> list[tuple[Path, Entry]]:
     """Return all usable entries for `gpu`, preferred first; the files are read once per process."""
-    if gpu.name not in _loaded:
-        _loaded[gpu.name] = [(file, entry) for file, name in files_for(gpu) for entry in _usable(file, name)]
-    return _loaded[gpu.name]
+    return [(file, entry) for file, name in files_for(gpu) for entry in _usable(file, name)]
 
 
+@functools.cache
 def digest(gpu: Gpu) -> str:
     """Return a digest of what `load` returns, apart from the files' names; computed at the first request."""
-    if gpu.name not in _digests:
-        text = json.dumps([_to_json(entry) for _, entry in load(gpu)])
-        _digests[gpu.name] = hashlib.sha256(text.encode()).hexdigest()
-    return _digests[gpu.name]
+    text = json.dumps([_to_json(entry) for _, entry in load(gpu)])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def near(gpu: Gpu, bucket: Bucket) -> list[Found]:
@@ -219,8 +216,8 @@ def near(gpu: Gpu, bucket: Bucket) -> list[Found]:
 
 def reload() -> None:
     """Clear the entries and digests read so far, and the record of warnings."""
-    _loaded.clear()
-    _digests.clear()
+    load.cache_clear()
+    digest.cache_clear()
     _warned.clear()
 
 

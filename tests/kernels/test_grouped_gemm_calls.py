@@ -135,7 +135,6 @@ def test_effort_none_does_not_mean_tiny_blocks(effort: str, monkeypatch: pytest.
 
 def test_only_helions_triton_backend_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELION_BACKEND", "cute")
-    monkeypatch.setattr(compiler, "_variants", {})
     declared = declare.kernel(lambda *_: pytest.fail("nothing is compiled"))(kernels.jagged.fn)
     assert declared.settings.backend == compiler._variant(declared, False, False).settings.backend == "triton"
 

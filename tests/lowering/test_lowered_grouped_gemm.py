@@ -226,7 +226,7 @@ def test_types_are_found_by_fewer_visits(monkeypatch: pytest.MonkeyPatch, shape:
 
     def generated() -> tuple[dict[str, str], int]:
         monkeypatch.setattr(compiler, "_hosts", {})
-        monkeypatch.setattr(compiler, "_variants", {})
+        compiler._variant.cache_clear()
         visits.clear()
         reports = compiled(monkeypatch, "auto", shape)
         return {name: report["code"] for name, report in reports.items()}, len(visits)
