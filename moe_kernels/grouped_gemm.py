@@ -201,9 +201,7 @@ def grouped_mm(
     dtype = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
     if offs is None:
         return uniform_grouped_gemm(mat_a, mat_b, mat_a.size(0), out_dtype=dtype)
-    if checks.validation_enabled(None):
-        checks.validate_offs(offs, _grouped_extent(mat_a, mat_b))
-    group_offsets = packing.group_offsets_from_offs(offs)
+    group_offsets = _group_offsets(offs, mat_a, mat_b)
     if mat_b.dim() == 2:
         if mat_a.dim() == 2:
             return grouped_gemm_wgrad(mat_a.T, mat_b, group_offsets, out_dtype=dtype, validate=False)
@@ -266,9 +264,7 @@ def scaled_grouped_mm(
         rows = ScaledTensor(mat_a.reshape(G * M, K), a.scales.flatten(0, 1), a.format)
         out = _scaled_grouped_gemm(rows, b, group_offsets, None, dtype, "auto", use_fast_accum, False)
         return out.view(G, M, mat_b.size(-1))
-    if checks.validation_enabled(None):
-        checks.validate_offs(offs, _grouped_extent(mat_a, mat_b))
-    group_offsets = packing.group_offsets_from_offs(offs)
+    group_offsets = _group_offsets(offs, mat_a, mat_b)
     if mat_b.dim() == 3:
         return _scaled_grouped_gemm(a, b, group_offsets, bias, dtype, "auto", use_fast_accum, False)
     if mat_a.dim() == 3:
@@ -278,8 +274,9 @@ def scaled_grouped_mm(
     return ops.scaled_wgrad(mat_a.T, scales_a, mat_b, scales_b, group_offsets, dtype, use_fast_accum)
 
 
-def _grouped_extent(mat_a: Tensor, mat_b: Tensor) -> int:
-    """The size of the dimension that `offs` divides: rows of mat_a, columns of mat_b, or the contraction."""
-    if mat_b.dim() == 3:
-        return mat_a.size(0)
-    return mat_b.size(1 if mat_a.dim() == 3 else 0)
+def _group_offsets(offs: Tensor, mat_a: Tensor, mat_b: Tensor) -> Tensor:
+    """Return the offsets of `offs`, which divides rows of mat_a, columns of mat_b, or the contraction."""
+    if checks.validation_enabled(None):
+        extent = mat_a.size(0) if mat_b.dim() == 3 else mat_b.size(1 if mat_a.dim() == 3 else 0)
+        checks.validate_offs(offs, extent)
+    return packing.group_offsets_from_offs(offs)
