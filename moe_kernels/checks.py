@@ -727,7 +727,8 @@ def check_uniform(
     if B.dim() not in (2, 3):
         raise ValueError(f"B: expected shape [G * K, N] or [G, K, N], got {list(B.shape)}")
     G, K = num_groups, A.shape[-1]
-    if not _splits(A.shape, G):
+    divided = A.shape[0] == G if A.dim() == 3 or G == 0 else A.shape[0] % G == 0
+    if not divided:
         expected = f"{G} groups" if A.dim() == 3 else f"rows that {G} groups share evenly"
         raise ValueError(f"A: expected {expected}, got {list(A.shape)}")
     if B.dim() == 3 and B.shape[0] == G:
@@ -736,13 +737,6 @@ def check_uniform(
         expected = f"[G, K, N] = [{G}, {K}, N]" if B.dim() == 3 else f"[G * K, N] = [{G * K}, N]"
         raise ValueError(f"B: expected shape {expected} for A {list(A.shape)}, got {list(B.shape)}")
     return _result_dtype(A, B, out_dtype, reference)
-
-
-def _splits(shape: torch.Size, G: int) -> bool:
-    """Whether a 2-D or 3-D tensor of this shape consists of G matrices of one size."""
-    if len(shape) == 3 or G == 0:
-        return shape[0] == G
-    return shape[0] % G == 0
 
 
 def check_varied(

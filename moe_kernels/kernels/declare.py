@@ -30,17 +30,13 @@ def _leave_scalar_indices() -> None:
     def compute(state: Any, tensor: Any, index: Sequence[Any], *rest: Any, **options: Any) -> Any:
         found = by_dimension(state, tensor, index, *rest, **options)
         indices = zip((k for k in index if k is not None), found.dim_index_exprs, strict=True)
-        return replace(found, dim_index_exprs=tuple(_unexpanded(text) if _is_0d(k) else text for k, text in indices))
+        kept = (
+            re.sub(r"\[[:, None]+\]$", "", text) if isinstance(k, torch.Tensor) and k.dim() == 0 else text
+            for k, text in indices
+        )
+        return replace(found, dim_index_exprs=tuple(kept))
 
     indexing.compute_per_dim_indexing = staticmethod(compute)
-
-
-def _is_0d(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dim() == 0
-
-
-def _unexpanded(text: str) -> str:
-    return re.sub(r"\[[:, None]+\]$", "", text)
 
 
 if (requirements.minor(requirements.installed("triton")) or (0, 0)) >= (3, 9):  # older versions keep the measured code

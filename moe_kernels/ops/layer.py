@@ -41,11 +41,6 @@ def _rows(tensors: Any, options: Any) -> Counts:
     return Counts(tensors[0].size(0))
 
 
-def _swiglu_ffn_counts(tensors: Any, options: Any) -> Counts:
-    rows, _, w_in, _, _, _ = tensors
-    return Counts(rows.size(0), groups=w_in.size(0))
-
-
 ACTIVATE = Operator(
     "activate", "moe_kernels.kernels.activation", ("preact", "preact_up"), ("preact", "preact_up"), _rows
 )
@@ -61,7 +56,7 @@ SWIGLU_FFN = Operator(
     planner="moe_kernels.kernels.layer",
     inputs=("rows", "group_offsets", "w_in", "w_up", "b_in", "b_up"),
     rows=("rows",),
-    counts=_swiglu_ffn_counts,
+    counts=lambda tensors, _: Counts(tensors[0].size(0), groups=tensors[2].size(0)),
 )
 MOE_MLP = layer_operator("moe_mlp", "w_gate_up", "w_down", "w_up", "b_in", "b_up", "b_out")
 

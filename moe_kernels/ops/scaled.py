@@ -14,18 +14,12 @@ from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.torch_internals import PLAIN
 from moe_kernels.scaled import ScaledTensor
 
-
-def _counts(tensors: Any, options: Any) -> Counts:
-    A, _, _, _, group_offsets, _ = tensors
-    return Counts(A.size(0), groups=group_offsets.size(0) - 1)
-
-
 SCALED_GROUPED_GEMM = Operator(
     "scaled_grouped_gemm",
     planner="moe_kernels.kernels.scaled_gemm",
     inputs=("A", "scales_A", "B", "scales_B", "group_offsets", "bias"),
     rows=("A", "scales_A"),
-    counts=_counts,
+    counts=lambda tensors, _: Counts(tensors[0].size(0), groups=tensors[4].size(0) - 1),
 )
 
 SCALED_WGRAD = Operator(

@@ -60,10 +60,7 @@ class _Body:
         return name
 
     def number(self, n: Any) -> str:
-        return text(n, self._extent)
-
-    def _extent(self, tensor: int, dim: int) -> str:
-        return self._input(f"n{tensor}_{dim}", f"t{tensor}.shape[{dim}]")
+        return text(n, lambda tensor, dim: self._input(f"n{tensor}_{dim}", f"t{tensor}.shape[{dim}]"))
 
     def _input(self, name: str, value: str) -> str:
         self.of_inputs[name] = value

@@ -106,8 +106,8 @@ class DirectLauncher:
         self.hooks.launch_enter_hook.calls  # noqa: B018
         self.descriptions = list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
         self.raw = self.launcher.launch
-        if self.descriptions:
-            self.raw = _inner(self.raw)
+        if self.descriptions:  # inside Triton's wrapper for arguments that are descriptors
+            self.raw = inspect.getclosurevars(self.raw).nonlocals["launcher"]
         self.function, self.packed = kernel.function, kernel.packed_metadata
         self.generic = hasattr(self.launcher, "arg_annotations")  # from 3.7 on, one launcher for all kernels
         self.attributes = repr(bool(self.launcher.launch_cooperative_grid)), repr(bool(self.launcher.launch_pdl))
@@ -152,11 +152,6 @@ class DirectLauncher:
 def _grid(launch: Launch, body: Body) -> str:
     grid = [body.number(n) for n in launch.grid]
     return f"({', '.join(grid + ['1'] * (3 - len(grid)))})"
-
-
-def _inner(launch: Callable[..., Any]) -> Any:
-    """Return the C function inside Triton's wrapper for arguments that are descriptors."""
-    return inspect.getclosurevars(launch).nonlocals["launcher"]
 
 
 def _encoder(meta: dict[str, Any], like: Descriptor) -> Callable[..., Any]:
