@@ -99,11 +99,11 @@ def _activate_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the results of `reference.activate_backward`, empty tensors for None; weighted act only if `weigh`."""
     spec = GLUSpec(*spec)
+    tensors = (preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets)
     if not use_kernels(preact):
-        found = reference.activate_backward(preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, spec)
+        found = reference.activate_backward(*tensors, spec)
         d_preact, d_preact_up, weighted, dots = (preact.new_empty(0) if x is None else x for x in found)
         return d_preact, d_preact_up, weighted if weigh else preact.new_empty(0), dots
-    tensors = (preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets)
     return cache.call(ACTIVATE_BACKWARD, tensors, (weigh, spec))
 
 
@@ -131,13 +131,10 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     upstream: list[Tensor] = []
 
     def outputs(*values: Tensor) -> tuple[Tensor, ...]:
-        given = list(inputs)
+        given: list[Any] = [*inputs, spec]
         for i, value in zip(asked, values, strict=True):
             given[i] = value
-        preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets = given
-        found = list(
-            reference.activate_backward(preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, spec)
-        )
+        found = list(reference.activate_backward(*given))
         if not ctx.weigh:
             found[2] = None
         upstream[:] = [d for y, d in zip(found, grads, strict=True) if y is not None]
