@@ -177,22 +177,13 @@ def _encoder(meta: dict[str, Any], like: Descriptor) -> Callable[..., Any]:
     return encode
 
 
-class _Address:
-    """The part of a tensor that Triton's host descriptors need."""
-
-    def __init__(self, address: int, dtype: torch.dtype):
-        self.address, self.dtype = address, dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def _host_descriptor(
     address: int, dtype: torch.dtype, shape: list[int], strides: tuple[int, ...], block_shape: tuple[int, ...]
 ) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(_Address(address, dtype), shape, list(strides), list(block_shape))
+    base = SimpleNamespace(data_ptr=lambda: address, dtype=dtype)  # what Triton needs of a tensor
+    return TensorDescriptor(base, shape, list(strides), list(block_shape))
 
 
 def launcher(kernel: Any) -> Launcher:
@@ -317,9 +308,8 @@ def _build_libraries(records: list[store.Binary]) -> int:
     from triton import knobs
     from triton.backends.nvidia import driver as nvidia
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, knobs.nvidia.scope():
         _build_stub(folder)
-        saved = knobs.nvidia.libcuda_path
         knobs.nvidia.libcuda_path = folder
         nvidia.libcuda_dirs.cache_clear()
         nvidia.library_dirs.cache_clear()
@@ -334,7 +324,6 @@ def _build_libraries(records: list[store.Binary]) -> int:
                 _build_into_store(source, nvidia)
             return len(sources)
         finally:
-            knobs.nvidia.libcuda_path = saved
             nvidia.libcuda_dirs.cache_clear()
             nvidia.library_dirs.cache_clear()
 
