@@ -430,12 +430,12 @@ def alternatives(problem: rules.Problem) -> list[rules.Choice]:
 def neighbours(choice: rules.Choice, problem: rules.Problem) -> list[rules.Choice]:
     """Return choices with configs near that of `choice`, of the same kernel and tile height."""
     values: dict[str, Any] = choice.config.config
-    n, k = (0 if choice.variant == "persistent" else 1), -1
     found = [_with(choice, l2_groupings=[size]) for size in (1, 4, 8, 16)]
     found += [_with(choice, num_stages=values["num_stages"] + more) for more in (-1, 1) if values["num_stages"] > 1]
-    for index in (n, k):
-        size = values["block_sizes"][index]
-        found += [_with(choice, block=(index, changed)) for changed in (size // 2, size * 2)]
+    blocks = values["block_sizes"]
+    for i in (0 if choice.variant == "persistent" else 1, len(blocks) - 1):  # along N, and along K
+        for size in (blocks[i] // 2, blocks[i] * 2):
+            found.append(_with(choice, block_sizes=[*blocks[:i], size, *blocks[i + 1 :]]))
     found += [_with(choice, num_warps=warps) for warps in (4, 8)]
     return [near for near in unique(found, stored, known=[choice]) if rules.why_illegal(near, problem) is None]
 
@@ -573,13 +573,9 @@ def storing(choice: rules.Choice, *, tma_out: bool, epilogue_subtile: int | None
     return _with(replace(choice, addressing=addressing), epilogue_subtile=epilogue_subtile, **indexing)
 
 
-def _with(choice: rules.Choice, *, block: tuple[int, int] | None = None, **changed: Any) -> rules.Choice:
-    """Return `choice` with changed options of its config, None to remove one; `block` is (index, size)."""
+def _with(choice: rules.Choice, **changed: Any) -> rules.Choice:
+    """Return `choice` with changed options of its config, None to remove one."""
     values = {name: given for name, given in {**choice.config.config, **changed}.items() if given is not None}
-    blocks = list(values["block_sizes"])
-    if block is not None:
-        blocks[block[0]] = block[1]
-    values["block_sizes"] = blocks
     return replace(choice, config=Config(**values))
 
 
