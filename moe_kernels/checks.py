@@ -231,11 +231,8 @@ def check_gating(
             f"got {num_groups}, {top_groups}"
         )
     most = top_groups * (E // num_groups)
-    if num_groups > 1 and isinstance(top_k, int) and most < top_k <= E:
-        raise ValueError(
-            f"top_k: expected 1 to {most}, got {top_k}; {top_groups} of {num_groups} groups have {most} of {E} experts"
-        )
-    check_int("top_k", top_k, 1, most)
+    hint = f"; {top_groups} of {num_groups} groups have {most} of {E} experts" if num_groups > 1 else ""
+    check_int("top_k", top_k, 1, most, hint)
     if bias is not None:
         _check_floats((("logits", logits), ("bias", bias)), True)
         _check_shape("bias", bias, "[E]", (E,))
@@ -474,9 +471,9 @@ def _check_first_shapes(
         if w_gate_up.dim() == 3 and w_gate_up.shape[2 if transposed else 1] == H:
             other = f"[E, {width}, H]" if transposed else f"[E, H, {width}]"
             hint = f"; for {other} pass transposed={not transposed}"
-            E, *sizes = w_gate_up.shape
-            I = sizes[0 if transposed else 1]  # noqa: E741
-            if width == "2I" and getattr(w_down, "shape", None) == ((E, H, 2 * I) if transposed else (E, 2 * I, H)):
+            E, rows, columns = w_gate_up.shape
+            swapped = (E, H, 2 * rows) if transposed else (E, 2 * columns, H)
+            if width == "2I" and getattr(w_down, "shape", None) == swapped:
                 hint = "; w_gate_up and w_down seem swapped"
         raise ValueError(f"w_gate_up: expected shape {shape} with H = {H}, got {list(w_gate_up.shape)}{hint}")
     E, W = w_gate_up.shape[0], w_gate_up.shape[2 if transposed else 1]
@@ -803,8 +800,8 @@ def _may_overlap(matrix: Tensor) -> bool:
     return False
 
 
-def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
-    """Check that `value` is an int, not below `least` or above `most`; `name` is for the error message."""
+def check_int(name: str, value: object, least: int | None = None, most: int | None = None, hint: str = "") -> None:
+    """Check that `value` is an int, not below `least` or above `most`; `name` and `hint` are for the error message."""
     if type(value) not in _INTS:
         if torch_internals.jit_tracing() is not None and isinstance(value, Tensor):  # such as x.size(0)
             return
@@ -812,7 +809,7 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
     assert isinstance(value, _INTS)
     if least is not None and (value < least or (most is not None and value > most)):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{name}: expected {expected}, got {value}")
+        raise ValueError(f"{name}: expected {expected}, got {value}{hint}")
 
 
 def check_bools(**values: object) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference
-from moe_kernels.ops.library import define, needs, use_kernels
+from moe_kernels.ops.library import check_rows, define, needs, use_kernels
 from moe_kernels.rules.layer import sorts
 from moe_kernels.runtime import cache
-from moe_kernels.runtime.signature import MAX_ROWS, Counts, Operator
+from moe_kernels.runtime.signature import Counts, Operator
 
 ROUTE = Operator(
     "route",
@@ -41,10 +41,7 @@ DOT_ROWS = _move_operator("dot_rows", True, "tokens", "rows")
 
 def _route(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     R = topk_ids.numel()
-    if R > MAX_ROWS:  # not in `checks`, where it would limit the shapes that torch.export traces
-        raise ValueError(
-            f"topk_ids: expected at most {MAX_ROWS} elements, got {R}; split the tokens over several calls"
-        )
+    check_rows("topk_ids", R)  # not in `checks`, where it would limit the shapes that torch.export traces
     if use_kernels(topk_ids) and sorts(R, num_experts):
         return cache.call(ROUTE, (topk_ids,), (num_experts,))
     return reference.route(topk_ids, torch.empty_like(topk_ids, dtype=torch.float32), num_experts)[:3]
