@@ -893,24 +893,27 @@ def test_cost_of_a_tail_with_slow_memory(rows: int, K: int, cost: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "N", "narrow", "pieces"),
+    ("rows", "N", "gpu", "narrow", "pieces"),
     [
-        (1024, 2880, 64, (1, 2)),
-        (1024, 1408, 128, (1, 2)),
-        (1024, 2048, 0, (2, 2)),
-        (1024, 960, 0, (4, 4)),
-        (512, 2880, 0, (4, 4)),
-        (512, 1408, 0, (2, 2)),
+        (1024, 2880, GPU, 64, 2),
+        (1024, 1408, GPU, 128, 2),
+        (1024, 2048, GPU, 0, 2),
+        (1024, 960, GPU, 0, 4),
+        (512, 2880, GPU, 0, 4),
+        (512, 1408, GPU, 0, 2),
+        (512, 2880, SLOW, 64, 2),
+        (512, 1408, SLOW, 0, 2),
+        (511, 2880, SLOW, 0, 4),
     ],
 )
-def test_a_narrow_column(rows: int, N: int, narrow: int, pieces: tuple[int, int]) -> None:
-    problem = replace(PROBLEM, rows=rows, M=128 * rows, N=N)
+def test_a_narrow_column(rows: int, N: int, gpu: targets.Gpu, narrow: int, pieces: int) -> None:
+    problem = replace(PROBLEM, rows=rows, M=128 * rows, N=N, gpu=gpu)
     assert rules.narrow_column(problem) == narrow
     assert rules.tail_pieces(N, narrow) == pieces
-    assert not narrow or rules.tail_cost(problem) == {64: 30, 128: 36}[narrow]
-    config = rules.rule(problem).config.config
+    config = rules.rule(problem, "tails").config.config
     assert config["block_sizes"] == ([64, 128] if narrow == 64 else [64, 64])
-    assert config.get("range_num_stages") == ([0, 0, 6, 0, 0] if narrow == 128 else None)
+    assert config.get("range_num_stages") == ([0, 0, 0, 6, 0, 0] if narrow == 128 else None)
+    assert config["indexing"].count("tensor_descriptor") == (3 * 2 if narrow else 2 * 2) + 2 * pieces + bool(narrow)
 
 
 def test_bundled_files_are_read_and_legal() -> None:

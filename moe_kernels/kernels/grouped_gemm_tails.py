@@ -1,16 +1,16 @@
-"""The persistent grouped GEMM with tiles of two sizes: whole tiles, 128 x 256, and tails, which are smaller.
+"""The persistent grouped GEMM with whole tiles, 128 x 256, and smaller ones.
 
 A group's last tile is half empty on average, but takes as long as a full one. Here, a last tile of at most 64 rows may
 be a tail, a tile of 64 rows. It is one where that saves more than it costs: if the group has many rows, or no other
 tile. The list of tiles is built on the device, so one plan serves every routing of the same number of rows.
 
-If groups have so many rows that this saves little, and N exceeds a multiple of 256 by 64 or 128, the tails are instead
-the tiles of a last, `narrow` column of that width, with 128 rows each. For N = 2880, 12 columns of 256 would compute 7%
-more than N.
+If N exceeds a multiple of 256 by 64 or 128, and groups have many rows, the last column of tiles is a `narrow` one of
+that width, with 128 rows each. For N = 2880, 12 columns of 256 would compute 7% more than N. Then only a group's only
+tile may be a tail.
 
-A loop over tiles is flattened only if all have the same size, so each program has two loops, and some programs
-compute tails while the others compute whole tiles. Both go through the groups in order at the same pace, so a group's
-weights are in the L2 cache when its tail is computed.
+A loop over tiles is flattened only if all have the same size, so each program has a loop for each size, and some
+programs compute tails or narrow tiles while the others compute whole tiles. All go through the groups in order at the
+same pace, so a group's weights are in the L2 cache when its tail is computed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch import Tensor
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import decode_odd, divide, int32, unmasked
-from moe_kernels.kernels.tiles import NO_TAILS, place, plan_table, shares, windows
+from moe_kernels.kernels.tiles import ALONE, place, plan_table, shares, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
 def _preset(
-    A: Tensor, B: Any, tiles: Any, bias: Any, tails_out: Any, out: Tensor, cost: Any, log2: Any, *constants: Any
+    A: Tensor, B: Any, tiles: Any, bias: Any, narrow_out: Any, tails_out: Any, out: Tensor, *numbers: Any
 ) -> Config:
     by_pointers = rules.Addressing(False, False, False, int64_index=False)
-    _, narrow, *_ = constants
+    _, _, _, narrow, *_ = numbers
     return rules.tails(out.size(1), A.size(1), bias is not None, by_pointers, narrow)
 
 
@@ -45,49 +45,73 @@ def jagged_tails(
     B: Tensor,  # [G, K, N]; [G, N, K] if `transposed`
     tiles: Tensor,  # [1 + max_tiles, 3] int32, from tile_table with tails
     bias: Tensor | None,  # [G, N]
-    tails_out: Tensor,  # [M, N], or its `_windows` of a tail's height if `tma`
+    narrow_out: Tensor | None,  # [M, N], or its `_windows` of a narrow tile if `tma`; None without a narrow column
+    tails_out: Tensor,  # the same memory, in windows of a tail's height, without a narrow column, if `tma`
     out: Tensor,  # the same memory, in windows of 128 rows, without a narrow column, if `tma`
     odd_tail_cost: int,  # 2 * tail_cost + 1: the time of a tail, in 64ths of a whole tile's
     odd_log2_group_m: int,  # 2 * log2(group_m) + 1; group_m whole tiles of a column precede the next column
     columns: hl.constexpr,  # the number of columns of tiles: cdiv(N - narrow, 256)
-    narrow: hl.constexpr,  # the width of the narrow column, 64 or 128; 0 if tails have 64 rows
+    narrow: hl.constexpr,  # the width of the narrow column, 64 or 128; 0 if there is none
     shared: hl.constexpr,  # all groups have the same weight; B has a first extent of 1
     transposed: hl.constexpr,
     tma: hl.constexpr,  # A_packed, B and out are accessed by TMA, which clips to a tensor or window
     pieces: hl.constexpr,  # number of stores per 256 columns: 2 or 4
     workers: hl.constexpr,
 ) -> Tensor:
-    """Each worker walks its share of the tails (none for most workers), and then its share of the whole tiles."""
+    """Each worker walks its share of the tails and narrow tiles (none for most workers), then of the whole tiles."""
     K = A_packed.size(1)
     N = B.size(1) if transposed else B.size(2)
-    tail_height, tail_width = (128, narrow) if narrow else (64, 256)
     block_k = hl.register_block_size(16, 128)
-    tail_k = hl.register_block_size(16, 128)  # of a narrow column
+    narrow_k = hl.register_block_size(16, 128)
     hl.pdl_wait()  # launched while tile_table still runs
     for tile_w in hl.tile(workers, block_size=1):
         row_tiles = tiles[0, 0]
+        tail_tiles = tiles[0, 1]
         log2_group_m = decode_odd(odd_log2_group_m, row_tiles)
         tail_cost = decode_odd(odd_tail_cost, row_tiles)
-        tails = row_tiles if narrow else tiles[0, 1] * columns
-        share = shares(row_tiles * columns, tails, tile_w.id, workers, tail_cost)
-        num_tails, first_tail, s, num_whole, num_early, first, others, first_late = share
+        narrow_tiles = row_tiles + tail_tiles if narrow else None
+        narrow_cost = 30 if narrow == 64 else 36  # in 64ths of the time of a whole tile; see benchmarks/notes.md
+        of_tails, of_narrow, of_whole = shares(
+            row_tiles * columns, tail_tiles * columns, tile_w.id, workers, tail_cost, narrow_tiles, narrow_cost
+        )
+        num_tails, tail_workers = of_tails
+        num_narrow, first_narrow, narrow_workers = of_narrow
+        num_whole, num_early, first, others, first_late = of_whole
         for tile_i in hl.tile(num_tails, block_size=1):
-            position = first_tail + int32(tile_i.id, s) * s
-            listed, n = _place_of_tail(position, row_tiles, columns, narrow)
-            group = tiles[listed, 0].to(torch.int64)
-            row0 = tiles[listed, 1]
-            end = tiles[listed, 2]
+            position = int32(tile_w.id, row_tiles) + int32(tile_i.id, row_tiles) * tail_workers
+            t = divide(position, columns)
+            n = position - t * columns
+            group = tiles[1 + row_tiles + t, 0].to(torch.int64)
+            row0 = tiles[1 + row_tiles + t, 1]
+            end = tiles[1 + row_tiles + t, 2]
             matrix = group * (not shared)
-            acc = hl.zeros([tail_height, tail_width], dtype=torch.float32)
-            for tile_k in hl.tile(K, block_size=tail_k if narrow else block_k):
-                a = load_rows(A_packed, row0, end, tile_k, tail_height, tma)
-                acc = hl.dot(a, load_weight(B, matrix, n, N, tile_k, tail_width, transposed, tma), acc=acc)
+            acc = hl.zeros([64, 256], dtype=torch.float32)
+            for tile_k in hl.tile(K, block_size=block_k):
+                a = load_rows(A_packed, row0, end, tile_k, 64, tma)
+                acc = hl.dot(a, load_weight(B, matrix, n, N, tile_k, 256, transposed, tma), acc=acc)
             if bias is not None:
-                acc = acc + load_bias(bias, group, n, N, tail_width)
-            _store(tails_out, row0, end, n, acc.to(out.dtype), 1 if narrow else pieces, tma)
+                acc = acc + load_bias(bias, group, n, N, 256)
+            _store(tails_out, row0, end, n, acc.to(out.dtype), pieces, tma)
+
+        if narrow_out is not None:
+            for tile_c in hl.tile(num_narrow, block_size=1):
+                listed = 1 + first_narrow + int32(tile_c.id, row_tiles) * narrow_workers
+                last = listed * 0 + columns
+                group = tiles[listed, 0].to(torch.int64)
+                row0 = tiles[listed, 1]
+                end = tiles[listed, 2]
+                matrix = group * (not shared)
+                sums = hl.zeros([128, narrow], dtype=torch.float32)
+                for tile_c_k in hl.tile(K, block_size=narrow_k):
+                    rows = load_rows(A_packed, row0, end, tile_c_k, 128, tma)
+                    weight = load_weight(B, matrix, last, N, tile_c_k, narrow, transposed, tma)
+                    sums = hl.dot(rows, weight, acc=sums)
+                if bias is not None:
+                    sums = sums + load_bias(bias, group, last, N, narrow)
+                store_columns(narrow_out, row0, end, last * (256 // narrow), sums.to(out.dtype), tma)
 
         for tile_j in hl.tile(num_whole, block_size=1):
-            j = int32(tile_j.id, s)
+            j = int32(tile_j.id, row_tiles)
             position = torch.where(j < num_early, first + j * others, first_late + (j - num_early) * workers)
             t, n = place(position, row_tiles, columns, log2_group_m)
             group = tiles[1 + t, 0].to(torch.int64)
@@ -102,14 +126,6 @@ def jagged_tails(
                 acc = acc + load_bias(bias, group, n, N, 256)
             _store(out, row0, end, n, acc.to(out.dtype), pieces, tma)
     return out
-
-
-def _place_of_tail(position: Tensor, row_tiles: Tensor, columns: int, narrow: int) -> tuple[Tensor, Tensor]:
-    """Return the row of the table, and the column, of the tail at `position`."""
-    if narrow:
-        return 1 + position, position * 0 + columns
-    t = divide(position, columns)
-    return 1 + row_tiles + t, position - t * columns
 
 
 def load_rows(A_packed: Tensor, row0: Tensor, end: Tensor, tile_k: Any, block_m: int, tma: bool) -> Tensor:
@@ -143,9 +159,6 @@ def load_bias(bias: Tensor, group: Tensor, n: Tensor, N: int, width: int) -> Ten
 
 def _store(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, pieces: int, tma: bool) -> None:
     """Store rows row0 to `end`, columns from n * 256 on, in pieces to leave shared memory for four stages of loads."""
-    if pieces == 1:
-        store_columns(out, row0, end, n * (256 // tile.size(1)), tile, tma)
-        return
     left, right = _halves(tile)
     if pieces == 2:
         store_columns(out, row0, end, 2 * n, left, tma)
@@ -189,14 +202,14 @@ def multiply(
     """Write the product to `out` with `jagged_tails`."""
     tma, narrow = choice.addressing.tma_out, rules.narrow_column(problem)
     columns = -(-(out.size(1) - narrow) // rules.TAILS_WIDTH)
-    pieces = rules.tail_pieces(out.size(1), narrow)[1]
-    tiles = plan_table(builder, group_offsets, out, rules.TAILS_HEIGHT, NO_TAILS if narrow else rules.UNSPLIT)
-    outs, shared = (out, out), B.size(0) == 1
+    pieces = rules.tail_pieces(out.size(1), narrow)
+    tiles = plan_table(builder, group_offsets, out, rules.TAILS_HEIGHT, ALONE if narrow else rules.UNSPLIT)
+    outs, shared = (out if narrow else None, out, out), B.size(0) == 1
     if tma:
         A_packed = replace(A_packed, tma_clipped=True)
         whole = out.as_strided((out.size(0), out.size(1) - narrow), out.strides, 0)
-        of_tails = (128, narrow) if narrow else (64, 256 // pieces)
-        outs = _windows(out, *of_tails), _windows(whole, 128, 256 // pieces)
+        of_narrow = _windows(out, 128, narrow) if narrow else None
+        outs = of_narrow, _windows(whole, 64, 256 // pieces), _windows(whole, 128, 256 // pieces)
     numbers = 2 * rules.tail_cost(problem) + 1, 2 * (rules.row_group(problem).bit_length() - 1) + 1
     constants = (columns, narrow, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors)
     arguments = (A_packed, B, tiles, bias, *outs, *numbers, *constants)

@@ -17,6 +17,7 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 # Values of `unsplit` that are no number of rows.
 NO_TAILS = (1 << 30) - 1  # all groups have tiles of one height
 MERGED = NO_TAILS - 1  # a tail is part of the tile before it
+ALONE = NO_TAILS - 2  # only a group's only tile may be a tail
 
 
 @kernel(
@@ -95,25 +96,33 @@ def _unsplit(rows: torch.Tensor, block_m: int, unsplit: torch.Tensor) -> torch.T
 
 
 def shares(
-    whole: torch.Tensor, tails: torch.Tensor, worker: int, workers: int, tail_cost: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Return a worker's share of the `whole` tiles and `tails`; a tail costs `tail_cost`, a whole tile 64.
+    whole: torch.Tensor,
+    tails: torch.Tensor,
+    worker: int,
+    workers: int,
+    tail_cost: torch.Tensor,
+    narrow: torch.Tensor | None = None,
+    narrow_cost: int = 0,
+) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """Return a worker's share of the `whole` tiles, the `tails`, and the `narrow` tiles, if there may be any. A tail
+    costs `tail_cost`, a narrow tile `narrow_cost`, a whole tile 64.
 
-    s workers begin with the tails while the others compute some of the whole tiles. Then all workers share the
-    remaining whole tiles, starting with the workers without tails. s minimises the cost of the most loaded worker.
+    s workers begin with the tails or the narrow tiles while the others compute some of the whole tiles. Then all
+    workers share the remaining whole tiles, starting with those others. s minimises the cost of the most loaded worker.
 
-    Returns (num_tails, first_tail, s, num_whole, num_early, first, others, first_late): `num_tails` tails, numbers
-    first_tail, first_tail + s, ..., and `num_whole` whole tiles, of which the first `num_early` are first,
-    first + others, ... and the rest first_late, first_late + workers, ...
+    Returns (num_tails, tail_workers), (num_narrow, first_narrow, narrow_workers), (num_whole, num_early, first, others,
+    first_late): `num_tails` tails, numbers worker, worker + tail_workers, ...; `num_narrow` narrow tiles, numbers
+    first_narrow, first_narrow + narrow_workers, ...; and `num_whole` whole tiles, of which the first `num_early` are
+    first, first + others, ... and the rest first_late, first_late + workers, ...
     """
     # The cost for each s from 1 to 128.
     tried = hl.arange(128, dtype=torch.int32) + 1
-    tails_time = divide(tails + tried - 1, tried) * tail_cost
-    early = divide(tails_time, 64)
+    _, _, small_time = _small_tiles(tried, tails, tail_cost, narrow, narrow_cost)
+    early = divide(small_time, 64)
     left = torch.clamp(whole - early * (workers - tried), min=0)
     most_early = torch.minimum(early, divide(whole + workers - tried - 1, torch.clamp(workers - tried, min=1)))
     time = torch.maximum(
-        tails_time + divide(left + tried - 1, workers) * 64, (most_early + divide(left + (workers - 1), workers)) * 64
+        small_time + divide(left + tried - 1, workers) * 64, (most_early + divide(left + (workers - 1), workers)) * 64
     )
     # Penalise an s whose tails take less than three fifths of the time: a tail should be computed together with its
     # group's whole tiles, while the weights are in the L2 cache.
@@ -124,15 +133,43 @@ def shares(
     s = best - divide(best, 128) * 128 + 1
 
     others = workers - s
-    early_end = torch.minimum(divide(divide(tails + s - 1, s) * tail_cost, 64) * others, whole)
+    tail_workers, narrow_workers, early_time = _small_tiles(s, tails, tail_cost, narrow, narrow_cost)
+    early_end = torch.minimum(divide(early_time, 64) * others, whole)
     w = int32(worker, s)
-    has_tails = w < s
-    first = torch.where(has_tails, w + others, w - s)  # workers without tails come first
-    num_tails = torch.where(has_tails, _count(w, s, tails), 0)
-    num_early = torch.where(has_tails, 0, _count(first, others, early_end))
+    is_early = w >= s
+    first = torch.where(is_early, w - s, w + others)  # workers without small tiles come first
+    num_tails = torch.where(w < tail_workers, _count(w, tail_workers, tails), 0)
+    first_narrow = w - (s - narrow_workers)
+    num_narrow = s * 0
+    if narrow is not None:
+        counted = _count(first_narrow, narrow_workers, narrow)
+        num_narrow = torch.where(is_early | (first_narrow < 0), 0, counted)
+    num_early = torch.where(is_early, _count(first, others, early_end), 0)
     first_late = early_end + first
     num_whole = num_early + _count(first_late, workers, whole)
-    return num_tails, w, s, num_whole, num_early, first, others, first_late
+    of_whole = num_whole, num_early, first, others, first_late
+    return (num_tails, tail_workers), (num_narrow, first_narrow, narrow_workers), of_whole
+
+
+def _small_tiles(
+    s: torch.Tensor, tails: torch.Tensor, tail_cost: torch.Tensor, narrow: torch.Tensor | None, narrow_cost: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Divide s workers between tails and narrow tiles in proportion to their costs. Return the number of workers for
+    each, at least 1, and the time until all are done. A single worker computes both.
+    """
+    if narrow is None:
+        return s, s, divide(tails + s - 1, s) * tail_cost
+    tails_work = (tails * tail_cost).to(torch.float32)
+    work = tails_work + (narrow * narrow_cost).to(torch.float32)
+    share = (s.to(torch.float32) * tails_work / torch.clamp(work, min=1) + 0.5).to(torch.int32)
+    most = torch.clamp(s - torch.clamp(narrow, max=1), min=1)
+    tail_workers = torch.clamp(torch.minimum(share, most), min=1)
+    narrow_workers = torch.clamp(s - torch.where(tails > 0, tail_workers, 0), min=1)
+    tails_time = divide(tails + tail_workers - 1, tail_workers) * tail_cost
+    narrow_time = divide(narrow + narrow_workers - 1, narrow_workers) * narrow_cost
+    one_does_both = (s < 2) & (tails > 0)
+    time = torch.where(one_does_both, tails_time + narrow_time, torch.maximum(tails_time, narrow_time))
+    return tail_workers, narrow_workers, time
 
 
 def _count(first: torch.Tensor, step: Any, end: torch.Tensor) -> torch.Tensor:

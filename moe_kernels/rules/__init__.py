@@ -98,7 +98,7 @@ _KERNELS = {
 }
 # Of whole tiles in `jagged_tails` and `jagged_tall`, whose sources repeat these numbers.
 TAILS_HEIGHT, TAILS_WIDTH = 128, 256
-NARROW_FROM_ROWS = 1024  # With fewer rows per group, tails of few rows save as much as a narrow column.
+NARROW_FROM_ROWS = 1024  # With fewer rows per group, tails of all groups save as much as a narrow column.
 UNSPLIT = 384  # Up to this many rows, reading a group's weight once more for a tail costs more than half a tile.
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM share, from sm90 on
 MAX_BLOCK_G = 1024  # the most offsets that a program processes at once
@@ -262,36 +262,35 @@ def tall(K: int, has_bias: bool, addressing: Addressing) -> Config:
 
 
 def narrow_column(problem: Problem) -> int:
-    """The width of a last column whose tiles are the tails of `jagged_tails`, or 0 for tails of few rows."""
+    """The width of a narrower last column of tiles in `jagged_tails`, or 0 for none."""
     width = problem.N % TAILS_WIDTH
-    return width if width in (64, 128) and problem.rows >= NARROW_FROM_ROWS else 0
+    # If memory is slow, tails save less.
+    least = NARROW_FROM_ROWS // 2 if width == 64 and _slow_memory(problem) else NARROW_FROM_ROWS
+    return width if width in (64, 128) and problem.rows >= least else 0
 
 
 def tails(N: int, K: int, has_bias: bool, addressing: Addressing, narrow: int) -> Config:
     """The config of `jagged_tails`."""
     options: dict[str, Any] = {"num_warps": 8, "num_stages": 4, "pid_type": "flat"}
     if addressing.tma_out:
-        # The loops over tiles; those over K are the third, if `narrow`, and the last.
-        options["range_flattens"] = [None, True, None, True, None] if narrow else [None, True, True, None]
+        # The loops over tiles. That over the K of a narrow column is the third-last, that of both others the last.
+        options["range_flattens"] = [None, True, True, None, True, None] if narrow else [None, True, True, None]
         if narrow == 128:
-            options["range_num_stages"] = [0, 0, 6, 0, 0]  # these loads take as much memory as four of a whole tile
-    options |= indexing_of("tails", has_bias, addressing, tail_pieces(N, narrow))
+            options["range_num_stages"] = [0, 0, 0, 6, 0, 0]  # these loads take as much memory as four of a whole tile
+    options |= indexing_of("tails", has_bias, addressing, tail_pieces(N, narrow), narrow)
     return Config(block_sizes=[block_for(K, 64), block_for(K, 128 if narrow == 64 else 64)], **options)
 
 
-def tail_pieces(N: int, narrow: int) -> tuple[int, int]:
-    """The number of pieces in which `jagged_tails` stores a tail and a whole tile.
+def tail_pieces(N: int, narrow: int) -> int:
+    """The number of pieces in which `jagged_tails` stores 256 columns.
 
-    N without a narrow column must be a multiple of the width of a piece of 256 columns.
+    N without a narrow column must be a multiple of the width of a piece.
     """
-    pieces = 2 if (N - narrow) % 128 == 0 else 4
-    return (1 if narrow else pieces), pieces
+    return 2 if (N - narrow) % 128 == 0 else 4
 
 
 def tail_cost(problem: Problem) -> int:
     """The time of a tail in `jagged_tails`, in 64ths of that of a whole tile; see benchmarks/notes.md."""
-    if narrow := narrow_column(problem):
-        return 30 if narrow == 64 else 36
     # With few rows, tails and whole tiles both wait for the weights.
     if _slow_memory(problem) and problem.rows < 1024:
         return 56
@@ -355,15 +354,14 @@ def addressing(problem: Access, tma_A: bool, tma_B: bool, tma_out: bool) -> Addr
 
 
 def indexing_of(
-    variant: str, has_bias: bool, addressing: Addressing, pieces: tuple[int, int] = (1, 1)
+    variant: str, has_bias: bool, addressing: Addressing, pieces: int = 1, narrow: int = 0
 ) -> dict[str, Any]:
     """The options for `addressing`, in the order of the kernel's accesses: tables, A_packed, B, bias, pieces of out."""
     a, b, out, _ = addressing
     if variant == "tails":
-        of_tail, of_whole = pieces
-        numbers = [False] * (1 if of_tail == 1 else 2)  # a narrow column has as many tiles as the others
         tile = [*[False] * 3, a, b, *[False] * has_bias]
-        return indexing(*numbers, *tile, *[out] * of_tail, *tile, *[out] * of_whole)
+        of_narrow = [*tile, out] if narrow else []
+        return indexing(False, False, *tile, *[out] * pieces, *of_narrow, *tile, *[out] * pieces)
     if variant == "tall":
         tile = [*[False] * 3, a, b, a, *[False] * 2 * has_bias, False, False]
         return indexing(False, *tile, a, b, *[False] * has_bias, False)
@@ -372,7 +370,8 @@ def indexing_of(
 
 
 def _indexing(problem: Problem, variant: str, addressing: Addressing) -> dict[str, Any]:
-    return indexing_of(variant, problem.has_bias, addressing, tail_pieces(problem.N, narrow_column(problem)))
+    narrow = narrow_column(problem)
+    return indexing_of(variant, problem.has_bias, addressing, tail_pieces(problem.N, narrow), narrow)
 
 
 def indexing(*tma: bool) -> dict[str, Any]:

@@ -233,8 +233,9 @@ def test_taller_tiles_are_listed_in_order(device: str) -> None:
 def test_the_kernel_object(narrow: int, device: str) -> None:
     A, B, group_offsets = make_inputs([130, 0, 140], 256 + narrow, 64, dtype=torch.float16, device=device)
     out = torch.empty(270, 256 + narrow, dtype=A.dtype, device=device)
-    table = table_of(group_offsets, out, tiles.NO_TAILS if narrow else 384)
-    kernels.jagged_tails(A, B, table, None, out, out.view_as(out), 81, 9, 1, narrow, False, False, False, 2, 5)
+    table = table_of(group_offsets, out)
+    outs = out if narrow else None, out.view_as(out), out.view_as(out)
+    kernels.jagged_tails(A, B, table, None, *outs, 81, 9, 1, narrow, False, False, False, 2, 5)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
@@ -247,39 +248,55 @@ def test_the_kernel_object_of_taller_tiles(device: str) -> None:
 
 
 @helion.kernel(static_shapes=True, config=helion.Config(block_sizes=[], num_warps=4))
-def shared_out(counts: torch.Tensor, out: torch.Tensor, odd_tail_cost: int) -> torch.Tensor:
+def shared_out(counts: torch.Tensor, out: torch.Tensor, odd_tail_cost: int, narrow_cost: hl.constexpr) -> torch.Tensor:
     workers = out.size(0)
     for tile_w in hl.tile(workers, block_size=1):
         tail_cost = decode_odd(odd_tail_cost, counts[0])
-        share = tiles.shares(counts[0], counts[1], tile_w.id, workers, tail_cost)
-        num_tails, first_tail, s, num_whole, num_early, first, others, first_late = share
+        narrow = counts[2] if narrow_cost else None
+        shared = tiles.shares(counts[0], counts[1], tile_w.id, workers, tail_cost, narrow, narrow_cost)
+        of_tails, of_narrow, of_whole = shared
+        num_tails, tail_workers = of_tails
+        num_narrow, first_narrow, narrow_workers = of_narrow
+        num_whole, num_early, first, others, first_late = of_whole
         out[tile_w.id, 0] = num_tails
-        out[tile_w.id, 1] = first_tail
-        out[tile_w.id, 2] = s
-        out[tile_w.id, 3] = num_whole
-        out[tile_w.id, 4] = num_early
-        out[tile_w.id, 5] = first
-        out[tile_w.id, 6] = others
-        out[tile_w.id, 7] = first_late
+        out[tile_w.id, 1] = tail_workers
+        out[tile_w.id, 2] = num_narrow
+        out[tile_w.id, 3] = first_narrow
+        out[tile_w.id, 4] = narrow_workers
+        out[tile_w.id, 5] = num_whole
+        out[tile_w.id, 6] = num_early
+        out[tile_w.id, 7] = first
+        out[tile_w.id, 8] = others
+        out[tile_w.id, 9] = first_late
     return out
 
 
 @pytest.mark.parametrize(
-    ("whole", "tails", "workers"),
-    [(0, 0, 5), (7, 0, 5), (0, 9, 5), (1, 1, 2), (8, 2, 12), (304, 40, 12), (40, 90, 6)],
+    ("whole", "tails", "narrow", "workers"),
+    [
+        *[(0, 0, 0, 5), (7, 0, 0, 5), (0, 9, 0, 5), (1, 1, 0, 2), (8, 2, 0, 12), (304, 40, 0, 12), (40, 90, 0, 6)],
+        *[(0, 0, 3, 5), (22, 0, 2, 5), (0, 11, 1, 2), (1, 1, 1, 2), (8, 2, 3, 12), (1408, 176, 144, 132)],
+        *[(11, 341, 32, 132), (1408, 0, 128, 132), (40, 90, 30, 6), (304, 1, 40, 12)],
+    ],
 )
-def test_every_tile_is_shared_out_once_and_evenly(whole: int, tails: int, workers: int, device: str) -> None:
-    tail_cost = 48
-    counts = torch.tensor([whole, tails], dtype=torch.int32, device=device)
-    out = torch.full((workers, 8), -1, dtype=torch.int32, device=device)
-    whole_done, tails_done, slowest = [], [], 0
-    shares = shared_out(counts, out, 2 * tail_cost + 1).tolist()
-    for num_tails, tail, s, num_whole, num_early, first, others, late in shares:
-        tails_done += [tail + i * s for i in range(num_tails)]
+def test_every_tile_is_shared_out_once_and_evenly(
+    whole: int, tails: int, narrow: int, workers: int, device: str
+) -> None:
+    tail_cost, narrow_cost = 48, 30 if narrow else 0
+    counts = torch.tensor([whole, tails, narrow], dtype=torch.int32, device=device)
+    out = torch.full((workers, 10), -1, dtype=torch.int32, device=device)
+    whole_done, tails_done, narrow_done, costs = [], [], [], []
+    shares = shared_out(counts, out, 2 * tail_cost + 1, narrow_cost).tolist()
+    for w, (num_tails, s, num_narrow, first_narrow, t, num_whole, num_early, first, others, late) in enumerate(shares):
+        tails_done += [w + i * s for i in range(num_tails)]
+        narrow_done += [first_narrow + i * t for i in range(num_narrow)]
         whole_done += [
             first + j * others if j < num_early else late + (j - num_early) * workers for j in range(num_whole)
         ]
-        slowest = max(slowest, num_tails * tail_cost + num_whole * 64)
+        costs.append(num_tails * tail_cost + num_narrow * narrow_cost + num_whole * 64)
     assert sorted(whole_done) == list(range(whole)) and sorted(tails_done) == list(range(tails))
-    if whole > 3 * tails:  # at least as fast as tiles of one height
-        assert slowest <= -(-(whole + tails) // workers) * 64
+    assert sorted(narrow_done) == list(range(narrow))
+    if whole > 3 * (tails + narrow):  # at least as fast as tiles of one height, and of one width
+        assert max(costs) <= -(-(whole + tails + narrow) // workers) * 64
+    if narrow and whole >= 4 * workers:  # no worker has much more than its share
+        assert max(costs) <= sum(costs) / workers + 64
