@@ -199,6 +199,18 @@ def test_the_heights_that_a_routing_calls_for(device: str) -> None:
     assert not out[:2].any() and not out[-7:].any() and out[2:-7].isnan().all()
 
 
+def test_beside_a_narrow_column_only_a_groups_only_tile_is_a_tail(device: str) -> None:
+    sizes = [300, 20, 0, 128, 64, 65, 129, 449, 1]
+    group_offsets = torch.tensor([0, *sizes], device=device).cumsum(0).int()
+    out = torch.empty(sum(sizes), 16, dtype=torch.float16, device=device)
+    table = table_of(group_offsets, out, tiles.ALONE)
+    whole, tails = table[0, :2].tolist()
+    assert table[1 + whole :][:tails, 0].tolist() == [1, 4, 8]
+    assert table[1:][:whole, 0].tolist() == [0, 0, 0, 3, 5, 6, 6, 7, 7, 7, 7]
+    rows = table[1:][: whole + tails, 2] - table[1:][: whole + tails, 1]
+    assert rows.tolist() == [128, 128, 44, 128, 65, 128, 1, 128, 128, 128, 65, 20, 64, 1]
+
+
 def test_taller_tiles_are_listed_in_order(device: str) -> None:
     """A group's rows determine its tiles, as above."""
     sizes = [300, 20, 0, 128, 64, 65, 129, 192, 193, 256, 257, 320, 321]
