@@ -910,6 +910,7 @@ def test_a_narrow_column(rows: int, N: int, gpu: targets.Gpu, narrow: int, piece
     problem = replace(PROBLEM, rows=rows, M=128 * rows, N=N, gpu=gpu)
     assert rules.narrow_column(problem) == narrow
     assert rules.tail_pieces(N, narrow) == pieces
+    assert rules.narrow_cost(narrow) == {64: 30, 128: 36, 0: 0}[narrow]
     config = rules.rule(problem, "tails").config.config
     assert config["block_sizes"] == ([64, 128] if narrow == 64 else [64, 64])
     assert config.get("range_num_stages") == ([0, 0, 0, 6, 0, 0] if narrow == 128 else None)

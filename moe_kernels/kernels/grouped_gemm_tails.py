@@ -52,6 +52,7 @@ def jagged_tails(
     odd_log2_group_m: int,  # 2 * log2(group_m) + 1; group_m whole tiles of a column precede the next column
     columns: hl.constexpr,  # the number of columns of tiles: cdiv(N - narrow, 256)
     narrow: hl.constexpr,  # the width of the narrow column, 64 or 128; 0 if there is none
+    narrow_cost: hl.constexpr,  # the time of one of its tiles, in 64ths of a whole tile's
     shared: hl.constexpr,  # all groups have the same weight; B has a first extent of 1
     transposed: hl.constexpr,
     tma: hl.constexpr,  # A_packed, B and out are accessed by TMA, which clips to a tensor or window
@@ -70,7 +71,6 @@ def jagged_tails(
         log2_group_m = decode_odd(odd_log2_group_m, row_tiles)
         tail_cost = decode_odd(odd_tail_cost, row_tiles)
         narrow_tiles = row_tiles + tail_tiles if narrow else None
-        narrow_cost = 30 if narrow == 64 else 36  # in 64ths of the time of a whole tile; see benchmarks/notes.md
         of_tails, of_narrow, of_whole = shares(
             row_tiles * columns, tail_tiles * columns, tile_w.id, workers, tail_cost, narrow_tiles, narrow_cost
         )
@@ -211,7 +211,8 @@ def multiply(
         of_narrow = _windows(out, 128, narrow) if narrow else None
         outs = of_narrow, _windows(whole, 64, 256 // pieces), _windows(whole, 128, 256 // pieces)
     numbers = 2 * rules.tail_cost(problem) + 1, 2 * (rules.row_group(problem).bit_length() - 1) + 1
-    constants = (columns, narrow, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors)
+    costs = narrow, rules.narrow_cost(narrow)
+    constants = (columns, *costs, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors)
     arguments = (A_packed, B, tiles, bias, *outs, *numbers, *constants)
     builder.launch(jagged_tails, arguments, choice.config, int64_index=choice.addressing.int64_index, tf32=problem.tf32)
 

@@ -269,6 +269,11 @@ def narrow_column(problem: Problem) -> int:
     return width if width in (64, 128) and problem.rows >= least else 0
 
 
+def narrow_cost(width: int) -> int:
+    """The time of a tile of a narrow column, in 64ths of that of a whole tile; see benchmarks/notes.md."""
+    return {64: 30, 128: 36}.get(width, 0)
+
+
 def tails(N: int, K: int, has_bias: bool, addressing: Addressing, narrow: int) -> Config:
     """The config of `jagged_tails`."""
     options: dict[str, Any] = {"num_warps": 8, "num_stages": 4, "pid_type": "flat"}

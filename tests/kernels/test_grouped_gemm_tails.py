@@ -247,7 +247,7 @@ def test_the_kernel_object(narrow: int, device: str) -> None:
     out = torch.empty(270, 256 + narrow, dtype=A.dtype, device=device)
     table = table_of(group_offsets, out)
     outs = out if narrow else None, out.view_as(out), out.view_as(out)
-    kernels.jagged_tails(A, B, table, None, *outs, 81, 9, 1, narrow, False, False, False, 2, 5)
+    kernels.jagged_tails(A, B, table, None, *outs, 81, 9, 1, narrow, 30, False, False, False, 2, 5)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
