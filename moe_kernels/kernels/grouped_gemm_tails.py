@@ -32,10 +32,20 @@ from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
 def _preset(
-    A: Tensor, B: Any, tiles: Any, bias: Any, narrow_out: Any, tails_out: Any, out: Tensor, *numbers: Any
+    A: Tensor,
+    B: Any,
+    tiles: Any,
+    bias: Any,
+    narrow_out: Any,
+    tails_out: Any,
+    out: Tensor,
+    cost: Any,
+    log2: Any,
+    columns: Any,
+    narrow: int,
+    *_: Any,
 ) -> Config:
     by_pointers = rules.Addressing(False, False, False, int64_index=False)
-    _, _, _, narrow, *_ = numbers
     return rules.tails(out.size(1), A.size(1), bias is not None, by_pointers, narrow)
 
 
@@ -211,8 +221,8 @@ def multiply(
         of_narrow = _windows(out, 128, narrow) if narrow else None
         outs = of_narrow, _windows(whole, 64, 256 // pieces), _windows(whole, 128, 256 // pieces)
     numbers = 2 * rules.tail_cost(problem) + 1, 2 * (rules.row_group(problem).bit_length() - 1) + 1
-    costs = narrow, rules.narrow_cost(narrow)
-    constants = (columns, *costs, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors)
+    of_columns = columns, narrow, rules.narrow_cost(narrow)
+    constants = (*of_columns, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors)
     arguments = (A_packed, B, tiles, bias, *outs, *numbers, *constants)
     builder.launch(jagged_tails, arguments, choice.config, int64_index=choice.addressing.int64_index, tf32=problem.tf32)
 
