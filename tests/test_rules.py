@@ -1125,15 +1125,17 @@ def test_where_nothing_can_be_compiled_without_a_private_name(name: str, monkeyp
 
 
 @pytest.mark.parametrize("types", [SimpleNamespace(), SimpleNamespace(TypePropagation=SimpleNamespace())])
-def test_without_helions_search_for_types_nothing_is_replaced(types: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_names_of_helion_nothing_is_replaced(types: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Generating code takes longer then; tests/lowering checks the code."""
     pytest.importorskip("helion")
     from moe_kernels.runtime import compile as compiler
 
     before = {name: vars(value).copy() for name, value in vars(types).items()}
     monkeypatch.setattr(compiler, "helion_types", types)
-    with compiler._bodies_visited_once():
+    monkeypatch.setattr(compiler, "helion_lowering", lowering := SimpleNamespace())
+    with compiler._bodies_visited_once(), compiler._handlers_created_once():
         assert {name: vars(value) for name, value in vars(types).items()} == before
+        assert not vars(lowering)
 
 
 def test_what_no_other_config_can_help_is_raised(machine: Machine, tmp_path: Path) -> None:

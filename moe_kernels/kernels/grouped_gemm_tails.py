@@ -95,13 +95,13 @@ def jagged_tails(
             row0 = tiles[1 + row_tiles + t, 1]
             end = tiles[1 + row_tiles + t, 2]
             matrix = group * (not shared)
-            acc = hl.zeros([64, 256], dtype=torch.float32)
+            tail = hl.zeros([64, 256], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):
-                a = load_rows(A_packed, row0, end, tile_k, 64, tma)
-                acc = hl.dot(a, load_weight(B, matrix, n, N, tile_k, 256, transposed, tma), acc=acc)
+                tail_rows = load_rows(A_packed, row0, end, tile_k, 64, tma)
+                tail = hl.dot(tail_rows, load_weight(B, matrix, n, N, tile_k, 256, transposed, tma), acc=tail)
             if bias is not None:
-                acc = acc + load_bias(bias, group, n, N, 256)
-            _store(tails_out, row0, end, n, acc.to(out.dtype), pieces, tma)
+                tail = tail + load_bias(bias, group, n, N, 256)
+            _store(tails_out, row0, end, n, tail.to(out.dtype), pieces, tma)
 
         if narrow_out is not None:
             for tile_c in hl.tile(num_narrow, block_size=1):

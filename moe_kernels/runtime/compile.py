@@ -18,12 +18,13 @@ import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import helion
 import helion._compiler.compile_environment as helion_environment
+import helion._compiler.inductor_lowering as helion_lowering
 import helion._compiler.type_propagation as helion_types
 import helion.language as hl
 import torch
@@ -287,6 +288,7 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
             raise requirements.lacks("helion", "inline_triton._get_masked_value")
         stack.enter_context(replaced(hl.inline_triton, _get_masked_value=_value_outside))
         stack.enter_context(_bodies_visited_once())
+        stack.enter_context(_handlers_created_once())
         args = tuple(tensors(x) if isinstance(x, _Example) else x for x in examples)
         bound = _variant(request.kernel, request.int64_index, request.tf32).bind(args)
         code = bound.to_triton_code(helion.Config(**config))
@@ -301,9 +303,10 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
 
 @contextmanager
 def _bodies_visited_once() -> Iterator[None]:
-    """Within the block, Helion infers types once instead of twice in the body of a grid loop, and of unrolled loops
-    directly inside, if no name assigned there had a value before: a second visit would find the same types. This
-    halves the visits of inner loops, too. If Helion lacks the function, code generation takes longer.
+    """Within the block, Helion infers types once instead of twice in the body of a loop on the device, if each name
+    assigned there either had no value before, or is a tensor of the same dtype and shape before and after: a second
+    visit would find the same types. An inner loop is visited at each visit of the outer one, so few visits are left. If
+    Helion lacks the function, code generation takes longer.
     """
     propagation = getattr(helion_types, "TypePropagation", None)
     visit = getattr(propagation, "_loop_body", None)
@@ -311,20 +314,51 @@ def _bodies_visited_once() -> Iterator[None]:
 
     def loop_body(self: Any, statements: list[ast.stmt]) -> Any:
         assert visit is not None
-        if self.device_loop_depth != 1:
+        if self.device_loop_depth == 0:
             return visit(self, statements)
         if id(statements) in found:
             return found.pop(id(statements))
-        nodes = (node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name))
-        names = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
-        carries = any(self.scope.maybe_get(name) is not None for name in names)
+        nodes = [node for statement in statements for node in ast.walk(statement)]
+        targets = {node.target.id for node in nodes if isinstance(node, ast.For) and isinstance(node.target, ast.Name)}
+        names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)} - targets
+        before = {name: value for name in names if (value := self.scope.maybe_get(name)) is not None}
         scope = visit(self, statements)
-        if not carries:
+        if all(_same_tensors(value, scope.variables.get(name, value)) for name, value in before.items()):
             found[id(statements)] = scope.clone()
         return scope
 
     with replaced(propagation, _loop_body=loop_body):
         yield
+
+
+def _handlers_created_once() -> AbstractContextManager[None]:
+    """Within the block, Helion lowers all pointwise operations of a kernel with one set of Inductor's handlers, which
+    it creates anew for each. If Helion lacks the names, code generation takes longer.
+    """
+    names = ("FakeGraphLowering", "TritonKernel")
+    return replaced(helion_lowering, **{name: _created_once(getattr(helion_lowering, name, None)) for name in names})
+
+
+def _created_once(create: Any) -> Callable[..., Any]:
+    created: list[Any] = []
+
+    def once(*args: Any, **options: Any) -> Any:
+        if not created:
+            created.append(create(*args, **options))
+        return created[0]
+
+    return once
+
+
+def _same_tensors(a: Any, b: Any) -> bool:
+    """Whether two of Helion's types are tensors of the same dtype and shape. Comparing sizes themselves would make
+    PyTorch assume that symbols are equal where their examples are.
+    """
+    both = (a, b)
+    if not all(isinstance(x, helion_types.TensorType) for x in both):
+        return False
+    one, other = ((x.fake_value.dtype, str(x.fake_value.size())) for x in both)
+    return one == other
 
 
 def _value_outside(node: Any) -> float | None:
@@ -387,10 +421,9 @@ def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
             return to_fake(self, tensor, source)
         with torch_internals.without_modes():
             meta = torch.empty_strided(tuple(tensor.size()), tuple(tensor.stride()), dtype=tensor.dtype, device="meta")
-        converter = self.fake_mode.fake_tensor_converter
-        like = converter.from_real_tensor(self.fake_mode, meta, shape_env=self.shape_env, source=source)
+        sizes, strides, _ = self.shape_env.create_symbolic_sizes_strides_storage_offset(meta, source)
         with self.fake_mode:
-            result = torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device)
+            result = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
         self.input_sources[result] = source
         return result
 

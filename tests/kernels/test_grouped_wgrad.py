@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from moe_kernels.checks import clamp_offsets
 from moe_kernels.kernels.grouped_wgrad import multiply_persistent, plan_grouped_gemm_wgrad
 from moe_kernels.rules import wgrad as rules
 from moe_kernels.runtime import cache
+from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.testing import assert_grouped_gemm_close, assert_within_budget, group_sizes_for, make_inputs
@@ -75,6 +77,20 @@ def in_one_loop(A: torch.Tensor, D: torch.Tensor, group_offsets: torch.Tensor) -
 def test_one_loop_over_the_steps_of_all_tiles(offsets: list[int], device: str) -> None:
     A, D, group_offsets = make(offsets, 300, 256, 512, device)
     assert_wgrad_close(in_one_loop(A, D, group_offsets), A, D, group_offsets)
+
+
+def test_types_found_in_fewer_visits_are_those_of_helion_alone(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The generated code is the same, with a mask where a tile may exceed the groups."""
+    codes: list[str] = []
+    import_ = compiler._import
+    monkeypatch.setattr(compiler, "_import", lambda code: codes.append(code) or import_(code))
+    for _ in range(2):
+        monkeypatch.setattr(compiler, "_hosts", {})
+        compiler._variant.cache_clear()
+        in_one_loop(*make([0, 70, 300], 300, 256, 512, device))
+        monkeypatch.setattr(compiler, "_bodies_visited_once", nullcontext)
+    half = len(codes) // 2
+    assert codes[:half] == codes[half:] != []
 
 
 @pytest.mark.gpu

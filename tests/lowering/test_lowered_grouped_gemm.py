@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helion._compiler import inductor_lowering
 from helion._compiler.type_propagation import TypePropagation
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -216,25 +217,35 @@ def test_large_spans_without_tma_are_addressed_in_64_bits(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("shape", [(8, 64, 1536, 2048), (8, 4096, 1536, 2048)], ids=str)
-def test_types_are_found_by_fewer_visits(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int]) -> None:
-    """Loop bodies are visited less often, and the generated code is the same as with Helion's own search."""
+def test_code_is_generated_in_fewer_steps(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int]) -> None:
+    """Loop bodies are visited once, one of them twice; Inductor's handlers are created once; the code is the same."""
     visits: list[Any] = []
-    visit = TypePropagation._loop_body
+    handlers: list[Any] = []
+    visit, create = TypePropagation._loop_body, inductor_lowering.TritonKernel
 
     def noting(self: TypePropagation, statements: Any) -> Any:
         visits.append(statements)
         return visit(self, statements)
 
-    def generated() -> tuple[dict[str, str], int]:
+    def noted(*args: Any, **options: Any) -> Any:
+        handlers.append(create(*args, **options))
+        return handlers[-1]
+
+    def generated() -> tuple[dict[str, str], int, int]:
         monkeypatch.setattr(compiler, "_hosts", {})
         compiler._variant.cache_clear()
         visits.clear()
+        handlers.clear()
         reports = compiled(monkeypatch, "auto", shape)
-        return {name: report["code"] for name, report in reports.items()}, len(visits)
+        return {name: report["code"] for name, report in reports.items()}, len(visits), len(handlers)
 
     monkeypatch.setattr(TypePropagation, "_loop_body", noting)
-    code, few = generated()
-    monkeypatch.setattr(compiler, "_bodies_visited_once", nullcontext)
-    same_code, many = generated()
+    monkeypatch.setattr(inductor_lowering, "TritonKernel", noted)
+    code, few, once = generated()
+    assert few <= len({id(statements) for statements in visits}) + 1
+    assert 0 < once <= len(code)
+    for name in ("_bodies_visited_once", "_handlers_created_once"):
+        monkeypatch.setattr(compiler, name, nullcontext)
+    same_code, many, each = generated()
     assert code == same_code
-    assert 0 < few <= many - 2 * len(code)
+    assert many >= 2 * few and each > 10 * once
