@@ -761,6 +761,9 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"rows": 256, "M": 32768, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
         ({"rows": 512, "M": 65536, "gpu": SLOW}, ("tails", 128, [64, 64], 8, 4)),
         ({"rows": 1024, "M": 131072, "gpu": SLOW}, ("tails", 128, [64, 64], 8, 4)),
+        ({"rows": 256, "M": 32768, "N": 3072, "gpu": SLOW}, ("persistent", 128, [256, 64], 8, 4)),
+        ({"rows": 512, "M": 65536, "N": 3072, "gpu": SLOW}, ("tails", 128, [64, 64], 8, 4)),
+        ({"rows": 512, "M": 65536, "N": 3072, "gpu": GPU}, ("tails", 128, [64, 64], 8, 4)),
         ({"rows": 64, "M": 8192, "dtype": torch.float32, "tf32": True}, ("basic", 64, [64, 64, 256, 32], 4, 3)),
         ({"rows": 16, "M": 2048, "tma_B": False}, ("basic", 32, [32, 64, 256, 64], 4, 3)),
         ({"rows": 512, "M": 4096, "N": 64, "G": 8, "gpu": GPU}, ("basic", 64, [64, 64, 16, 128], 4, 5)),
@@ -784,8 +787,13 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     if choice.variant in ("basic", "persistent"):  # the others take the number as an argument
         assert values["l2_groupings"] == [4 if choice.variant == "basic" else rules.row_group(problem)]
     few_tiles = problem.G == 8 and problem.gpu is GPU and problem.K == 7168 and problem.rows >= 128
-    few_rows = 8 if problem.gpu is SLOW and problem.rows >= 256 else 4
-    assert rules.row_group(problem) == (few_rows if problem.rows < 512 and not few_tiles else 16)
+    if few_tiles:
+        row_group = 16
+    elif problem.N * problem.K * problem.dtype.itemsize <= 2**23:  # bytes of a group's weight
+        row_group = 4
+    else:
+        row_group = 16 if problem.rows >= 512 else 8 if problem.gpu is SLOW and problem.rows >= 256 else 4
+    assert rules.row_group(problem) == row_group
     assert rules.why_illegal(choice, problem) is None
 
 
@@ -899,7 +907,7 @@ def test_cost_of_a_tail_with_slow_memory(rows: int, K: int, cost: int) -> None:
         (1024, 1408, GPU, 128, 2),
         (1024, 2048, GPU, 0, 2),
         (1024, 960, GPU, 0, 4),
-        (512, 2880, GPU, 0, 4),
+        (512, 2880, GPU, 64, 2),
         (512, 1408, GPU, 0, 2),
         (512, 2880, SLOW, 64, 2),
         (512, 1408, SLOW, 0, 2),

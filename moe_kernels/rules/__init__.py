@@ -89,6 +89,7 @@ _IEEE: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 16, 4, 3), 1
 
 PERSISTENT_FROM_ROWS = 128
 LARGE_WEIGHTS = 2 << 30  # bytes: reading larger weights takes most of the time, up to 127 or 255 rows per group
+SMALL_WEIGHT = 8 << 20  # bytes of a group's weight: several fit into the L2 cache
 SHORT = 512  # Up to this K, a tile ends before its loads are in flight: persistent loops start those of the next tile.
 # The kernels that each requested variant allows.
 _KERNELS = {
@@ -187,9 +188,10 @@ def row_group(problem: Problem) -> int:
     # With few rows, row tiles belong to different groups, which share no weights. The fewer groups are read at once,
     # the better, unless there are so few tiles that most run at once.
     together = _few_tiles(problem) and _persistent_height(problem) == 64
-    if problem.rows >= 512 or together:
+    small = problem.N * problem.K * problem.dtype.itemsize <= SMALL_WEIGHT
+    if together or (problem.rows >= 512 and not small):
         return 16
-    return 8 if _slow_memory(problem) and problem.rows >= 256 else 4
+    return 8 if _slow_memory(problem) and problem.rows >= 256 and not small else 4
 
 
 def _large_weights(problem: Problem) -> bool:
@@ -264,8 +266,8 @@ def tall(K: int, has_bias: bool, addressing: Addressing) -> Config:
 def narrow_column(problem: Problem) -> int:
     """The width of a narrower last column of tiles in `jagged_tails`, or 0 for none."""
     width = problem.N % TAILS_WIDTH
-    # If memory is slow, tails save less.
-    least = NARROW_FROM_ROWS // 2 if width == 64 and _slow_memory(problem) else NARROW_FROM_ROWS
+    # One of 64 columns costs less than half of a whole tile.
+    least = NARROW_FROM_ROWS // 2 if width == 64 else NARROW_FROM_ROWS
     return width if width in (64, 128) and problem.rows >= least else 0
 
 
