@@ -1144,6 +1144,7 @@ def test_without_names_of_helion_nothing_is_replaced(types: Any, monkeypatch: py
     with compiler._bodies_visited_once(), compiler._handlers_created_once():
         assert {name: vars(value) for name, value in vars(types).items()} == before
         assert not vars(lowering)
+    assert not compiler._same_tensors(None, None)
 
 
 def test_what_no_other_config_can_help_is_raised(machine: Machine, tmp_path: Path) -> None:

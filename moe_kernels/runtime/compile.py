@@ -354,11 +354,11 @@ def _same_tensors(a: Any, b: Any) -> bool:
     """Whether two of Helion's types are tensors of the same dtype and shape. Comparing sizes themselves would make
     PyTorch assume that symbols are equal where their examples are.
     """
-    both = (a, b)
-    if not all(isinstance(x, helion_types.TensorType) for x in both):
+    kind = getattr(helion_types, "TensorType", ())  # without it, types are taken to differ
+    if not isinstance(a, kind) or not isinstance(b, kind):
         return False
-    one, other = ((x.fake_value.dtype, str(x.fake_value.size())) for x in both)
-    return one == other
+    one, other = ((x.fake_value.dtype, str(x.fake_value.size())) for x in (a, b))
+    return bool(one == other)
 
 
 def _value_outside(node: Any) -> float | None:
