@@ -99,7 +99,7 @@ _KERNELS = {
 }
 # Of whole tiles in `jagged_tails` and `jagged_tall`, whose sources repeat these numbers.
 TAILS_HEIGHT, TAILS_WIDTH = 128, 256
-NARROW_FROM_ROWS = 1024  # With fewer rows per group, tails of all groups save as much as a narrow column.
+NARROW_FROM_ROWS = 1024  # of 128 columns; half as many for 64. With fewer, tails of all groups save as much.
 UNSPLIT = 384  # Up to this many rows, reading a group's weight once more for a tail costs more than half a tile.
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM share, from sm90 on
 MAX_BLOCK_G = 1024  # the most offsets that a program processes at once
@@ -266,7 +266,6 @@ def tall(K: int, has_bias: bool, addressing: Addressing) -> Config:
 def narrow_column(problem: Problem) -> int:
     """The width of a narrower last column of tiles in `jagged_tails`, or 0 for none."""
     width = problem.N % TAILS_WIDTH
-    # One of 64 columns costs less than half of a whole tile.
     least = NARROW_FROM_ROWS // 2 if width == 64 else NARROW_FROM_ROWS
     return width if width in (64, 128) and problem.rows >= least else 0
 
