@@ -41,7 +41,10 @@ Progress = Callable[[int, int], None]
 
 
 class LayerShape(NamedTuple):
-    """The sizes of a SwiGLU layer, for `compile_ahead`: H, I, E, top_k, and bfloat16, float16 or float32."""
+    """A SwiGLU layer for `compile_ahead`: `hidden_size`, `intermediate_size`, `num_experts`, `top_k` and `dtype`.
+
+    `dtype` is bfloat16 (the default), float16 or float32.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -60,7 +63,7 @@ class PlanRequest(NamedTuple):
 
 
 class CompileCounts(NamedTuple):
-    """The result of `compile_ahead`: the numbers of plans, binaries and launcher libraries on disk."""
+    """The result of `compile_ahead`: the numbers of `plans`, `binaries` and launcher `libraries` on disk."""
 
     plans: int
     binaries: int

@@ -23,7 +23,8 @@ class Exchange(NamedTuple):
     """The state of a `dispatch` that `combine` needs.
 
     `routing` sorts this rank's slots by all E experts, and thus by destination rank. `arrival` sorts the received rows,
-    which arrive in the order of the sending ranks, by the experts of this rank.
+    which arrive in the order of the sending ranks, by the experts of this rank. `sent` and `received` are lists of the
+    numbers of rows that this rank sends to, and receives from, each rank.
     """
 
     routing: Routing

@@ -27,8 +27,10 @@ class MoE(nn.Module):
         router: `[E, H]`; the logits are `hidden @ router^T`.
         w_gate_up: `[E, 2I, H]`, gate first; `[E, I, H]` if not `gated`.
         w_down: `[E, H, I]`.
-        compute, fp8_wgrad: as for `moe_mlp`; may be changed between calls, and are ignored after `quantize`.
-        fast_accumulation: as for `moe_mlp`; may be changed between calls, and is ignored except in "fp8_rowwise".
+        compute (str | None): as for `moe_mlp`; may be changed between calls, and is ignored after `quantize`.
+        fp8_wgrad (bool): the same.
+        fast_accumulation (bool): as for `moe_mlp`; may be changed between calls, and is ignored except in
+            "fp8_rowwise".
 
     After `quantize`, `w_gate_up` and `w_down` are buffers in fp8, with their scales in the buffers `w_gate_up_scales`
     and `w_down_scales`, and there are no gradients.

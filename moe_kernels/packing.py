@@ -62,8 +62,8 @@ def unpack_groups(packed: Tensor, group_offsets: Tensor) -> list[Tensor]:
 
     Raises:
         TypeError: an argument is not a tensor, or `group_offsets` is neither int32 nor int64.
-        ValueError: wrong rank; `group_offsets` is empty, malformed (see `checks.validate_offsets`) or a meta tensor,
-            which has no values.
+        ValueError: wrong rank; `group_offsets` is empty, or a meta tensor, which has no values; its first entry is not
+            0, or an entry is below the one before it or above M.
     """
     check_matrix("packed", packed, "[M, N]")
     check_index_vector("group_offsets", group_offsets, min_length=1)

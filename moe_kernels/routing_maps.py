@@ -13,7 +13,13 @@ class Routing(NamedTuple):
     Slot `s = t * top_k + k` is token t's k-th choice. Rows are sorted by (expert, slot). Expert e owns the rows
     `group_offsets[e]:group_offsets[e + 1]`; two equal neighbouring offsets mean an expert without rows. A slot with an
     id outside `0..E - 1` is dropped: its row is at or past `group_offsets[-1]`, after the rows of all experts. So both
-    maps are permutations of `0..R - 1`, inverse to each other. The first three fields are int32.
+    maps are permutations of `0..R - 1`, inverse to each other.
+
+    Attributes:
+        group_offsets: `[E + 1]` int32.
+        row_to_slot: `[R]` int32, the slot of each row.
+        slot_to_row: `[R]` int32, the row of each slot.
+        topk_weights: `[T, top_k]`, as given to `route`.
 
     Examples:
         Three tokens choose two of four experts each; there is no expert 4.

@@ -207,7 +207,7 @@ def assert_grouped_gemm_close(
         AssertionError: `out` is wrong; the message names the first wrong group, its error and its budget.
         ValueError: the budget of a group is over a tenth of `max|ref|`. The inputs are unsuitable, because a result of
             zeros might pass. If `ref` is all zeros, `out` must be all zeros.
-        TypeError: unsupported dtypes; see `checks.check_grouped_gemm`.
+        TypeError: unsupported dtypes.
     """
     check_grouped_gemm(A_packed, B, group_offsets, out.dtype, reference=True)
     M, N = A_packed.shape[0], B.shape[-1]

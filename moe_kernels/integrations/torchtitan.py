@@ -54,5 +54,9 @@ if util.find_spec("torchtitan") is not None:
 else:
 
     def grouped_experts(config: Any) -> Any:
-        """Raise an ImportError that names the missing package."""
+        """Return the `MoEKernelsExperts` configuration that corresponds to a `GroupedExperts` configuration.
+
+        Raises:
+            ImportError: torchtitan is missing.
+        """
         raise ImportError("moe_kernels.integrations.torchtitan needs torchtitan 0.3: pip install 'torchtitan>=0.3'")
