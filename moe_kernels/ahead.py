@@ -156,7 +156,7 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
     """Return functions that run each layer of `what` on meta tensors, one per class of token counts."""
     if isinstance(what, str):
         if what not in MODELS:
-            raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {what!r}")
+            raise ValueError(f"what: expected one of {', '.join(MODELS)}, got {what!r}")
         what = LayerShape(*MODELS[what])
     if isinstance(what, LayerShape):
         checks.check_kernel_dtype("dtype", what.dtype)
@@ -173,7 +173,10 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
         for T, *_ in classes(tokens, _num_experts(module), _top_k(module))
     ]
     if not found:
-        raise ValueError(f"module: expected an MoE, or a model that runs its experts by moe_kernels, got {type(what)}")
+        raise ValueError(
+            "what: expected an MoE, a module that contains one, or a transformers model with "
+            f'experts_implementation="moe_kernels", got {type(what).__name__}'
+        )
     return found
 
 
