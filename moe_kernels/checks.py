@@ -102,7 +102,7 @@ def _check_accumulation(fast_accumulation: bool, rowwise: bool) -> None:
     if fast_accumulation and not rowwise:
         raise ValueError(
             "fast_accumulation: expected False for '1x128' and '128x128', whose blocks are added in float32; it is for "
-            "'rowwise' operands"
+            "'rowwise' operands and compute='fp8_rowwise'"
         )
 
 
@@ -227,7 +227,7 @@ def check_gating(
     check_int("top_groups", top_groups)
     if not 1 <= top_groups <= num_groups or E % num_groups:
         raise ValueError(
-            f"num_groups, top_groups: expected a divisor of E = {E}, and 1 to num_groups of its groups, "
+            f"num_groups, top_groups: expected num_groups to divide E = {E}, and top_groups from 1 to num_groups, "
             f"got {num_groups}, {top_groups}"
         )
     most = top_groups * (E // num_groups)
@@ -778,13 +778,13 @@ def check_varied(
             "out: a result that is written to out= has no forward-mode derivatives, but a tensor has a tangent"
         )
     if out is not None and not reference and torch_internals.transformed() and torch_internals.forward_level() < 0:
-        raise RuntimeError("out: expected None in torch.vmap and transforms of torch.func, got a list; leave out= away")
+        raise RuntimeError("out: expected None in torch.vmap and transforms of torch.func, got a list; omit out=")
     if out is not None and torch.is_grad_enabled():
         for name, tensors in lists.items():
             for p, tensor in enumerate(tensors):
                 if tensor.requires_grad:
                     raise RuntimeError(
-                        f"{name}[{p}]: out= has no gradients, but this tensor requires grad: leave out= away, detach "
+                        f"{name}[{p}]: out= has no gradients, but this tensor requires grad: omit out=, detach "
                         "the tensor, or call under torch.no_grad()"
                     )
 

@@ -238,7 +238,7 @@ def test_topk_sigmoid(num_groups: int, top_groups: int, top_k: int) -> None:
 
 def test_topk_sigmoid_refusals() -> None:
     logits = torch.zeros(2, 8)
-    with pytest.raises(ValueError, match=r"^num_groups, top_groups: expected a divisor of E = 8"):
+    with pytest.raises(ValueError, match=r"^num_groups, top_groups: expected num_groups to divide E = 8, "):
         topk_sigmoid(logits, 2, renormalize=True, num_groups=3)
     with pytest.raises(ValueError, match=r"^num_groups, top_groups: .* got 4, 5"):
         topk_sigmoid(logits, 2, renormalize=True, num_groups=4, top_groups=5)
