@@ -7,6 +7,7 @@ measurements. Paths are relative to the page's folder.
 
     <!-- table: FILE -->        all of FILE, a JSON of `benchmarks` or a CSV of TritonBench, and its plots
     <!-- short table: FILE -->  the same in at most eight columns, without plots
+    <!-- training table: FILE -->  training steps in a JSON of `benchmarks.fp8`
     <!-- overview: FOLDER -->   five lines from the results in FOLDER
 
 The plots are written beside FILE. Those of a JSON are named after its suites; a JSON that is not named after one, such
@@ -34,7 +35,8 @@ PAGES = (
     *(Path("docs") / f"{name}.md" for name in ("performance", "low_precision", "compiling_ahead")),
 )
 _BLOCK = re.compile(
-    r"^<!-- (table|short table|overview): (\S+) -->\n(.*?)^<!-- end of table -->$", re.DOTALL | re.MULTILINE
+    r"^<!-- (table|short table|training table|overview): (\S+) -->\n(.*?)^<!-- end of table -->$",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -78,6 +80,8 @@ def _show(kind: str, file: Path) -> _Shown:
         draw = partial(tritonbench.draw, measured, picture)
         return _Shown(tables.of_tritonbench(measured), [picture], tritonbench.is_of(picture, measured), draw)
     results = Results.read(file)
+    if kind == "training table":
+        return _Shown(tables.fp8_steps(results))
     text = tables.markdown(results, short=kind == "short table")
     if kind == "short table" or file.stem not in results.suites:
         return _Shown(text)

@@ -529,6 +529,15 @@ def _short_fp8_table(results: Results) -> list[str]:
     return [f"{_where(results.meta)}. {_replays(results.meta)}.", "", *_markdown_rows(head, rows)]
 
 
+def fp8_steps(results: Results) -> str:
+    """Return a table of training steps in fp8, one line per kind: their speedups over bfloat16."""
+    steps = _fp8_parts(results)["training"]
+    base, *labels = fp8_labels(steps)
+    head = [f"speedup over {_code(base)}", *(record["case"] for record in steps)]
+    rows = [[_code(label), *(_number(_fp8_speedup(record, label, base), 2) for record in steps)] for label in labels]
+    return "\n".join([f"{_where(results.meta)}. {_replays(results.meta)}.", "", *_markdown_rows(head, rows), ""])
+
+
 def _fp8_parts(results: Results) -> dict[str, list[Record]]:
     """Return the records of fp8.py by part; products also split into cases with many rows and of decoding."""
     parts = {name: [r for r in results.records if r["part"] == name] for name in ("product", "layer", "training")}

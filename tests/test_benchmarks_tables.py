@@ -226,6 +226,8 @@ def test_markdown_of_fp8() -> None:
     head = "| speedup over `torch._grouped_mm` (bfloat16) | geometric mean of 3 cases without decoding | decode_dsv3 |"
     rows = ["| `grouped_gemm` (rowwise) | 4.00 | 3.00 |", "| DeepGEMM | 2.24 | 2.25 |"]
     assert [line for line in short if line.startswith("| ")] == [head, *rows]
+    steps = ["| speedup over step (bfloat16) | mixtral, T = 4096 |", "| step (fp8_block) | 1.50 |"]
+    assert [line for line in tables.fp8_steps(found).splitlines() if line.startswith("| ")] == steps
 
 
 def convergence_results() -> run.Results:
