@@ -14,6 +14,7 @@ from building import build, function, run
 from moe_kernels import kernels, rules
 from moe_kernels.kernels import grouped_gemm, tiles
 from moe_kernels.kernels.inline import decode_odd
+from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed
 from moe_kernels.testing import assert_grouped_gemm_close, make_inputs
@@ -259,7 +260,7 @@ def test_the_kernel_object_of_taller_tiles(device: str) -> None:
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
-@helion.kernel(static_shapes=True, config=helion.Config(block_sizes=[], num_warps=4))
+@helion.kernel(static_shapes=True)
 def shared_out(counts: torch.Tensor, out: torch.Tensor, odd_tail_cost: int, narrow_cost: hl.constexpr) -> torch.Tensor:
     workers = out.size(0)
     for tile_w in hl.tile(workers, block_size=1):
@@ -298,8 +299,13 @@ def test_every_tile_is_shared_out_once_and_evenly(
     counts = torch.tensor([whole, tails, narrow], dtype=torch.int32, device=device)
     out = torch.full((workers, 10), -1, dtype=torch.int32, device=device)
     whole_done, tails_done, narrow_done, costs = [], [], [], []
-    shares = shared_out(counts, out, 2 * tail_cost + 1, narrow_cost).tolist()
-    for w, (num_tails, s, num_narrow, first_narrow, t, num_whole, num_early, first, others, late) in enumerate(shares):
+
+    def steps(builder: Builder, counts: SymbolicTensor, out: SymbolicTensor) -> None:
+        builder.launch(shared_out, (counts, out, 2 * tail_cost + 1, narrow_cost), Config(block_sizes=[], num_warps=4))
+
+    run(steps, {"counts": counts, "out": out})
+    shares = enumerate(out.tolist())
+    for w, (num_tails, s, num_narrow, first_narrow, t, num_whole, num_early, first, others, late) in shares:
         tails_done += [w + i * s for i in range(num_tails)]
         narrow_done += [first_narrow + i * t for i in range(num_narrow)]
         whole_done += [
