@@ -317,11 +317,13 @@ def test_a_triton_cache_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatc
 def test_settings_of_the_compilers_have_an_environment_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with DISABLE_PTXAS_OPT=1, for debugging, leaves no slow binaries to later ones."""
     found = {store.environment()}
-    for name, value in (("DISABLE_PTXAS_OPT", "1"), ("TRITON_DEFAULT_FP_FUSION", "0"), ("HELION_FAST_MATH", "1")):
+    settings = {"DISABLE_PTXAS_OPT": "1", "TRITON_DEFAULT_FP_FUSION": "0", "HELION_FAST_MATH": "1"}
+    settings |= {"DISABLE_MMA_V3": "1", "TRITON_OVERRIDE_ARCH": "sm80", "TRITON_KERNEL_OVERRIDE": "1"}
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
         store.forget()
         found.add(store.environment())
-    assert len(found) == 4
+    assert len(found) == 1 + len(settings)
     for name in ("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH"):  # torch.compile sets them for later calls
         monkeypatch.setenv(name, "/ptxas")
         store.forget()

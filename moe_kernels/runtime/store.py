@@ -61,18 +61,35 @@ _SOURCES = (  # the sources that plans depend on; SCHEMA is the version of the s
 # Environment variables by which Helion and Triton compile other code. The paths of ptxas and libdevice are left out:
 # Inductor sets them, so plans would depend on whether a process has used torch.compile.
 _COMPILER_SETTINGS = (
+    "ALLOW_LHS_TMEM_LAYOUT_CONVERSION",
+    "AMDGCN_ANALYZE_SMALL_TENSOR_RANGE",
+    "AMDGCN_SCALARIZE_PACKED_FOPS",
+    "AMDGCN_USE_BUFFER_ATOMICS",
+    "AMDGCN_USE_BUFFER_OPS",
     "DISABLE_LLVM_OPT",
+    "DISABLE_MMA_V3",
+    "DISABLE_MMA_V5",
     "DISABLE_PTXAS_OPT",
     "HELION_DEBUG_DTYPE_ASSERTS",
     "HELION_FAST_MATH",
     "HELION_TRITON_DO_NOT_SPECIALIZE",
     "LLVM_PASS_PLUGIN_PATH",
     "PTXAS_OPTIONS",
+    "TRITON_CONSAN_INIT_ALLOCATIONS",
     "TRITON_DEFAULT_FP_FUSION",
     "TRITON_ENABLE_ASAN",
+    "TRITON_ENABLE_EXPERIMENTAL_CONSAN",
     "TRITON_F32_DEFAULT",
     "TRITON_FORCE_DISABLE_FP_FUSION",
+    "TRITON_HIP_USE_ASYNC_COPY",
+    "TRITON_HIP_USE_BLOCK_PINGPONG",
+    "TRITON_HIP_USE_COEXEC_SCHEDULER",
+    "TRITON_HIP_USE_EXPERT_SCHEDULING",
+    "TRITON_HIP_USE_IN_THREAD_TRANSPOSE",
+    "TRITON_KERNEL_OVERRIDE",
     "TRITON_MOCK_PTX_VERSION",
+    "TRITON_OVERRIDE_ARCH",
+    "TRITON_PLUGIN_PATHS",
 )
 _LIMIT_MB = 2048
 _EXTENSIONS = ("cubin", "hsaco", "spv", "so")
