@@ -217,8 +217,13 @@ class MoE(nn.Module):
         *_, error_msgs = rest
         for name in ("w_gate_up", "w_down"):
             stored, scales = (state_dict.get(f"{prefix}{name}{part}") for part in ("", "_scales"))
-            if stored is not None and (stored.dtype.itemsize == 1) != (self.format is not None):
+            # Bytes of fp8, or codes of another format, would be converted as numbers.
+            if stored is not None and not (
+                stored.dtype == torch.float8_e4m3fn if self.format else stored.dtype.itemsize > 1
+            ):
                 way = "load the weights first, and then quantise" if self.format else "call quantize() before loading"
+                if self.format and stored.dtype in (torch.uint8, torch.int8):
+                    way = "if these are the bytes of e4m3, pass .view(torch.float8_e4m3fn)"
                 has = f"is quantised as {self.format!r}" if self.format else "is not quantised"
                 error_msgs.append(f"{prefix}{name}: the layer {has}, and the state dict has {stored.dtype}: {way}")
                 return

@@ -384,6 +384,20 @@ def test_codes_of_another_fp8_dtype_are_no_weights() -> None:
         layer.load_state_dict(state)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e5m2])
+def test_bytes_and_other_codes_are_not_converted_to_weights(dtype: torch.dtype) -> None:
+    """Files of fp8 weights often hold their bytes; copied as numbers, 0x38, which is 1.0, would become 56."""
+    layer, other = (MoE(16, 8, 4, 2, renormalize=True).quantize("fp8_rowwise") for _ in range(2))
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    stored = other.w_down.view(dtype)
+    way = "load the weights first" if dtype.is_floating_point else r"if these are the bytes of e4m3, pass \.view\("
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=f"w_down: the layer is quantised .* has {dtype}: {way}"):
+            layer.load_state_dict(other.state_dict() | {"w_down": stored}, strict=False, assign=assign)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    layer.load_state_dict(other.state_dict() | {"w_down": stored.view(torch.float8_e4m3fn)})
+
+
 def test_layers_in_float64_have_no_products_in_fp8() -> None:
     layer = MoE(16, 8, 4, 2, renormalize=True, dtype=torch.float64)
     with pytest.raises(TypeError, match=r"^w_gate_up: expected bfloat16, float16 or float32, got torch\.float64"):
