@@ -246,9 +246,11 @@ def check_layer(hidden: Tensor, router: Tensor) -> None:
     H = router.shape[1]
     if hidden.dim() == 0 or hidden.shape[-1] != H:
         raise ValueError(f"hidden: expected shape [..., H] with H = {H}, got {list(hidden.shape)}")
-    if hidden.dtype != router.dtype and not torch.is_autocast_enabled(hidden.device.type):
+    both = hidden, router
+    if hidden.dtype != router.dtype and not all(map(torch_internals.autocasts, both)):
+        hint = ", or use autocast" if all(x.dtype in torch_internals.CAST_DTYPES for x in both) else ""
         raise TypeError(
-            f"hidden: expected {router.dtype} as the router, got {hidden.dtype}; convert it with .to(), or use autocast"
+            f"hidden: expected {router.dtype} as the router, got {hidden.dtype}; convert it with .to(){hint}"
         )
 
 

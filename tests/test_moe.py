@@ -426,6 +426,11 @@ def test_the_module() -> None:
     layer.float()
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.zeros(2, H, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        for dtype in (torch.float64, torch.int64):  # autocast does not convert these
+            with pytest.raises(TypeError, match=rf"^hidden: expected torch.float32 .*, got {dtype}; .* with \.to\(\)$"):
+                layer(torch.zeros(2, H, dtype=dtype))
+    with pytest.raises(TypeError, match=r"^hidden: .* torch.float32 .*, got torch.bfloat16; .*, or use autocast$"):
+        layer.to("meta")(torch.zeros(2, H, dtype=torch.bfloat16, device="meta"))
 
 
 @pytest.mark.parametrize("activation", ["clamped_swiglu", "clamped_silu"])

@@ -42,7 +42,7 @@ _functorch_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stac
 _FUNCTIONALIZE = getattr(getattr(_functorch, "TransformType", None), "Functionalize", "Functionalize")
 jit_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _missing(None))
 _key_included: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_included", _missing(False))
-_CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that autocast converts
 # The mode in which torch.autograd.grad(is_grads_batched=True) runs a backward pass. It is no transform of torch.func.
 _VMAP_MODE = getattr(_C, "_dispatch_key_parse", _missing(None))("VmapMode")
 unpack_dual: Callable[..., Any] = _forward_ad.unpack_dual
@@ -170,14 +170,16 @@ def autocast(*operands: Any) -> tuple[Any, ...]:
     """Cast the operands of a product as torch.autocast does, but no float64, and no fp8, which has scales."""
     if not (torch.compiler.is_dynamo_compiling() or autocast_enabled()):
         return operands
-    cast = []
-    for operand in operands:
-        if isinstance(operand, Tensor) and operand.dtype in _CAST_DTYPES:
-            device_type = operand.device.type
-            if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
-                operand = operand.to(torch.get_autocast_dtype(device_type))
-        cast.append(operand)
+    cast = [x.to(torch.get_autocast_dtype(x.device.type)) if autocasts(x) else x for x in operands]
     return tuple(cast)
+
+
+def autocasts(operand: Any) -> bool:
+    """Whether `autocast` converts this operand of a product."""
+    if not isinstance(operand, Tensor) or operand.dtype not in CAST_DTYPES:
+        return False
+    device_type = operand.device.type
+    return device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type)
 
 
 def has_no_values(tensor: Tensor) -> bool:
