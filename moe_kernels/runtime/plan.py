@@ -189,7 +189,9 @@ class Builder:
         """
         if not self.gpu.has_e4m3 and torch.float8_e4m3fn in {getattr(x, "dtype", None) for x in arguments}:
             raise RuntimeError(_NO_E4M3.format(self.gpu.name, *self.gpu.capability))
-        self.steps.append(Request(kernel, tuple(arguments), config, int64_index, tf32))
+        # Helion refuses subclasses of float, such as numpy.float64.
+        plain = tuple(float(x) if isinstance(x, float) else x for x in arguments)
+        self.steps.append(Request(kernel, plain, config, int64_index, tf32))
 
     def _variable(self, shape: Sequence[Any], dtype: torch.dtype) -> SymbolicTensor:
         self.variables += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -509,3 +510,19 @@ def test_float64_beside_float32_goes_by_the_reference_in_the_interpreter(device:
                 out = function(topk_ids=ids, **tensors, **options)
                 results.append((out, *torch.autograd.grad(out.sum(), tuple(tensors.values()))))
             torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_options_that_are_numpys_floats(T: int, device: str) -> None:
+    hidden = torch.randn(T, 16, device=device, requires_grad=True)
+    weights = torch.randn(2, 32, 16, device=device) / 4, torch.randn(2, 16, 16, device=device) / 4
+    routed = torch.zeros(T, 1, dtype=torch.int64, device=device), torch.ones(T, 1, device=device)
+    results = []
+    for of in (np.float64, float):
+        cache.clear()  # the two are equal, and would share a plan
+        options: dict[str, Any] = {"activation": "clamped_swiglu", "alpha": of(1.5), "limit": of(0.5)}
+        with torch.no_grad():
+            results.append(moe_mlp(hidden, *routed, *weights, **options))
+        results += torch.autograd.grad(moe_mlp(hidden, *routed, *weights, **options).sum(), hidden)
+    assert results[0].any() and results[1].any()
+    assert all(map(torch.equal, results[:2], results[2:]))
