@@ -179,14 +179,20 @@ class MoE(nn.Module):
         Raises:
             ValueError: unknown format.
             TypeError: weights in float64, which layers in fp8 do not support.
-            RuntimeError: the layer is already quantised.
+            RuntimeError: the layer is already quantised, or a weight is parametrised or pruned.
         """
         if format not in tuple(FP8_COMPUTE):
             raise ValueError(f"format: expected one of {', '.join(map(repr, FP8_COMPUTE))}, got {format!r}")
         if self.format is not None:
             raise RuntimeError(f"this layer was quantised before, as {self.format!r}; quantise the original weights")
-        for name in ("w_gate_up", "w_down"):
+        for name in ("w_gate_up", "w_down"):  # both first, so that no layer is left with one of them in fp8
+            if name not in self._parameters:
+                raise RuntimeError(
+                    f"{name}: expected a parameter of the layer, and this one is computed from others: merge them "
+                    "first, as torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove do"
+                )
             checks.check_kernel_dtype(name, getattr(self, name).dtype)
+            checks.check_quantize(getattr(self, name), FP8_COMPUTE[format], torch.float8_e4m3fn, False)
         for name in ("w_gate_up", "w_down"):
             data, scales, _ = quantize(getattr(self, name), FP8_COMPUTE[format])
             delattr(self, name)

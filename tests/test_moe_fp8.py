@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.library import opcheck
+from torch.nn.utils import parametrize, prune
 
 from moe_kernels import MoE, ScaledTensor, dequantize, moe_mlp, quantize, reference, topk_softmax
 from moe_kernels import nn as nn_module
@@ -396,6 +397,25 @@ def test_bytes_and_other_codes_are_not_converted_to_weights(dtype: torch.dtype) 
             layer.load_state_dict(other.state_dict() | {"w_down": stored}, strict=False, assign=assign)
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
     layer.load_state_dict(other.state_dict() | {"w_down": stored.view(torch.float8_e4m3fn)})
+
+
+@pytest.mark.parametrize("name", ["w_gate_up", "w_down"])
+@pytest.mark.parametrize("way", ["parametrized", "pruned"])
+def test_weights_that_are_computed_from_others_are_not_quantised(way: str, name: str) -> None:
+    layer, hidden = MoE(16, 8, 4, 2, renormalize=True).requires_grad_(False), torch.randn(3, 16)
+    if way == "parametrized":
+        parametrize.register_parametrization(layer, name, nn.Tanh())
+    else:
+        prune.l1_unstructured(layer, name, amount=0.5)
+    before = layer(hidden)
+    with pytest.raises(RuntimeError, match=rf"^{name}: expected a parameter of the layer, .*: merge them first"):
+        layer.quantize("fp8_block")
+    assert layer.format is None and torch.equal(layer(hidden), before)
+    if way == "parametrized":
+        parametrize.remove_parametrizations(layer, name)
+    else:
+        prune.remove(layer, name)
+    assert layer.quantize("fp8_block")(hidden).isfinite().all()
 
 
 def test_layers_in_float64_have_no_products_in_fp8() -> None:
