@@ -793,6 +793,8 @@ def check_varied(
 
 def _may_overlap(matrix: Tensor) -> bool:
     """Whether two elements may be at one address: a line of the inner dimension reaches the next one."""
+    if matrix.numel() == 0:  # even with a stride of 0
+        return False
     sizes = [(stride, size) for stride, size in zip(matrix.stride(), matrix.shape, strict=True) if size > 1]
     reached = 0
     for stride, size in sorted(sizes):

@@ -305,6 +305,13 @@ def test_refusals_of_varied_products(
         function(group_A, group_B, out=out)
 
 
+@varied_functions
+def test_an_empty_result_may_have_a_stride_of_zero(function: Any) -> None:
+    A, B, out = torch.randn(3, 4), torch.randn(4, 0), torch.zeros(1, 0).expand(3, 0)
+    made = function([A], [B], out=[out])
+    assert (made if isinstance(made, list) else made())[0] is out
+
+
 @pytest.mark.parametrize("left", [True, False])
 def test_an_operand_that_no_gradient_needs_may_change(left: bool) -> None:
     leaf = torch.randn(4, 4, requires_grad=True)
