@@ -486,7 +486,10 @@ def test_functions_of_pytorch_in_a_plan() -> None:
     assert torch.equal(flat, B.flatten()) and flat.is_contiguous()
     assert torch.equal(longer, offsets.long()) and longer.dtype == torch.int64
     assert torch.equal(zeros, torch.zeros(3, 2, dtype=torch.int64))
-    both = emit(Plan(("A", "B"), (Call("bmm", 2, (0, 1), None, groups=2),), (2,)), {}, CPU)(A.view(2, 3, 4), B)
+    run = emit(Plan(("A", "B"), (Call("bmm", 2, (0, 1), None, groups=2),), (2,)), {}, CPU)
+    assert torch.equal(run(A.view(2, 3, 4), B), torch.bmm(A.view(2, 3, 4), B))
+    with torch.autocast("cpu", torch.bfloat16):  # as in the backward pass of a product of float32
+        both = run(A.view(2, 3, 4), B)
     assert torch.equal(both, torch.bmm(A.view(2, 3, 4), B))
 
 

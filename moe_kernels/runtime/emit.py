@@ -19,6 +19,9 @@ from moe_kernels.runtime.symbolic import contiguous_strides, text
 
 
 def _bmm(A: Tensor, B: Tensor, dtype: torch.dtype | None, groups: int) -> Tensor:
+    if torch.is_autocast_enabled(A.device.type):  # operands have been cast before, if they had to be
+        with torch.autocast(A.device.type, enabled=False):
+            return _bmm(A, B, dtype, groups)
     a, b = (x if x.dim() == 3 else x.view(groups, -1, x.size(1)) for x in (A, B))
     out = torch.bmm(a, b) if dtype is None else torch.bmm(a, b, out_dtype=dtype)
     return out if A.dim() == 3 else out.view(-1, out.size(2))
