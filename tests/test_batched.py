@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.overrides import TorchFunctionMode
 
 from moe_kernels import (
     plan_varied_grouped_gemm,
@@ -20,6 +21,7 @@ from moe_kernels import (
     varied_grouped_gemm,
     varied_schedule,
 )
+from moe_kernels.ops.batched import _on_device
 from moe_kernels.schedule import Tile, tile_counts
 
 sizes = st.integers(0, 5)
@@ -310,6 +312,28 @@ def test_an_empty_result_may_have_a_stride_of_zero(function: Any) -> None:
     A, B, out = torch.randn(3, 4), torch.randn(4, 0), torch.zeros(1, 0).expand(3, 0)
     made = function([A], [B], out=[out])
     assert (made if isinstance(made, list) else made())[0] is out
+
+
+class Unpinned(TorchFunctionMode):
+    """Makes new tensors without pinning their memory, which needs a GPU, and keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), options: Any = None) -> Any:
+        options = dict(options or {})
+        pinned = options.pop("pin_memory", False)
+        found = function(*args, **options)
+        self.made += [found] * pinned
+        return found
+
+
+def test_the_table_is_pinned_under_another_default_device() -> None:
+    with torch.device("meta"), Unpinned() as mode:  # meta in place of a GPU
+        assert _on_device([1, 2], torch.device("meta"), wait=False).is_meta
+    (pinned,) = mode.made
+    assert pinned.device.type == "cpu" and pinned.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("left", [True, False])

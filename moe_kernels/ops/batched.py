@@ -253,4 +253,6 @@ def _on_device(values: list[int], device: torch.device, wait: bool) -> Tensor:
     """Copy `values` to `device` as int64, in one copy; block until it is done if `wait`."""
     if device.type == "cpu" or wait:
         return torch.tensor(values, dtype=torch.int64, device=device)
-    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    # On the CPU also under `torch.set_default_device`: a copy that torch.tensor makes to another device blocks.
+    pinned = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
+    return pinned.to(device, non_blocking=True)
