@@ -83,7 +83,7 @@ def rows_bounds(counts: Counts) -> tuple[int, int]:
     if n == 0:
         return 0, 0
     low, high = extent_bounds(n)
-    bounds = [(c, *extent_bounds(c)) for c in counts.others]
+    bounds = [(c, *extent_bounds(c)) for c in counts.others if c]  # 0 for all numbers of rows, if for one
     largest = max((n, *counts.others))
     bits = (largest // groups).bit_length()
     bounds.append((largest, groups * (1 << bits >> 1), (groups << bits) - 1))

@@ -212,6 +212,15 @@ def test_rowwise_products(
     assert torch.equal(rowwise_wgrad(*copied, group_offsets, dtype, fast), out)
 
 
+@pytest.mark.parametrize(
+    ("M", "P", "Q", "G"), [(33, 17, 0, 2), (33, 0, 17, 2), (0, 17, 16, 2), (33, 0, 0, 1), (0, 0, 0, 0)]
+)
+def test_rowwise_operands_without_elements(M: int, P: int, Q: int, G: int, device: str) -> None:
+    group_offsets = torch.full((G + 1,), M, dtype=torch.int32, device=device)
+    out = rowwise_wgrad(*rowwise_operands(M, P, Q, G, device), group_offsets, torch.bfloat16, False)
+    assert out.shape == (G, P, Q) and not out.any()
+
+
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
 def test_nan_of_a_rowwise_group_stays_there(fast: bool, device: str) -> None:
     """In data it affects a row or column of the result, and none in rows of no group or in scales of empty groups."""
