@@ -450,16 +450,12 @@ moe_mlp = define(
 def _moe_layer(*inputs: Any) -> Tensor:
     """Return the layer's result `[T, H]` from the inputs of `_moe_mlp` without `save_preact`. It has no gradient."""
     *tensors, transposed = inputs[:-SPEC_LENGTH]
-    hidden, topk_ids, topk_weights, *weights_and_biases = tensors
-    *weights, b_in, b_up, b_out = weights_and_biases
-    spec = GLUSpec(*inputs[-SPEC_LENGTH:])
+    hidden, _, _, *weights, _, _, _ = tensors
+    spec = inputs[-SPEC_LENGTH:]
     if use_kernels(hidden, *weights):
-        layer: Tensor = _planned(tensors, transposed, False, False, spec)
+        layer: Tensor = _planned(tensors, transposed, False, False, GLUSpec(*spec))
         return layer
-    w_gate_up, w_down, w_up = weights
-    biases: dict[str, Any] = {"gate_up_bias": b_in, "up_bias": b_up, "down_bias": b_out}
-    options = {"w_up": w_up, "transposed": transposed, **spec._asdict()}
-    return reference.moe_mlp(hidden, topk_ids, topk_weights, w_gate_up, w_down, **biases, **options)
+    return _moe_mlp(*tensors, transposed, False, *spec)[0]
 
 
 def _moe_layer_fake(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, *others: Any) -> Tensor:
