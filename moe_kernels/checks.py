@@ -51,11 +51,8 @@ def check_grouped_gemm(
 
 def _check_grouped_gemm_shapes(A_packed: Tensor, B: Tensor, group_offsets: Tensor) -> None:
     check_index_vector("group_offsets", group_offsets, 1, "A_packed", A_packed)
-    if A_packed.dim() != 2:
-        hint = "; uniform_grouped_gemm takes [G, M, K]" if A_packed.dim() == 3 else ""
-        raise ValueError(f"A_packed: expected shape [M, K], got {list(A_packed.shape)}{hint}")
-    if B.dim() not in (2, 3):
-        raise ValueError(f"B: expected shape [K, N] or [G, K, N], got {list(B.shape)}")
+    _check_rank("A_packed", A_packed, "[M, K]", "; uniform_grouped_gemm takes [G, M, K]" if A_packed.dim() == 3 else "")
+    _check_rank("B", B, "[K, N] or [G, K, N]")
     _check_contraction("B", B, "A_packed", A_packed)
     if B.dim() == 3:
         _check_offsets_length("G", "B", B, group_offsets)
@@ -76,25 +73,28 @@ def check_scaled_grouped_gemm(
     data, weight = A_packed.data, B.data
     _check_same_device("B", weight, "A_packed", data)
     _check_grouped_gemm_shapes(data, weight, group_offsets)
-    formats = A_packed.format, B.format
-    if formats not in (("rowwise", "rowwise"), ("1x128", "128x128")):
-        raise ValueError(
-            "A_packed, B: expected the formats 'rowwise' and 'rowwise', or '1x128' and '128x128', "
-            f"got {formats[0]!r} and {formats[1]!r}"
-        )
-    rowwise = formats[0] == "rowwise"
+    rowwise = _check_formats("A_packed, B", (A_packed.format, B.format), "1x128")
     _check_accumulation(fast_accumulation, rowwise)
-    (M, K), (*groups, _, N) = data.shape, weight.shape
     left, right = ("[M, 1]", "1, N") if rowwise else ("[M, cdiv(K, 128)]", "cdiv(K, 128), cdiv(N, 128)")
-    blocks = 1 if rowwise else -(-K // BLOCK)
-    _check_shape("A_packed.scales", A_packed.scales, left, (M, blocks))
-    columns = N if rowwise else -(-N // BLOCK)
+    _check_shape("A_packed.scales", A_packed.scales, left, scales_shape(data.shape, A_packed.format))
+    *groups, K, N = weight.shape
+    *_, columns, blocks = scales_shape((*groups, N, K), B.format)
     by_rows = B.scales.shape == (*groups, K, 1)
     hint = "; for [.., K, N] pass quantize(B.mT, 'rowwise').mT" if rowwise and by_rows else ""
     _check_shape("B.scales", B.scales, f"[{'G, ' if groups else ''}{right}]", (*groups, blocks, columns), hint)
     if bias is not None:
         _check_shape("bias", bias, "[G, N]", (group_offsets.shape[0] - 1, N))
-    return _check_scaled_result((data, A_packed.scales, weight, B.scales, bias), out_dtype, "out_dtype")
+    return _check_scaled_result((data, A_packed.scales, weight, B.scales), bias, out_dtype, "out_dtype")
+
+
+def _check_formats(names: str, formats: tuple[str, str], left: str) -> bool:
+    """Check that two operands are both "rowwise", or else `left` and "128x128"; return whether they are "rowwise"."""
+    if formats not in (("rowwise", "rowwise"), (left, "128x128")):
+        raise ValueError(
+            f"{names}: expected the formats 'rowwise' and 'rowwise', or '{left}' and '128x128', "
+            f"got {formats[0]!r} and {formats[1]!r}"
+        )
+    return formats[0] == "rowwise"
 
 
 def _check_accumulation(fast_accumulation: bool, rowwise: bool) -> None:
@@ -106,20 +106,20 @@ def _check_accumulation(fast_accumulation: bool, rowwise: bool) -> None:
         )
 
 
-def _check_scaled_result(operands: Sequence[Tensor | None], out_dtype: torch.dtype | None, name: str) -> torch.dtype:
-    """Check the bias, which is the last operand, and that no operand is differentiated; return the result's dtype."""
-    *others, bias = operands
+def _check_scaled_result(
+    operands: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype | None, name: str
+) -> torch.dtype:
+    """Check the bias, and that neither it nor an operand is differentiated; return the result's dtype."""
     if bias is not None:
         _check_tensor("bias", bias)
         check_kernel_dtype("bias", bias.dtype)
-        assert others[0] is not None
-        _check_same_device("bias", bias, "the operands", others[0])
+        _check_same_device("bias", bias, "the operands", operands[0])
     if out_dtype is not None:
         check_kernel_dtype(name, out_dtype)
     check_not_differentiated(
         "products of fp8 operands with scales have",
         "an operand, its scales or the bias",
-        operands,
+        (*operands, bias),
         "multiply what dequantize returns",
     )
     return out_dtype or torch.bfloat16
@@ -176,11 +176,9 @@ def check_grouped_gemm_wgrad(
     reference: bool = False,
 ) -> torch.dtype:
     """Check the arguments of `grouped_gemm_wgrad` and return the dtype of its result, as `check_grouped_gemm` does."""
-    operands = ("A_packed", A_packed), ("d_out", d_out)
-    _check_floats(operands, reference)
-    for name, value in operands:
-        if value.dim() != 2:
-            raise ValueError(f"{name}: expected a 2-D tensor, got shape {list(value.shape)}")
+    _check_floats((("A_packed", A_packed), ("d_out", d_out)), reference)
+    _check_rank("A_packed", A_packed, "[M, K]")
+    _check_rank("d_out", d_out, "[M, N]")
     check_index_vector("group_offsets", group_offsets, 1, "A_packed", A_packed)
     if d_out.shape[0] != A_packed.shape[0]:
         raise ValueError(
@@ -217,9 +215,8 @@ def check_gating(
     scale: float = 1.0,
 ) -> None:
     """Check the arguments of a gating function, which are those of `topk_sigmoid`."""
-    _check_floats((("logits", logits),), True)
-    if logits.dim() != 2:
-        raise ValueError(f"logits: expected shape [T, E], got {list(logits.shape)}{_flattened('logits', logits)}")
+    _check_floats((("logits", logits),), True, (("bias", bias),))
+    _check_rank("logits", logits, "[T, E]", _flattened("logits", logits))
     check_bools(renormalize=renormalize)
     check_number("scale", scale)
     E = logits.shape[1]
@@ -234,7 +231,6 @@ def check_gating(
     hint = f"; {top_groups} of {num_groups} groups have {most} of {E} experts" if num_groups > 1 else ""
     check_int("top_k", top_k, 1, most, hint)
     if bias is not None:
-        _check_floats((("logits", logits), ("bias", bias)), True)
         _check_shape("bias", bias, "[E]", (E,))
 
 
@@ -385,27 +381,20 @@ def check_scaled_moe_mlp(
         _check_scaled(f"{name}.data", f"{name}.scales", value)
         if value.data.dtype != torch.float8_e4m3fn:
             raise TypeError(f"{name}.data: expected float8_e4m3fn, got {value.data.dtype}")
-    formats = w_gate_up.format, w_down.format
-    if formats not in (("rowwise", "rowwise"), ("128x128", "128x128")):
-        raise ValueError(
-            "w_gate_up, w_down: expected the formats 'rowwise' and 'rowwise', or '128x128' and '128x128', "
-            f"got {formats[0]!r} and {formats[1]!r}"
-        )
-    _check_accumulation(fast_accumulation, formats[0] == "rowwise")
+    rowwise = _check_formats("w_gate_up, w_down", (w_gate_up.format, w_down.format), "128x128")
+    _check_accumulation(fast_accumulation, rowwise)
     check_spec(experts.spec, experts.w_up is not None, experts.up_bias is not None)
-    floats = {"hidden": hidden, "gate_up_bias": experts.gate_up_bias, "down_bias": experts.down_bias}
+    biases = {"gate_up_bias": experts.gate_up_bias, "down_bias": experts.down_bias}
+    floats = {"hidden": hidden, **{name: bias for name, bias in biases.items() if bias is not None}}
     for name, tensor in floats.items():
-        if tensor is None and name != "hidden":
-            continue
         _check_tensor(name, tensor)
-        assert tensor is not None
         check_kernel_dtype(name, tensor.dtype)
         _check_same_device(name, tensor, "w_gate_up", w_gate_up.data)
     _check_same_device("w_down", w_down.data, "w_gate_up", w_gate_up.data)
     data = experts._replace(w_gate_up=w_gate_up.data, w_down=w_down.data)
     _check_first_shapes("hidden", "T", hidden, data)
     _check_routed(hidden, topk_ids, topk_weights, data)
-    form = "[E, {}, 1]" if formats[0] == "rowwise" else "[E, cdiv({}, 128), cdiv({}, 128)]"
+    form = "[E, {}, 1]" if rowwise else "[E, cdiv({}, 128), cdiv({}, 128)]"
     tensors = {**floats, "topk_weights": topk_weights}
     first = "2I" if experts.spec.gated else "I"
     for name, weight, letters in (("w_gate_up", w_gate_up, (first, "H")), ("w_down", w_down, ("H", "I"))):
@@ -463,8 +452,7 @@ def _check_first_shapes(
     experts: Experts,
 ) -> None:
     w_gate_up, w_down, w_up, gate_up_bias, up_bias, _, spec, transposed = experts
-    if inputs.dim() != 2:
-        raise ValueError(f"{name}: expected shape [{count}, H], got {list(inputs.shape)}{_flattened(name, inputs)}")
+    _check_rank(name, inputs, f"[{count}, H]", _flattened(name, inputs))
     width = "2I" if spec.gated and w_up is None else "I"
     shape = f"[E, H, {width}]" if transposed else f"[E, {width}, H]"
     H = inputs.shape[1]
@@ -514,8 +502,7 @@ def check_quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: boo
     """Check the arguments of `quantize`."""
     check_bools(power_of_two=power_of_two)
     _check_floats((("x", x),), reference)
-    if x.dim() not in (2, 3):
-        raise ValueError(f"x: expected shape [R, K] or [G, R, K], got {list(x.shape)}")
+    _check_rank("x", x, "[R, K] or [G, R, K]")
     _check_format("format", format)
     if dtype not in FP8_DTYPES:
         raise TypeError(f"dtype: expected {_FP8}, got {dtype}")
@@ -541,7 +528,7 @@ def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
 
 
 def _check_format(name: str, format: str) -> None:
-    if format not in tuple(FORMATS):  # of a dict, a list would be unhashable
+    if format not in FORMATS:
         hint = ""
         if format in tuple(FP8_COMPUTE):
             hint = f"; {FP8_COMPUTE[format]!r} is the format of weights in MoE.quantize({format!r})"
@@ -597,10 +584,8 @@ def check_grouped_mm(
 
 
 def _check_grouped_mm_shapes(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, bias: Tensor | None) -> None:
-    if mat_a.dim() not in (2, 3):
-        raise ValueError(f"mat_a: expected shape [M, K] or [G, M, K], got {list(mat_a.shape)}")
-    if mat_b.dim() not in (2, 3):
-        raise ValueError(f"mat_b: expected shape [K, N] or [G, K, N], got {list(mat_b.shape)}")
+    _check_rank("mat_a", mat_a, "[M, K] or [G, M, K]")
+    _check_rank("mat_b", mat_b, "[K, N] or [G, K, N]")
     _check_contraction("mat_b", mat_b, "mat_a", mat_a)
     stacked = next((mat for mat in (mat_a, mat_b) if mat.dim() == 3), None)
     G = None if stacked is None else stacked.shape[0]
@@ -697,7 +682,7 @@ def check_scaled_grouped_mm(
         _check_shape("scale_a", scales_a, f"[{'G, ' if groups_a else ''}M]", (*groups_a, M))
         _check_shape("scale_b", scales_b, f"[{'G, ' if groups_b else ''}N]", (*groups_b, N))
         scales_a, scales_b = scales_a.unsqueeze(-1), scales_b.unsqueeze(-2)
-    dtype = _check_scaled_result((mat_a, scales_a, mat_b, scales_b, bias), output_dtype, "output_dtype")
+    dtype = _check_scaled_result((mat_a, scales_a, mat_b, scales_b), bias, output_dtype, "output_dtype")
     return a._replace(scales=scales_a), b._replace(scales=scales_b), dtype
 
 
@@ -721,10 +706,8 @@ def check_uniform(
     """Check the arguments of a uniform grouped GEMM and return the dtype of its result."""
     check_int("num_groups", num_groups, 0)
     _check_floats((("A", A), ("B", B)), reference)
-    if A.dim() not in (2, 3):
-        raise ValueError(f"A: expected shape [G * M, K] or [G, M, K], got {list(A.shape)}")
-    if B.dim() not in (2, 3):
-        raise ValueError(f"B: expected shape [G * K, N] or [G, K, N], got {list(B.shape)}")
+    _check_rank("A", A, "[G * M, K] or [G, M, K]")
+    _check_rank("B", B, "[G * K, N] or [G, K, N]")
     G, K = num_groups, A.shape[-1]
     divided = A.shape[0] == G if A.dim() == 3 or G == 0 else A.shape[0] % G == 0
     if not divided:
@@ -851,8 +834,7 @@ def no_list(name: str, value: object) -> TypeError:
 def check_matrix(name: str, value: Tensor, form: str) -> None:
     """Check that `value` is a 2-D tensor; `form`, such as "[M, K]", is for the error message."""
     _check_tensor(name, value)
-    if value.dim() != 2:
-        raise ValueError(f"{name}: expected shape {form}, got {list(value.shape)}")
+    _check_rank(name, value, form)
 
 
 def clamp_offsets(group_offsets: Tensor, M: int) -> Tensor:
@@ -927,6 +909,12 @@ def _check_floats(
                 _check_same_device(name, value, first_name, first)
         if value.dtype not in supported:
             raise TypeError(_dtype_error(name, value.dtype, first, reference))
+
+
+def _check_rank(name: str, value: Tensor, forms: str, hint: str = "") -> None:
+    """Check the rank of `value`, whose shape is one of `forms`: "[M, K]" for 2, "[K, N] or [G, K, N]" for 2 or 3."""
+    if value.dim() != 2 and not (value.dim() == 3 and " or " in forms):
+        raise ValueError(f"{name}: expected shape {forms}, got {list(value.shape)}{hint}")
 
 
 def _check_shape(name: str, value: Tensor, form: str, shape: Sequence[int], hint: str = "") -> None:

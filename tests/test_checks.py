@@ -360,7 +360,7 @@ def test_grouped_gemm_wgrad_takes_what_it_should() -> None:
     ("changes", "error", "message"),
     [
         ({"A_packed": None}, TypeError, "A_packed: expected a torch.Tensor, got NoneType"),
-        ({"A_packed": meta(M)}, ValueError, r"A_packed: expected a 2-D tensor, got shape \[5\]"),
+        ({"A_packed": meta(M)}, ValueError, r"A_packed: expected shape \[M, K\], got \[5\]"),
         ({"A_packed": meta(M, K).int()}, TypeError, "A_packed: expected one of .*got torch.int32"),
         ({"d_out": meta(M + 1, N)}, ValueError, r"d_out: expected M = 5 as in A_packed \[5, 3\], got shape \[6, 4\]"),
         ({"d_out": torch.empty(M, N)}, ValueError, "d_out: expected on meta with A_packed, got on cpu"),
