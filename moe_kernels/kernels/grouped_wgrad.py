@@ -177,10 +177,7 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     X, Y, group_offsets = tensors
     (dtype,) = options
     out = builder.alloc((group_offsets.size(0) - 1, X.size(1), Y.size(1)), dtype)
-    if 0 in out.shape:
-        return out
-    if most(X.size(0)) == 0:
-        builder.zero(out)
+    if is_trivial(builder, X.size(0), out):
         return out
     X, Y = row_major(builder, left_operand(builder, X, Y.dtype)), row_major(builder, Y)
     M = X.size(0)
@@ -199,6 +196,16 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     arguments = (X, Y, group_offsets, replace(out, few_groups=True), M * 2 + 1, width, block_m, tma)
     builder.launch(wgrad, arguments, choice.config, int64_index=choice.int64_index, tf32=problem.tf32)
     return out
+
+
+def is_trivial(builder: Builder, M: Any, out: SymbolicTensor) -> bool:
+    """Whether there is nothing to multiply; sets `out` to zero if it has elements."""
+    if 0 in out.shape:
+        return True
+    if most(M) == 0:
+        builder.zero(out)
+        return True
+    return False
 
 
 def multiply_persistent(
