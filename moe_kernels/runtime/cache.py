@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.runtime import launch, store, targets, torch_internals
+from moe_kernels.runtime.attributes import replaced
 from moe_kernels.runtime.emit import emit, emit_repeat
 from moe_kernels.runtime.plan import Builder, Plan
 from moe_kernels.runtime.signature import (
@@ -75,12 +76,6 @@ class PlanCache:
             self.entries[key] = entry
             while len(self.entries) > self.limit:
                 self.entries.popitem(last=False)
-
-    def clear(self) -> None:
-        """Forget all plans, and keep the loaded binaries."""
-        with self.lock:
-            self.entries.clear()
-            self.recent.clear()
 
 
 plans = PlanCache()
@@ -341,8 +336,10 @@ def _checked(plan: Plan, launchers: dict[str, launch.Launcher], device: torch.de
 
 
 def clear() -> None:
-    """Forget all plans, for example after a change of configs."""
-    plans.clear()
+    """Forget all plans, for example after a change of configs. Loaded binaries are kept."""
+    with plans.lock:
+        plans.entries.clear()
+        plans.recent.clear()
 
 
 def reload() -> None:
@@ -354,9 +351,5 @@ def reload() -> None:
 @contextmanager
 def isolated() -> Iterator[None]:
     """Within the block, make new plans for all calls, as in a new process, without reading plans on disk."""
-    kept, recent, reads_store = plans.entries, plans.recent, plans.reads_store
-    plans.entries, plans.recent, plans.reads_store = OrderedDict(), {}, False
-    try:
+    with replaced(plans, entries=OrderedDict(), recent={}, reads_store=False):
         yield
-    finally:
-        plans.entries, plans.recent, plans.reads_store = kept, recent, reads_store
