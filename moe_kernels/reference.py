@@ -32,20 +32,13 @@ def grouped_gemm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [M, N]
-    """Multiply the rows of each group with the group's weight, or with the one weight that all share.
+    """Multiply each group's rows by the group's weight, or by the one that all share; see `moe_kernels.grouped_gemm`.
 
     If `A_packed`, `B` and the result have one dtype, the products are `torch.mm` in that dtype. Otherwise
     the operands are converted to float32, or to float64 if one of them is, and the products are rounded at the end.
 
-    Args:
-        A_packed: `[M, K]`, any strides.
-        B: `[K, N]` or `[G, K, N]`, any strides.
-        group_offsets: `[G + 1]` int32 or int64, treated as by `checks.clamp_offsets`.
-        out_dtype: dtype of the result; None is `torch.promote_types(A_packed.dtype, B.dtype)`.
-
-    Returns:
-        `[M, N]`. Rows outside all groups are exact zeros. So are their gradients and the weight gradients of empty
-        groups, even if the operands hold NaN there.
+    Rows outside all groups are exact zeros. So are their gradients and the weight gradients of empty groups, even if
+    the operands hold NaN there.
     """
     result = checks.check_grouped_gemm(A_packed, B, group_offsets, out_dtype, reference=True)
     M, N = A_packed.shape[0], B.shape[-1]
