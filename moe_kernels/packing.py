@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import ParameterList
 
 from .checks import check_index_vector, check_matrix, no_list, validate_offsets
+from .runtime.symbolic import INT32_MAX
 from .runtime.torch_internals import break_graph
-
-_INT32_MAX = torch.iinfo(torch.int32).max
 
 
 def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -48,7 +47,7 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         A_packed = groups.new_empty(0, groups.size(2)) if isinstance(groups, Tensor) else empty
         return A_packed, torch.zeros(1, dtype=torch.int32, device=A_packed.device)
     offsets = [0, *accumulate(group.shape[0] for group in groups)]
-    dtype = torch.int32 if offsets[-1] <= _INT32_MAX else torch.int64
+    dtype = torch.int32 if offsets[-1] <= INT32_MAX else torch.int64
     return torch.cat(list(groups)), torch.tensor(offsets, dtype=dtype, device=groups[0].device)
 
 

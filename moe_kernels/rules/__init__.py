@@ -452,11 +452,11 @@ def nearest(gpu: Gpu | None, bucket: entries.Bucket, adapted: Callable[[entries.
     return None
 
 
-def are_blocks(value: Any, number: int) -> TypeGuard[list[int]]:
-    """Whether an entry's `block_sizes` are a list of `number` powers of two, each from 16 to 256."""
+def are_blocks(value: Any) -> TypeGuard[list[int]]:
+    """Whether an entry's `block_sizes` are a list of three powers of two, each from 16 to 256."""
     return (
         isinstance(value, list)
-        and len(value) == number
+        and len(value) == 3
         and all(type(block) is int and 16 <= block <= 256 and not block & (block - 1) for block in value)
     )
 

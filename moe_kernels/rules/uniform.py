@@ -137,7 +137,7 @@ def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | Non
         return Choice("bmm", source=source, entry=entry) if problem.bmm else None
     options = dict(entry.config)
     blocks = options.pop("block_sizes", None)
-    if not rules.are_blocks(blocks, 3) or entry.kernel not in ("folded", "batched"):
+    if not rules.are_blocks(blocks) or entry.kernel not in ("folded", "batched"):
         return None
     made = make(problem, blocks, entry.kernel, **options)
     sizes: Any = made.config.config["block_sizes"]

@@ -172,7 +172,7 @@ def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | Non
     """The choice of an entry, None if its config is not of the form that `stored` returns."""
     values: Any = [entry.config.get(name) for name in ("num_warps", "num_stages", "num_sm_multiplier")]
     blocks = entry.config.get("block_sizes")
-    if not rules.are_blocks(blocks, 3) or any(type(value) is not int or value < 1 for value in values):
+    if not rules.are_blocks(blocks) or any(type(value) is not int or value < 1 for value in values):
         return None
     return replace(make(len(problem.shapes), *blocks, *values), source=source, entry=entry)
 
