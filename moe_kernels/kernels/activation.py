@@ -84,7 +84,7 @@ def _clamped_up(up: torch.Tensor, name: str, limit: float) -> torch.Tensor:
     return up + 1.0 if name == "clamped_swiglu" else up
 
 
-@kernel(lambda act, *_: by_rows(act.size(1)))
+@kernel()
 def activate(
     act: torch.Tensor,  # [R, I], written
     gate: torch.Tensor,  # [R, I]
@@ -109,7 +109,7 @@ def activate(
     return act
 
 
-@kernel(lambda data, scales, *_: quantize_rules.parts_of_a_row(data.size(1), scales.size(1)))
+@kernel()
 def activate_quantized(
     data: torch.Tensor,  # [R, I] fp8, written
     scales: torch.Tensor,  # [R, parts], written
@@ -145,7 +145,7 @@ def activate_quantized(
     return data
 
 
-@kernel(lambda d_gate, *_: by_rows(d_gate.size(1)))
+@kernel()
 def activate_backward(
     d_gate: torch.Tensor,  # [R, I], written
     d_up: torch.Tensor | None,  # [R, I], written
@@ -175,7 +175,7 @@ def activate_backward(
     return d_gate
 
 
-@kernel(lambda d_gate, *_: by_rows(d_gate.size(1)))
+@kernel()
 def weighted_backward(
     d_gate: torch.Tensor,  # [R, I], written
     d_up: torch.Tensor | None,  # [R, I], written

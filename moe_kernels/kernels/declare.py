@@ -46,22 +46,25 @@ if (requirements.minor(requirements.installed("triton")) or (0, 0)) >= (3, 9):  
 class _Preset:
     """Replaces Helion's search: returns the rule's config, and searches only when forced to."""
 
-    def __init__(self, rule: Callable[..., Config], bound: Any, args: Sequence[Any], options: dict[str, Any]):
+    def __init__(self, rule: Callable[..., Config] | None, bound: Any, args: Sequence[Any], options: dict[str, Any]):
         self.rule, self.bound, self.args, self.options = rule, bound, args, options
 
     def autotune(self, *, skip_cache: bool = False) -> helion.Config:
         if skip_cache:
             return default_autotuner_fn(self.bound, self.args, **self.options).autotune(skip_cache=True)
+        if self.rule is None:
+            raise RuntimeError(f"{self.bound.kernel.name}: expected a config, which plans give this kernel, got none")
         chosen = self.rule(*(getattr(arg, "value", arg) for arg in self.args))  # hl.constexpr wraps its value
         return helion.Config(**chosen.config)
 
 
 def kernel(
-    rule: Callable[..., Config], *, static_shapes: bool = False
+    rule: Callable[..., Config] | None = None, *, static_shapes: bool = False
 ) -> Callable[[Callable[..., Any]], helion.Kernel[Any]]:
     """Return `@helion.kernel` for shapes that change from call to call, with `rule(*args)` instead of a search.
 
-    With `static_shapes`, the first extents at compile time may differ from a call's, so the kernel must not use them.
+    A kernel without a rule runs by plans, which give it a config, and cannot be called directly. With `static_shapes`,
+    the first extents at compile time may differ from a call's, so the kernel must not use them.
     """
     return helion.kernel(
         static_shapes=static_shapes,

@@ -22,19 +22,11 @@ from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
 from moe_kernels.kernels.inline import bounds_of, clamped, decode_odd, divide, int32, running_max, unmasked
 from moe_kernels.kernels.row_major import row_major
 from moe_kernels.rules import wgrad as wgrad_rules
-from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int64
 
 
-def _preset(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, out: torch.Tensor, *_: Any) -> Config:
-    (G, P, Q), dtype = out.shape, torch.promote_types(X.dtype, Y.dtype)
-    by_pointers = dict(tf32=rules.tf32_allowed(dtype), tma=False, tma_out=False, int64_rows=False, int64_out=False)
-    problem = wgrad_rules.Problem(rules.floor_power_of_2(X.size(0)), P, Q, G, dtype, **by_pointers)
-    return wgrad_rules.rule(problem).config
-
-
-@kernel(_preset)
+@kernel()
 def wgrad(
     X: torch.Tensor,  # [M, P], or its `_windows` if `tma`
     Y: torch.Tensor,  # [M, Q], or its `_windows` if `tma`
@@ -68,11 +60,7 @@ def wgrad(
     return out
 
 
-def _preset_persistent(X: torch.Tensor, Y: torch.Tensor, group_offsets: torch.Tensor, *_: Any) -> Config:
-    return wgrad_rules.persistent(group_offsets.size(0) - 1, tma=False)
-
-
-@kernel(_preset_persistent, static_shapes=True)
+@kernel(static_shapes=True)
 def wgrad_persistent(
     X: torch.Tensor,  # [M, P / 128, 128]; X and Y are `_windows` if `tma`
     Y: torch.Tensor,  # [M, Q / 256, 256]
@@ -138,7 +126,7 @@ def _place(tile: torch.Tensor, G: int, per_group: int, columns: int, group_p: in
     return group, block * group_p + local - q * group_p, q
 
 
-@kernel(lambda group_offsets, *_: rules.offsets_of(group_offsets.size(0) - 1))
+@kernel()
 def order_offsets(
     group_offsets: torch.Tensor,  # [G + 1]
     ordered: torch.Tensor,  # [G + 1] int32

@@ -43,7 +43,7 @@ def _dots(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.sum(unmasked(w.to(torch.float32) * x), dim=-1)
 
 
-@kernel(lambda act, hidden, ids, gate, *_: _config(hidden.size(1), gate.dtype))
+@kernel()
 def first_half(
     act: torch.Tensor,  # [top_k, I], written
     hidden: torch.Tensor,  # [1, H]
@@ -107,7 +107,7 @@ def first_half(
     return act
 
 
-@kernel(lambda out, act, ids, *rest: _of_slots(act.size(1), rest[1].dtype, ids.size(0)))
+@kernel()
 def second_half(
     out: torch.Tensor,  # [1, H], written
     act: torch.Tensor,  # [top_k, I]

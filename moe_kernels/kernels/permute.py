@@ -30,7 +30,7 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
 from moe_kernels.scaled import scales_shape
 
 
-@kernel(lambda rows, *rest: by_rows(rows.size(1)).unrolled(0, rest[6]))
+@kernel()
 def scatter_rows(
     rows: torch.Tensor,  # [R, H], written
     tokens: torch.Tensor,  # [T, H]
@@ -60,7 +60,7 @@ def scatter_rows(
     return rows
 
 
-@kernel(lambda data, scales, *rest: quantize_rules.parts_of_a_row(data.size(1), scales.size(1)).unrolled(0, rest[5]))
+@kernel()
 def scatter_quantized(
     data: torch.Tensor,  # [R, H] fp8, written
     scales: torch.Tensor,  # [R, parts], written
@@ -95,7 +95,7 @@ def scatter_quantized(
     return data
 
 
-@kernel(lambda tokens, *rest: _config(tokens.size(1), tokens.size(0)).unrolled(0, rest[6]))
+@kernel()
 def combine_rows(
     tokens: torch.Tensor,  # [T, H], written
     rows: torch.Tensor,  # [R, H]
@@ -126,7 +126,7 @@ def combine_rows(
     return tokens
 
 
-@kernel(lambda dots, tokens, *_: by_rows(tokens.size(1)))
+@kernel()
 def dot_rows(
     dots: torch.Tensor,  # [T, top_k], written
     tokens: torch.Tensor,  # [T, H]

@@ -94,7 +94,7 @@ def _rows(programs: int, odd_R: int | None, zero: torch.Tensor) -> int | torch.T
     return decode_odd(odd_R, zero)
 
 
-@kernel(lambda data, scales, x, *_: rules.one_pass(x.size(2), False))
+@kernel()
 def quantize_parts(
     data: torch.Tensor,  # [G, R, K], written
     scales: torch.Tensor,  # [G * parts * R], written
@@ -120,7 +120,7 @@ def quantize_parts(
     return data
 
 
-@kernel(lambda data, scales, x, *_: rules.two_passes(False))
+@kernel()
 def quantize_rows(
     data: torch.Tensor,  # [G, R, K], written
     scales: torch.Tensor,  # [G * R], written

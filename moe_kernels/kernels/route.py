@@ -40,7 +40,7 @@ def _expert(topk_ids: torch.Tensor, slot: torch.Tensor, R: torch.Tensor, E: int)
     return torch.where(inside & (ids >= 0) & (ids < E), ids, E).to(torch.int32)
 
 
-@kernel(lambda *_: _RANK_CONFIG)
+@kernel()
 def rank_slots(
     topk_ids: torch.Tensor,  # [R]
     group_offsets: torch.Tensor,  # [E + 1] int32
@@ -73,7 +73,7 @@ def rank_slots(
     return slot_to_row
 
 
-@kernel(lambda *_: _COUNT_CONFIG)
+@kernel()
 def count_experts(
     topk_ids: torch.Tensor,  # [R]
     counts: torch.Tensor,  # [runs, width] int32
@@ -108,7 +108,7 @@ def count_experts(
     return counts
 
 
-@kernel(lambda topk_ids, counts, *_: _place_config(counts.size(1)))
+@kernel()
 def place_slots(
     topk_ids: torch.Tensor,  # [R]
     counts: torch.Tensor,  # [runs, width] int32, from count_experts

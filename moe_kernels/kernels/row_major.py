@@ -14,7 +14,7 @@ from moe_kernels.runtime.signature import FEW_TOKENS
 from moe_kernels.runtime.symbolic import SymbolicTensor, contiguous_strides, least, needs_int64
 
 
-@kernel(lambda *_: rules.row_major())
+@kernel()
 def copy_row_major(
     x: torch.Tensor,  # [M, C]
     copy: torch.Tensor,  # [M, C], contiguous, written

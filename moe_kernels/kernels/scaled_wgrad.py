@@ -29,7 +29,6 @@ from moe_kernels.kernels.quantize import columns_of, inverse, largest_of, larges
 from moe_kernels.kernels.scaled_gemm import add_product, dot, product_of, scaled_sum
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules
-from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 from moe_kernels.scaled import BLOCK
@@ -37,7 +36,7 @@ from moe_kernels.scaled import BLOCK
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-@kernel(lambda data, scales, x, row_to_slot, tiles, max_tiles, top_k, squares, largest: rules.columns(squares))
+@kernel()
 def quantize_columns(
     data: torch.Tensor,  # [slots, C rounded up to a multiple of 128, 128] fp8, written
     scales: torch.Tensor,  # [slots, C], or [slots, cdiv(C, 128)] if `squares`; written
@@ -77,7 +76,7 @@ def quantize_columns(
     return data
 
 
-@kernel(lambda *_: rules.padding())
+@kernel()
 def pad_columns(
     data: torch.Tensor,  # [slots, C rounded up to a multiple of 128, 128] fp8, written
     x: torch.Tensor,  # [C, M] fp8
@@ -118,13 +117,7 @@ def _computed_here(x: torch.Tensor, inline_ptx: bool) -> torch.Tensor:
     )
 
 
-def _preset(
-    X: Any, Y: Any, scales_X: Any, scales_Y: Any, offsets: Any, out: torch.Tensor, odd_M: Any, scaled: bool, *_: Any
-) -> Config:
-    return rules.product(out.size(2), out.size(0), False, scaled)
-
-
-@kernel(_preset)
+@kernel()
 def scaled_wgrad(
     X: torch.Tensor,  # [slots, P rounded up to a multiple of 128, 128] fp8
     Y: torch.Tensor,  # [slots, Q rounded up to a multiple of 128, 128] fp8

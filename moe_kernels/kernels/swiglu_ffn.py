@@ -30,48 +30,11 @@ from moe_kernels.kernels.inline import (
 from moe_kernels.kernels.row_major import row_major
 from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import swiglu as swiglu_rules
-from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, needs_int64
 
 
-def _preset_basic(A: torch.Tensor, gate: torch.Tensor, up: Any, group_offsets: Any, *common: Any) -> Config:
-    return swiglu_rules.basic(_by_pointers(A, gate, gate.size(0), *common)).config
-
-
-def _preset_persistent(A: torch.Tensor, pairs: torch.Tensor, tiles: Any, num_tiles: Any, *common: Any) -> Config:
-    return swiglu_rules.persistent(_by_pointers(A, pairs, pairs.size(0) // 2, *common)).config
-
-
-def _by_pointers(
-    A: torch.Tensor,
-    weight: torch.Tensor,
-    E: int,
-    row_to_slot: torch.Tensor | None,
-    gate_bias: torch.Tensor | None,
-    up_bias: torch.Tensor | None,
-    act: torch.Tensor,
-    preact_gate: torch.Tensor | None,
-    *_: Any,
-) -> swiglu_rules.Problem:
-    """Return the problem without TMA, for direct calls of the kernels."""
-    dtype = torch.promote_types(A.dtype, weight.dtype)
-    return swiglu_rules.Problem(
-        rows=rules.floor_power_of_2(act.size(0) // E),
-        M=rules.floor_power_of_2(act.size(0)),
-        I=act.size(1),
-        H=A.size(1),
-        E=E,
-        dtype=dtype,
-        tf32=rules.tf32_allowed(dtype),
-        gathered=row_to_slot is not None,
-        save_preact=preact_gate is not None,
-        biases=(gate_bias is not None) + (up_bias is not None),
-        paired=False,
-    )
-
-
-@kernel(_preset_basic)
+@kernel()
 def swiglu(
     A: torch.Tensor,  # [M, H], or [T, H] if `top_k`
     gate: torch.Tensor,  # [E, H, I]; [E, I, H] if `transposed`
@@ -156,7 +119,7 @@ def swiglu(
 
 
 # Static shapes, because only with static strides does Helion create a descriptor that spans two matrices of `pairs`.
-@kernel(_preset_persistent, static_shapes=True)
+@kernel(static_shapes=True)
 def swiglu_persistent(
     A: torch.Tensor,  # [M, H], or [T, H] if `top_k`
     pairs: torch.Tensor,  # [2 * E, I, H]: gate and up of each expert in turn

@@ -16,6 +16,7 @@ from moe_kernels import checks, grouped_gemm, grouped_gemm_jagged, grouped_gemm_
 from moe_kernels.kernels import declare
 from moe_kernels.kernels import grouped_gemm as kernels
 from moe_kernels.kernels.inline import BY_REGION
+from moe_kernels.kernels.row_major import copy_row_major
 from moe_kernels.kernels.tiles import NO_TAILS, tile_table
 from moe_kernels.runtime import cache, launch, store
 from moe_kernels.runtime import compile as compiler
@@ -96,6 +97,13 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
     assert tiles[1:5].tolist() == [[0, 0, 9], [2, 9, 73], [2, 73, 137], [2, 137, 149]]
     kernels.jagged_persistent(A, B, tiles, tiles[0, 0], None, out, False, False, 64, False, False)
     assert_grouped_gemm_close(out, A, B, group_offsets)
+
+
+def test_kernels_without_a_rule_never_search(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(declare, "default_autotuner_fn", _refuse)
+    x = torch.ones(3, 5, device=device)
+    with pytest.raises(RuntimeError, match="copy_row_major: expected a config"):
+        copy_row_major(x, torch.empty_like(x))
 
 
 def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
