@@ -75,10 +75,7 @@ def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded(
-    name: str,
-    run: Callable[..., Any],
-    setup_context: Callable[..., None],
-    backward: Callable[..., Any],
+    name: str, run: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return an autograd.Function for calls that only autograd observes. The one of torch.library takes the host 0.1 ms
     longer for operators with many arguments.
@@ -141,12 +138,7 @@ def _transformed(
         return tuple([next(each) if has_tangent else None for has_tangent in moved])
 
     return _function(
-        name,
-        forward=forward,
-        setup_context=save,
-        backward=through_live_tensors,
-        jvp=jvp,
-        vmap=_looped(call),
+        name, forward=forward, setup_context=save, backward=through_live_tensors, jvp=jvp, vmap=_looped(call)
     )
 
 

@@ -55,9 +55,7 @@ def _scaled_grouped_gemm(
         B = B.mT.contiguous().mT
     scales_A = flattened(scales_A, A)
     return cache.call(
-        SCALED_GROUPED_GEMM,
-        (A, scales_A, B, scales_B, group_offsets, bias),
-        (out_dtype, variant, fast_accumulation),
+        SCALED_GROUPED_GEMM, (A, scales_A, B, scales_B, group_offsets, bias), (out_dtype, variant, fast_accumulation)
     )
 
 

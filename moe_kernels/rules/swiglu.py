@@ -7,15 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_kernels.rules import (
-    Access,
-    Addressing,
-    addressing,
-    basic_height,
-    block_for,
-    indexing,
-    offsets_block,
-)
+from moe_kernels.rules import Access, Addressing, addressing, basic_height, block_for, indexing, offsets_block
 from moe_kernels.rules.config import Config
 
 

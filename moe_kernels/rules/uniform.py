@@ -89,10 +89,7 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
     return Choice(
         kernel=kernel or ("folded" if foldable(problem, block_m, block_k) else "batched"),
         addressing=addressing,
-        config=Config(
-            block_sizes=[block_m, block_n, block_k],
-            **(options | rules.indexing(*addressing[:3])),
-        ),
+        config=Config(block_sizes=[block_m, block_n, block_k], **(options | rules.indexing(*addressing[:3]))),
     )
 
 

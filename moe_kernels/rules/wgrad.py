@@ -71,13 +71,7 @@ def rule(problem: Problem) -> Choice:
     if tma_out:
         options["pid_type"] = "persistent_interleaved"
     blocks = [block_for(problem.Q, block_q), block_for(problem.P, block_p)]
-    config = Config(
-        block_sizes=blocks,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        l2_groupings=[16],
-        **options,
-    )
+    config = Config(block_sizes=blocks, num_warps=num_warps, num_stages=num_stages, l2_groupings=[16], **options)
     return Choice(False, block_m, tma, index, config)
 
 

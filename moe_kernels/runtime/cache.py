@@ -25,15 +25,7 @@ from moe_kernels.runtime import launch, store, targets, torch_internals
 from moe_kernels.runtime.attributes import replaced
 from moe_kernels.runtime.emit import emit, emit_repeat
 from moe_kernels.runtime.plan import Builder, Plan
-from moe_kernels.runtime.signature import (
-    Operator,
-    Tensors,
-    depends_on_tf32,
-    portable,
-    rows_bounds,
-    signature,
-    symbolic,
-)
+from moe_kernels.runtime.signature import Operator, Tensors, depends_on_tf32, portable, rows_bounds, signature, symbolic
 from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.runtime.targets import Gpu
 
