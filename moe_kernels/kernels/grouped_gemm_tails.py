@@ -31,20 +31,8 @@ from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
-def _preset(
-    A: Tensor,
-    B: Any,
-    tiles: Any,
-    bias: Any,
-    narrow_out: Any,
-    tails_out: Any,
-    out: Tensor,
-    cost: Any,
-    log2: Any,
-    columns: Any,
-    narrow: int,
-    *_: Any,
-) -> Config:
+def _preset(*arguments: Any) -> Config:
+    A, _, _, bias, _, _, out, _, _, _, narrow, *_ = arguments
     by_pointers = rules.Addressing(False, False, False, int64_index=False)
     return rules.tails(out.size(1), A.size(1), bias is not None, by_pointers, narrow)
 

@@ -42,24 +42,13 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int6
 from moe_kernels.scaled import BLOCK
 
 
-def _preset_basic(
-    A: Tensor, scales_A: Any, B: Tensor, scales_B: Tensor, group_offsets: Any, bias: Any, out: Tensor, *_: Any
-) -> Config:
+def _preset_basic(*arguments: Any) -> Config:
+    A, _, B, scales_B, _, bias, out, *_ = arguments
     return _preset("basic", False, A, B, scales_B, bias, out)
 
 
-def _preset_persistent(
-    fast: bool,
-    A: Tensor,
-    scales_A: Any,
-    B: Tensor,
-    scales_B: Tensor,
-    tiles: Any,
-    num_tiles: Any,
-    bias: Any,
-    out: Tensor,
-    *_: Any,
-) -> Config:
+def _preset_persistent(fast: bool, *arguments: Any) -> Config:
+    A, _, B, scales_B, _, _, bias, out, *_ = arguments
     return _preset("persistent", fast, A, B, scales_B, bias, out)
 
 
