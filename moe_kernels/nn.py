@@ -136,14 +136,8 @@ class MoE(nn.Module):
             activation = expert_modules.activation_of(modules, stacked)
         E, H, I = stacked.w_down.shape  # noqa: E741
         options: dict[str, Any] = {"activation": activation, "gated": stacked.gated, "renormalize": renormalize}
-        options |= {
-            "alpha": alpha,
-            "limit": limit,
-            "compute": compute,
-            "fp8_wgrad": fp8_wgrad,
-            "fast_accumulation": fast_accumulation,
-        }
-        layer = cls(H, I, E, top_k, device="meta", **options)
+        options |= {"alpha": alpha, "limit": limit, "compute": compute, "fp8_wgrad": fp8_wgrad}
+        layer = cls(H, I, E, top_k, **options, fast_accumulation=fast_accumulation, device="meta")
         layer.w_gate_up, layer.w_down = nn.Parameter(stacked.w_gate_up), nn.Parameter(stacked.w_down)
         if router is None:
             layer.router = nn.Parameter(stacked.w_down.new_empty(E, H))

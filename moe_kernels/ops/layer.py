@@ -154,8 +154,7 @@ activate = define(
 )
 activate_backward = define(
     "activate_backward(Tensor preact, Tensor? preact_up, Tensor d_act, Tensor? topk_weights, Tensor? row_to_slot,"
-    " Tensor? group_offsets,"
-    f" bool weigh, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor? group_offsets, bool weigh, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor)",
     _activate_backward,
     _activate_backward_fake,
     _activate_backward_setup,
@@ -373,15 +372,9 @@ def _moe_mlp_gradient(
     if d_out is not None:
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
         d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, preact.dtype, "auto")
+        preact_up = None if w_up is None else preact_up
         d_preact_by_act, d_preact_up_by_act, weighted, d_topk_weights = activate_backward(
-            preact,
-            None if w_up is None else preact_up,
-            d_act,
-            topk_weights,
-            row_to_slot,
-            group_offsets,
-            need_w_out,
-            *spec,
+            preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, need_w_out, *spec
         )
         del d_act
         d_preact, d_preact_up = _sum(d_preact_by_act, d_preact), _sum(d_preact_up_by_act, d_preact_up)

@@ -106,14 +106,9 @@ def remember(operator: Operator, tensors: Tensors, requested: Any, options: Any)
     if state not in entry.repeats:
         if len(entry.repeats) >= _MOST_STATES:
             return
+        bounds = rows_bounds(operator.counts(tensors, options))
         entry.repeats[state] = emit_repeat(
-            entry.plan,
-            entry.launchers,
-            first.device,
-            tensors,
-            operator,
-            requested,
-            rows_bounds(operator.counts(tensors, options)),
+            entry.plan, entry.launchers, first.device, tensors, operator, requested, bounds
         )
     made = entry.repeats[state]
     if made is not None:
