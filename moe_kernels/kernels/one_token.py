@@ -33,11 +33,6 @@ def _config(width: int, dtype: torch.dtype) -> Config:
     return Config(block_sizes=[min(block, runs), 1], num_warps=num_warps)
 
 
-def _of_slots(width: int, dtype: torch.dtype, top_k: int) -> Config:
-    """`_config` with the loop over slots unrolled, so that the loads of all slots are in flight together."""
-    return _config(width, dtype).unrolled(0, top_k, 0)
-
-
 def _dots(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return dot products along the last dimension, a run of elements, in float32."""
     return torch.sum(unmasked(w.to(torch.float32) * x), dim=-1)
@@ -197,7 +192,8 @@ def multiply_one_token(
     rounds = out.dtype == torch.float16
     sizes = (max(2, -(-width // run)), top_k, height, run, rounds)
     arguments = (out, act, topk_ids, topk_weights, down, biases[2], second, *sizes)
-    builder.launch(second_half, arguments, _of_slots(width, down.dtype, top_k), int64_index=int64_index)
+    config = _config(width, down.dtype).unrolled(0, top_k, 0)  # so that the loads of all slots are in flight together
+    builder.launch(second_half, arguments, config, int64_index=int64_index)
 
 
 def _by_parts(scales: SymbolicTensor | None, rows: int, K: int) -> tuple[SymbolicTensor | None, int]:

@@ -154,11 +154,6 @@ def dot_rows(
     return dots
 
 
-def _config(width: int, T: int) -> Config:
-    # Few tokens: more programs, of fewer columns each.
-    return by_rows(width, most=1024 if T > FEW_TOKENS else 256)
-
-
 def plan_scatter_rows(builder: Builder, tensors: Operands, options: tuple[int, torch.dtype]) -> SymbolicTensor:
     """Plan rows `[R, H]` from tokens `[T, H]`, topk_weights or None, slot_to_row and group_offsets."""
     (tokens, topk_weights, slot_to_row, group_offsets), (top_k, dtype) = tensors, options
@@ -195,7 +190,9 @@ def plan_combine_rows(builder: Builder, tensors: Operands, options: tuple[int, t
     """Plan tokens `[T, H]` from rows `[R, H]`, topk_weights or None, slot_to_row and group_offsets."""
     (rows, topk_weights, slot_to_row, group_offsets), (top_k, dtype) = tensors, options
     tokens = builder.alloc((slot_to_row.size(0) // top_k, rows.size(1)), dtype)
-    config = _config(rows.size(1), most(tokens.size(0))).unrolled(0, top_k)
+    # Few tokens: more programs, of fewer columns each.
+    block = 1024 if most(tokens.size(0)) > FEW_TOKENS else 256
+    config = by_rows(rows.size(1), block).unrolled(0, top_k)
     _launch(builder, combine_rows, (tokens, rows, topk_weights), slot_to_row, group_offsets, top_k, config)
     return tokens
 

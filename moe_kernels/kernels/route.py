@@ -29,10 +29,6 @@ _RANK_CONFIG = Config(block_sizes=[512], num_warps=4)
 _COUNT_CONFIG = Config(block_sizes=[], num_warps=4)  # one thread per slot of a chunk of _CHUNK
 
 
-def _place_config(width: int) -> Config:
-    return Config(block_sizes=[max(8, _TABLE // width)], num_warps=8)
-
-
 def _expert(topk_ids: torch.Tensor, slot: torch.Tensor, R: torch.Tensor, E: int) -> torch.Tensor:
     """Return the expert of each slot, int32; E for dropped slots and past the last slot."""
     inside = slot < R
@@ -175,5 +171,6 @@ def plan_route(builder: Builder, tensors: Operands, options: tuple[int]) -> tupl
     counts = builder.alloc((runs, width), torch.int32)
     shape = (odd_R, runs, 2 * chunks + 1, E, width, _CHUNK)
     builder.launch(count_experts, (topk_ids, counts, outs[2], *shape), _COUNT_CONFIG)
-    builder.launch(place_slots, (topk_ids, counts, *outs, *shape), _place_config(width))
+    config = Config(block_sizes=[max(8, _TABLE // width)], num_warps=8)
+    builder.launch(place_slots, (topk_ids, counts, *outs, *shape), config)
     return outs
