@@ -512,8 +512,6 @@ def _adapted(found: entries.Found, problem: Problem) -> Choice:
 def why_illegal(choice: Choice, problem: Problem) -> str | None:
     """The reason why `choice` cannot be used for `problem`, or None."""
     values: dict[str, Any] = choice.config.config
-    if choice.variant not in _KERNELS["auto"]:
-        return f"no kernel {choice.variant!r}"
     addressing = _addressing(problem, choice.variant, choice.block_m)
     if choice.addressing != addressing or (choice.entry is not None and choice.entry.tma != addressing.tma):
         return "other operands are read or written by TMA"
