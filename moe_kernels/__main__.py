@@ -164,17 +164,18 @@ def info() -> int:
     """Print what is installed, what the kernels would use here, and what is missing."""
     problems, fix = requirements.problems(), requirements.fix()
     on = requirements.interpreted()
-    _print_fields(
-        [
-            ("moe_kernels", moe_kernels.__version__),
-            ("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
-            *((name, requirements.installed(name) or "not installed") for name in _PACKAGES),
-            *_gpu_fields(),
-            ("interpreter", "on (TRITON_INTERPRET is set)" if on else "off (TRITON_INTERPRET=1 turns it on)"),
-            ("kernels", f"cannot run: {'; '.join(problems)}" if problems else "all they need is installed"),
-            *([("to fix it", fix)] if problems else []),
-        ]
-    )
+    fields = [
+        ("moe_kernels", moe_kernels.__version__),
+        ("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"),
+        *((name, requirements.installed(name) or "not installed") for name in _PACKAGES),
+        *_gpu_fields(),
+        ("interpreter", "on (TRITON_INTERPRET is set)" if on else "off (TRITON_INTERPRET=1 turns it on)"),
+        ("kernels", f"cannot run: {'; '.join(problems)}" if problems else "all they need is installed"),
+        *([("to fix it", fix)] if problems else []),
+    ]
+    width = max(len(label) for label, _ in fields)
+    for label, value in fields:
+        print(f"{label:{width}}  {value}")
     print()
     if problems:
         print("Configs: not shown, because they need the missing packages.")
@@ -293,12 +294,6 @@ def _check(
         return ["", "", "WRONG"]
     print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr)
     return [f"{report['max_error']:.1e}", f"{report['budget']:.1e}", "ok"]
-
-
-def _print_fields(fields: list[tuple[str, str]]) -> None:
-    width = max(len(label) for label, _ in fields)
-    for label, value in fields:
-        print(f"{label:{width}}  {value}")
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:
