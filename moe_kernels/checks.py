@@ -596,7 +596,7 @@ def _check_grouped_mm_shapes(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, 
             raise ValueError(f"mat_b: expected G = {G} as in mat_a, got {list(mat_b.shape)}")
     else:
         if offs is None:
-            raise ValueError("offs: expected the groups' ends, an int32 tensor [G], got None")
+            raise ValueError("offs: expected the groups' ends, an int32 or int64 tensor [G], got None")
         check_index_vector("offs", offs, 0, "mat_a", mat_a)
         if G is not None and offs.shape[0] != G:
             hint = "; for group_offsets [G + 1] pass offs_from_group_offsets(group_offsets)"
@@ -995,7 +995,7 @@ def _check_tensor(name: str, value: object) -> None:
             how = ".dequantize()" if hasattr(type(value), "dequantize") else "its own method for that"
             raise TypeError(
                 f"{name}: expected a torch.Tensor, got {got}, which holds its values as {held}; "
-                f"convert it with {how}, or leave these weights out when the model is quantized"
+                f"convert it with {how}, or leave these weights out when the model is quantised"
             )
 
 

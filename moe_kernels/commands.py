@@ -63,7 +63,9 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--training", action="store_true", help="also the forward with gradients, and the backward")
     parser.add_argument("--gpu", choices=targets.KNOWN, help="default: the GPU of this machine")
-    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="processes that compile at the same time")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="processes that compile at the same time, by default 1"
+    )
     parser.add_argument("--output", metavar="DIR", help="the folder to write to")
     parser.add_argument(
         "--torch", metavar="VERSION", help="version on the target, 2.11 to 2.15; plans do not depend on it"
