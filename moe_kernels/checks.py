@@ -429,8 +429,15 @@ def _check_routed(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert
     _check_same_device("topk_ids", topk_ids, "hidden", hidden)
     width = spec.width(W, w_up is not None)
     form, down = ("[E, I, H]", (E, width, H)) if transposed else ("[E, H, I]", (E, H, width))
-    gate_alone = spec.gated and w_up is None and w_down.shape == ((E, W, H) if transposed else (E, H, W))
-    hint = "; if w_gate_up holds the gate alone, pass w_up" if gate_alone else ""
+
+    def fits(I: int) -> bool:  # noqa: E741
+        return bool(w_down.shape == ((E, I, H) if transposed else (E, H, I)))
+
+    hint = ""
+    if spec.gated and w_up is None and fits(W):
+        hint = "; if w_gate_up holds the gate alone, pass w_up"
+    elif not spec.gated and W % 2 == 0 and fits(W // 2):
+        hint = "; if w_gate_up holds gate and up, pass gated=True"
     _check_shape("w_down", w_down, form, down, hint)
     if down_bias is not None:
         _check_shape("down_bias", down_bias, "[E, H]", (E, H))

@@ -799,6 +799,8 @@ def test_likely_mistakes_are_named() -> None:
             moe_mlp(tokens, one, one.float(), *weights, transposed=transposed)
         with pytest.raises(ValueError, match=rf"^w_gate_up: expected .* pass transposed={not transposed}$"):
             moe_mlp(tokens, one, one.float(), *(w.mT for w in weights[::-1]), transposed=transposed)
+        with pytest.raises(ValueError, match=r"^w_down: expected .*; if w_gate_up holds gate and up, pass gated=True$"):
+            moe_mlp(tokens, one, one.float(), *weights[::-1], transposed=transposed, gated=False)
     with pytest.raises(ValueError, match=r"^A_packed: .*got \[2, 5, 8\]; uniform_grouped_gemm takes \[G, M, K\]$"):
         grouped_gemm(batch, torch.ones(2, 8, 3), torch.tensor([0, 5, 10]))
     ids = torch.zeros(5, 1, dtype=torch.int64)
