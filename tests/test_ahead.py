@@ -380,7 +380,11 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ahead.compile_ahead(bare(), tokens=[1], gpu="h900")
     with pytest.raises(ValueError, match=r"what: expected one of .*qwen3-30b-a3b.*, got 'qwen9'"):
         ahead.compile_ahead("qwen9", tokens=[1], gpu="h200")
-    with pytest.raises(ValueError, match=r"what: expected an MoE, .* or a transformers model .*, got Linear"):
+    expected = (
+        "what: expected an MoE, a module that contains one, or a transformers model with "
+        'experts_implementation="moe_kernels", got Linear'
+    )
+    with pytest.raises(ValueError, match=f"^{expected}$"):
         ahead.compile_ahead(nn.Linear(3, 3), tokens=[1], gpu="h200")
     with pytest.raises(RuntimeError, match=r"there is no GPU to compile for: name one of a100, .*h200"):
         ahead.compile_ahead(bare(), tokens=[1])

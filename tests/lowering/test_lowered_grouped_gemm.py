@@ -53,8 +53,7 @@ def assert_lean(report: dict[str, Any]) -> None:
 
 
 NARROW = [
-    ((512, 8, 2880, 2048), True, True),
-    ((512, 8, 2880, 2048), False, False),
+    *itertools.product([(512, 8, 2880, 2048)], [False, True], [False, True]),
     ((1024, 8, 2880, 2880), True, False),
     ((1024, 8, 2880, 2880), False, True),
     ((1024, 8, 1408, 2048), True, True),
