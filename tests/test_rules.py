@@ -797,6 +797,22 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     assert rules.why_illegal(choice, problem) is None
 
 
+FP8 = scaled.Problem(
+    rows=128,
+    M=1024,
+    N=4096,
+    K=2048,
+    G=8,
+    block_scaled=False,
+    fast=False,
+    out_dtype=torch.bfloat16,
+    has_bias=False,
+    tma_A=True,
+    tma_B=True,
+    multiprocessors=132,
+)
+
+
 @pytest.mark.parametrize(
     ("changed", "variant"),
     [
@@ -812,21 +828,36 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     ids=str,
 )
 def test_fp8_products_of_which_all_tiles_run_at_once(changed: dict[str, Any], variant: str) -> None:
-    problem = scaled.Problem(
-        rows=128,
-        M=1024,
-        N=4096,
-        K=2048,
-        G=8,
-        block_scaled=False,
-        fast=False,
-        out_dtype=torch.bfloat16,
-        has_bias=False,
-        tma_A=True,
-        tma_B=True,
-        multiprocessors=132,
-    )
-    assert scaled.rule(replace(problem, **changed)).variant == variant
+    assert scaled.rule(replace(FP8, **changed)).variant == variant
+
+
+@pytest.mark.parametrize(
+    ("changed", "width", "num_stages"),
+    [
+        ({"M": 8, "rows": 0}, 64, 4),  # 8 groups at most have rows: 256 tiles of 128 columns, 2 per SM
+        ({"M": 8, "rows": 0, "G": 256}, 64, 4),
+        ({"M": 8, "rows": 0, "N": 8192}, 128, 3),
+        ({"M": 16, "rows": 2}, 128, 3),
+        ({"M": 16, "rows": 2, "N": 2048}, 64, 4),
+        ({"M": 16, "rows": 16, "G": 1}, 64, 4),
+        ({"M": 256, "rows": 256, "G": 1}, 64, 4),  # 160 tiles
+        ({"M": 256, "rows": 64, "G": 4}, 128, 4),  # 256 tiles
+        ({"M": 512, "rows": 128, "G": 4}, 128, 3),  # 384 tiles
+        ({"M": 64, "rows": 64, "G": 1, "block_scaled": True, "K": 1024}, 128, 3),
+        ({"M": 8, "rows": 0, "tma_B": False}, 64, 2),
+        ({"M": 8, "rows": 0, "N": 8192, "tma_A": False}, 64, 2),
+        ({"M": 8, "rows": 0, "multiprocessors": 0}, 128, 3),
+    ],
+    ids=str,
+)
+def test_tiles_of_fp8_products_with_few_rows(changed: dict[str, Any], width: int, num_stages: int) -> None:
+    choice = scaled.rule(replace(FP8, **changed))
+    assert choice.variant == "basic"
+    # TMA does not read an A of fewer rows than a tile.
+    fits = choice.block_m <= changed["M"]
+    assert choice.addressing.tma_A == (changed.get("tma_A", True) and fits)
+    assert choice.config.config["block_sizes"][:2] == [choice.block_m, width]
+    assert choice.config.config["num_stages"] == num_stages
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +55,28 @@ def _at_once(problem: Problem) -> bool:
 def _basic(problem: Problem) -> rules.Choice:
     block_m = 16 if problem.rows < 16 else 32 if problem.rows < 32 else HEIGHT
     addressing = _addressing(problem, block_m, _block_k(problem), tma_out=False)
-    # Pointers read odd strides byte by byte, which takes registers.
-    block_n, num_warps, num_stages = (WIDTH, 4, 3) if addressing.tma_A and addressing.tma_B else (64, 8, 2)
+    if problem.tma_A and addressing.tma_B:
+        num_warps, (block_n, num_stages) = 4, _width_and_stages(problem, block_m)
+    else:  # pointers read odd strides byte by byte, which takes registers
+        num_warps, block_n, num_stages = 8, 64, 2
     blocks = [block_m, rules.block_for(problem.N, block_n), rules.offsets_block(problem.G), _block_k(problem)]
     scales = [False] * 2
     options = rules.indexing(False, *addressing[:2], *scales, *[False] * problem.has_bias, False)
     config = Config(block_sizes=blocks, num_warps=num_warps, num_stages=num_stages, l2_groupings=[4], **options)
     return rules.Choice("basic", block_m, addressing, config)
+
+
+def _width_and_stages(problem: Problem, block_m: int) -> tuple[int, int]:
+    """The number of columns of a tile, and the stages of loads, with which the SMs have the most loads in flight."""
+    # At most M groups have rows.
+    tiles = rules.most_tiles(problem.M, problem.N, min(problem.G, problem.M), block_m, WIDTH)
+    per_sm = tiles / problem.multiprocessors if problem.multiprocessors else math.inf
+    if problem.rows < PERSISTENT_FROM_ROWS:
+        return (WIDTH // 2, 4) if per_sm <= 2 else (WIDTH, 3)
+    # The shared memory of an SM holds three programs with half the width in 4 stages, two with 4 and three with 3.
+    if problem.block_scaled or per_sm > 2:
+        return WIDTH, 3
+    return (WIDTH // 2 if per_sm <= 1.5 else WIDTH), 4
 
 
 def _persistent(problem: Problem) -> rules.Choice:

@@ -94,6 +94,18 @@ def test_few_rows(rows: int, block_scaled: bool) -> None:
     assert report["ptx"].count("fma.rn.f32" if block_scaled else "add.rn.f32") >= 16
 
 
+@pytest.mark.parametrize("block_scaled", [False, True], ids=["rowwise", "block-scaled"])
+@pytest.mark.parametrize(("N", "width", "stages"), [(4096, 64, 4), (16384, 128, 3)])
+def test_fewer_rows_than_a_tile(N: int, width: int, stages: int, block_scaled: bool) -> None:
+    """Weights are read by TMA, as wide as with more rows, or half as wide in four stages if there are few tiles."""
+    report = compiled((16, 8, N, 7168), block_scaled)
+    assert report["name"] == "scaled_jagged"
+    assert_fp8(report)
+    assert loads(report) == 1
+    barriers = report["shared"] - stages * (width + 16) * 128  # what loads need besides both operands of a stage
+    assert 0 <= barriers <= 64
+
+
 @pytest.mark.parametrize("fast", [False, True], ids=["", "fast"])
 def test_other_dtypes(fast: bool) -> None:
     report = compiled((8, 16384, 1536, 2048), False, fast=fast, out_dtype=torch.float32, dtypes=(E5M2, E4M3), bias=True)
