@@ -179,13 +179,13 @@ class VariedLaunch:
     ):
         shapes = tuple((a.size(0), b.size(1), a.size(1)) for a, b in zip(group_A, group_B, strict=True))
         self.kept = group_A, group_B, outs  # kept alive, because the table holds their addresses
-        first = outs[0]
-        bases = [next((tensor for tensor in tensors if tensor.numel()), first) for tensors in (group_A, group_B, outs)]
-        operands = [_Operand(tensors, base) for tensors, base in zip((group_A, group_B, outs), bases, strict=True)]
+        lists, first = (group_A, group_B, outs), outs[0]
+        bases = [next((tensor for tensor in tensors if tensor.numel()), first) for tensors in lists]
         most = 16 // first.element_size()
-        units = [operand.unit(most) for operand in operands]
+        described = [_in_memory(tensors, base, most) for tensors, base in zip(lists, bases, strict=True)]
+        places, contiguous, units = zip(*described, strict=True)
         extent_units = [math.gcd(most, *extents) for extents in zip(*shapes, strict=True)]  # of M, N, K
-        layout = varied_rules.Layout(*(operand.contiguous for operand in operands), *units, *extent_units)
+        layout = varied_rules.Layout(*contiguous, *units, *extent_units)
         aligned = layout.contiguous_a < 2 and layout.contiguous_b < 2 and layout.unit_a == layout.unit_b == most
         gpu = targets.of_tensor(first)
         problem = varied_rules.Problem(
@@ -205,8 +205,8 @@ class VariedLaunch:
         for p, (shape, (m, n)) in enumerate(zip(shapes, counts, strict=True)):
             records += (extent // unit for extent, unit in zip(shape, extent_units, strict=True))
             records += (ends[p] - m * n, n)
-            for operand, unit in zip(operands, units, strict=True):
-                records += (value // unit for value in operand.places[p])
+            for each, unit in zip(places, units, strict=True):
+                records += (value // unit for value in each[p])
             records += (0, 0)
         P = len(shapes)
         # Each part begins at a multiple of 16 bytes, whatever P.
@@ -223,30 +223,24 @@ class VariedLaunch:
             self.run(*inputs, buffer)
 
 
-class _Operand:
-    """The layout of one list of matrices: `places[p]` is (offset from `base`, *strides), in elements."""
-
-    def __init__(self, tensors: Sequence[Tensor], base: Tensor):
-        size, origin = base.element_size(), base.data_ptr()
-        self.places: list[tuple[int, ...]] = []
-        contiguous = {0, 1}
-        for tensor in tensors:
-            if tensor.numel() == 0:
-                self.places.append((0, 0, 0))
-                continue
-            # The stride of a dimension of size 1 is irrelevant.
-            strides = [
-                stride if extent > 1 else 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            ]
-            self.places.append(((tensor.data_ptr() - origin) // size, *strides))
-            contiguous -= {dim for dim in (0, 1) if tensor.size(dim) > 1 and strides[dim] != 1}
-        self.contiguous = max(contiguous, default=2)
-
-    def unit(self, most: int) -> int:
-        """Return the largest common divisor, up to `most`, of the offsets and the strides that the kernel uses."""
-        if self.contiguous == 2:
-            return 1
-        return math.gcd(most, *(place[i] for place in self.places for i in (0, 2 - self.contiguous)))
+def _in_memory(tensors: Sequence[Tensor], base: Tensor, most: int) -> tuple[list[tuple[int, ...]], int, int]:
+    """Return (offset from `base`, *strides) of each matrix, in elements; the dimension that is contiguous in all, or 2;
+    and the largest common divisor, up to `most`, of the offsets and the strides that the kernel uses.
+    """
+    size, origin = base.element_size(), base.data_ptr()
+    places: list[tuple[int, ...]] = []
+    candidates = {0, 1}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            places.append((0, 0, 0))
+            continue
+        # The stride of a dimension of size 1 is irrelevant.
+        strides = [stride if extent > 1 else 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        places.append(((tensor.data_ptr() - origin) // size, *strides))
+        candidates -= {dim for dim in (0, 1) if tensor.size(dim) > 1 and strides[dim] != 1}
+    contiguous = max(candidates, default=2)
+    unit = 1 if contiguous == 2 else math.gcd(most, *(place[i] for place in places for i in (0, 2 - contiguous)))
+    return places, contiguous, unit
 
 
 def _on_device(values: list[int], device: torch.device, wait: bool) -> Tensor:
