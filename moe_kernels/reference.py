@@ -377,44 +377,37 @@ def activate_backward(
     Returns:
         The gradients of preact and preact_up, and `w * act [R, I]` and the gradient of topk_weights; None if missing.
     """
+    d = d_act.to(_accumulation_dtype(preact, d_act))
+    if topk_weights is None or row_to_slot is None or group_offsets is None:
+        _, d_preact, d_preact_up = _through_activation(preact, preact_up, d, spec)
+        return d_preact, d_preact_up, None, None
+    slots = row_to_slot.long()
+    kept = torch.arange(len(slots), device=preact.device) < group_offsets[-1]
+    w = torch.where(kept, topk_weights.reshape(-1)[slots].to(d.dtype), 0.0).unsqueeze(1)
+    act, d_preact, d_preact_up = _through_activation(preact, preact_up, w * d, spec)
+    products = torch.where(kept, (act * d).sum(1), 0.0)
+    dots = torch.empty(topk_weights.numel(), dtype=d.dtype, device=preact.device).index_put((slots,), products)
+    return d_preact, d_preact_up, (w * act).to(preact.dtype), dots.view(topk_weights.shape).to(topk_weights.dtype)
+
+
+def _through_activation(
+    preact: Tensor, preact_up: Tensor | None, d: Tensor, spec: GLUSpec
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return act, in the dtype of its gradient `d`, and the gradients of preact and preact_up."""
     gate, up = spec.halves(preact, preact_up)
-    compute = _accumulation_dtype(preact, d_act)
-    d = d_act.to(compute)
-    w = kept = None
-    if topk_weights is not None:
-        assert row_to_slot is not None
-        assert group_offsets is not None
-        kept = torch.arange(len(row_to_slot), device=preact.device) < group_offsets[-1]
-        w = topk_weights.reshape(-1)[row_to_slot.long()].to(compute)
-        w = torch.where(kept, w, torch.zeros_like(w)).unsqueeze(1)
-    wd = d if w is None else w * d
     if up is None:
-        act, slope = _nonlinear(gate.to(compute), spec)
-        d_gate, d_up = wd * slope, None
-    else:
-        g, u = _clamped(gate.to(compute), up.to(compute), spec)
-        f, slope = _nonlinear(g, spec)
-        act, d_gate, d_up = f * u, wd * u * slope, wd * f
-        if spec.activation in CLAMPED:
-            d_gate = torch.where(gate <= spec.limit, d_gate, torch.zeros_like(d_gate))
-            d_up = torch.where(up.abs() <= spec.limit, d_up, torch.zeros_like(d_up))
-    if d_up is None or preact_up is not None:
-        d_preact = d_gate
-    elif spec.interleaved:
-        d_preact = torch.stack((d_gate, d_up), dim=-1).flatten(1)
-    else:
-        d_preact = torch.cat((d_gate, d_up), dim=1)
-    d_preact_up = None if preact_up is None or d_up is None else d_up.to(preact_up.dtype)
-    if w is None:
-        return d_preact.to(preact.dtype), d_preact_up, None, None
-    assert topk_weights is not None
-    assert row_to_slot is not None
-    dots = torch.empty(topk_weights.numel(), dtype=compute, device=preact.device)
-    products = (act * d).sum(1)
-    assert kept is not None
-    products = torch.where(kept, products, torch.zeros_like(products))
-    dots = dots.index_put((row_to_slot.long(),), products).view(topk_weights.shape)
-    return d_preact.to(preact.dtype), d_preact_up, (w * act).to(preact.dtype), dots.to(topk_weights.dtype)
+        act, slope = _nonlinear(gate.to(d.dtype), spec)
+        return act, (d * slope).to(preact.dtype), None
+    g, u = _clamped(gate.to(d.dtype), up.to(d.dtype), spec)
+    f, slope = _nonlinear(g, spec)
+    d_gate, d_up = d * u * slope, d * f
+    if spec.activation in CLAMPED:
+        d_gate = torch.where(gate <= spec.limit, d_gate, 0.0)
+        d_up = torch.where(up.abs() <= spec.limit, d_up, 0.0)
+    if preact_up is not None:
+        return f * u, d_gate.to(preact.dtype), d_up.to(preact_up.dtype)
+    both = torch.stack((d_gate, d_up), -1).flatten(1) if spec.interleaved else torch.cat((d_gate, d_up), 1)
+    return f * u, both.to(preact.dtype), None
 
 
 def _clamped(gate: Tensor, up: Tensor, spec: GLUSpec) -> tuple[Tensor, Tensor]:
