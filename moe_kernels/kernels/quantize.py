@@ -151,7 +151,7 @@ def quantize_rows(
     return data
 
 
-@kernel(lambda *_: rules.square())
+@kernel(lambda *_: rules.SQUARES)
 def quantize_squares(
     data: torch.Tensor,  # [G, R, K], written
     transposed: torch.Tensor | None,  # [G, K, R], written
@@ -213,7 +213,7 @@ def plan_quantize(
     transposed = lies_transposed(x)
     if format == "128x128":
         counts = (*counts, parts)
-        kernel, config = quantize_squares, rules.square()
+        kernel, config = quantize_squares, rules.SQUARES
     elif format == "1x128":
         kernel, config = quantize_parts, rules.one_pass(BLOCK, transposed)
     elif transposed or K > rules.AT_ONCE:

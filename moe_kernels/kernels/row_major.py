@@ -35,5 +35,5 @@ def row_major(builder: Builder, x: SymbolicTensor) -> SymbolicTensor:
     if not large or tma_readable(builder.gpu, x) or not tma_readable(builder.gpu, copied):
         return x
     copy = builder.alloc(x.shape, x.dtype)
-    builder.launch(copy_row_major, (x, copy), rules.row_major(), int64_index=needs_int64(x, copy))
+    builder.launch(copy_row_major, (x, copy), rules.ROW_MAJOR, int64_index=needs_int64(x, copy))
     return copy

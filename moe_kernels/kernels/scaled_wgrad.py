@@ -281,5 +281,5 @@ def _pad(builder: Builder, x: SymbolicTensor, tiles: SymbolicTensor, G: int) -> 
     C, M = x.shape
     data = _slots(builder, M, C, G, x.dtype)
     arguments = (data, x, tiles, max_num_tiles(M, G, BLOCK))
-    builder.launch(pad_columns, arguments, rules.padding(), int64_index=needs_int64(x))
+    builder.launch(pad_columns, arguments, rules.PADDING, int64_index=needs_int64(x))
     return data

@@ -103,6 +103,7 @@ NARROW_FROM_ROWS = 1024  # of 128 columns; half as many for 64. With fewer, tail
 UNSPLIT = 384  # Up to this many rows, reading a group's weight once more for a tail costs more than half a tile.
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM share, from sm90 on
 MAX_BLOCK_G = 1024  # the most offsets that a program processes at once
+ROW_MAJOR = Config(block_sizes=[64, 64], num_warps=4)  # of the kernel that copies a matrix to row-major order
 
 
 def choose(problem: Problem, variant: str = "auto") -> Choice:
@@ -425,11 +426,6 @@ def by_rows(width: int, most: int = 1024) -> Config:
     """The config of kernels that move rows of `width`, or compute them elementwise, at most `most` elements at once."""
     block = fitting(most, width)
     return Config(block_sizes=[block], num_warps=max(1, block // 256))
-
-
-def row_major() -> Config:
-    """The config of the kernel that copies a matrix from any strides to row-major order."""
-    return Config(block_sizes=[64, 64], num_warps=4)
 
 
 def bucket_of(problem: Problem) -> entries.Bucket:

@@ -8,6 +8,7 @@ from moe_kernels.scaled import BLOCK
 AT_ONCE = 16384  # the most elements of a row that a program holds
 _OF_A_PROGRAM = 4096
 _OF_A_THREAD = 32
+SQUARES = Config(block_sizes=[], num_warps=16)  # of `quantize_squares`, for blocks of 128 x 128
 
 
 def one_pass(width: int, transposed: bool) -> Config:
@@ -35,8 +36,3 @@ def parts_of_a_row(K: int, parts: int) -> Config:
     width = width_of_part(K, parts)
     block = min(max(1, _OF_A_PROGRAM // width), 1 << (parts - 1).bit_length())
     return Config(block_sizes=[block], num_warps=max(1, block * width // (32 * _OF_A_THREAD)))
-
-
-def square() -> Config:
-    """The config of `quantize_squares`, for blocks of 128 x 128."""
-    return Config(block_sizes=[], num_warps=16)

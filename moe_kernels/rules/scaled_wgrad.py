@@ -10,17 +10,13 @@ from moe_kernels.rules.wgrad import MOST_OFFSETS
 from moe_kernels.scaled import BLOCK
 
 HALF = 64  # rows of half a tile of the result
+PADDING = Config(block_sizes=[32], num_warps=4)  # of `pad_columns`
 
 
 def columns(squares: bool) -> Config:
     """The config of `quantize_columns`, for blocks of 128 rows: 64 elements per thread."""
     width = BLOCK if squares else BLOCK // 2
     return Config(block_sizes=[width], num_warps=width // 16)
-
-
-def padding() -> Config:
-    """The config of `pad_columns`."""
-    return Config(block_sizes=[32], num_warps=4)
 
 
 def product(Q: int, G: int, tma: bool, block_scaled: bool) -> Config:

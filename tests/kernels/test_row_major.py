@@ -30,7 +30,7 @@ def copied(x: Tensor) -> Tensor:
     def draw(builder: Builder, inputs: Any, _: Any) -> SymbolicTensor:
         (source,) = inputs
         copy = builder.alloc(source.shape, source.dtype)
-        builder.launch(copy_row_major, (source, copy), rules.row_major(), int64_index=needs_int64(source, copy))
+        builder.launch(copy_row_major, (source, copy), rules.ROW_MAJOR, int64_index=needs_int64(source, copy))
         return copy
 
     globals()["plan_copied"] = draw
