@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 
 from moe_kernels.rules.config import Config
+from moe_kernels.runtime.targets import Gpu
 from moe_kernels.tuning import entries
-
-if TYPE_CHECKING:
-    from moe_kernels.runtime.targets import Gpu
 
 _T = TypeVar("_T")
 _C = TypeVar("_C")

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moe_kernels import rules
 from moe_kernels.rules.config import Config
+from moe_kernels.runtime.targets import Gpu
 from moe_kernels.tuning import entries
-
-if TYPE_CHECKING:
-    from moe_kernels.runtime.targets import Gpu
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from moe_kernels import rules
 from moe_kernels.rules.config import Config
+from moe_kernels.runtime.targets import Gpu
 from moe_kernels.schedule import tile_counts
 from moe_kernels.tuning import entries
-
-if TYPE_CHECKING:
-    from moe_kernels.runtime.targets import Gpu
 
 BLOCK_K = {2: 64, 4: 32}  # by element size in bytes: 128 bytes, the unit in which shared memory is read
 _Options = tuple[int, int, int, int]  # block_k, num_warps, num_stages, workers per SM
