@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from moe_kernels.runtime.symbolic import lies_transposed
 
 
 def layer_operator(name: str, *parameters: str) -> Operator:
-    """Operator of a layer with these parameters, of which the first has E matrices. Its routing is from `routed`."""
+    """Operator of a layer with these parameters, of which the first has E matrices; see `run_layer`."""
     slots, maps = ("topk_ids", "topk_weights"), ("row_to_slot", "slot_to_row")
 
     def counts(tensors: Any, options: Any) -> Counts:
@@ -30,11 +31,16 @@ def layer_operator(name: str, *parameters: str) -> Operator:
     return Operator(name, "moe_kernels.kernels.layer", inputs, ("hidden", *slots, *maps), counts)
 
 
-def routed(topk_ids: Tensor, topk_weights: Tensor, E: int) -> tuple[Tensor | None, ...]:
-    """Return the routing for a layer's plan: None three times if it routes, which its kernels cannot for all sizes."""
-    if sorts(topk_ids.numel(), E):
-        return None, None, None
-    return reference.route(topk_ids, topk_weights, E)[:3]
+def run_layer(operator: Operator, tokens: Sequence[Tensor], parameters: Any, options: Any) -> tuple[Any, Any]:
+    """Run the plan for `tokens`, which are hidden states, topk_ids and topk_weights.
+
+    Return its results, and the routing if that is computed here, because the kernels cannot for all sizes, or else ().
+    """
+    _, topk_ids, topk_weights = tokens
+    check_rows("topk_ids", topk_ids.numel())
+    E = parameters[0].size(0)
+    routing: Any = () if sorts(topk_ids.numel(), E) else reference.route(topk_ids, topk_weights, E)[:3]
+    return cache.call(operator, (*tokens, *(routing or (None,) * 3), *parameters), options), routing
 
 
 def _rows(tensors: Any, options: Any) -> Counts:
@@ -318,13 +324,10 @@ def _moe_mlp(
 
 def _planned(tensors: Any, transposed: bool, training: bool, save_preact: bool, spec: GLUSpec) -> Any:
     """Return the layer's result or, if `training`, all of `_moe_mlp`'s results; `tensors` are the inputs of both."""
-    hidden, topk_ids, topk_weights, *parameters = tensors
-    w_gate_up, _, w_up, *_ = parameters
-    check_rows("topk_ids", topk_ids.numel())
-    routing = routed(topk_ids, topk_weights, w_gate_up.size(0))
+    w_gate_up, _, w_up, *_ = parameters = tensors[3:]
     options = (transposed, adjacent(w_gate_up, w_up), training, save_preact, spec)
-    made = cache.call(MOE_MLP, (hidden, topk_ids, topk_weights, *routing, *parameters), options)
-    return (*made, *(x for x in routing if x is not None)) if training else made
+    made, routing = run_layer(MOE_MLP, tensors[:3], parameters, options)
+    return (*made, *routing) if training else made
 
 
 def _moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:

@@ -15,15 +15,14 @@ from moe_kernels.ops.layer import (
     activate_backward,
     dots_with_down_bias,
     layer_operator,
-    routed,
+    run_layer,
     weight_gradient,
     weights_of_rows,
 )
-from moe_kernels.ops.library import check_rows, define, needs, use_kernels
+from moe_kernels.ops.library import define, needs, use_kernels
 from moe_kernels.ops.moves import combine_rows, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient
 from moe_kernels.ops.quantized import differentiable_once, quantized_grouped_gemm, quantized_wgrad
-from moe_kernels.runtime import cache
 from moe_kernels.runtime.symbolic import lies_transposed
 from moe_kernels.scaled import BLOCK
 
@@ -47,20 +46,17 @@ def _quantized_moe_mlp(
     """Return the results of `reference.quantized_moe_mlp` and the routing of `route`. Fp8 data are returned as uint8,
     because autograd and vmap refuse fp8.
     """
-    slots, E = (topk_ids, topk_weights), w_gate_up.size(0)
+    slots = (topk_ids, topk_weights)
     if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_gate_up.shape, *w_down.shape):
-        routing: Any = reference.route(*slots, E)[:3]
+        routing = reference.route(*slots, w_gate_up.size(0))[:3]
         group_offsets, _, slot_to_row = routing
         rows = (hidden, topk_weights, group_offsets, slot_to_row)
         parameters = (w_gate_up.mT, w_down.mT, b_in, b_out)
         made = reference.quantized_moe_mlp(*rows, *parameters, rowwise, save, GLUSpec(*spec))
     else:
-        check_rows("topk_ids", topk_ids.numel())
-        routing = routed(*slots, E)
-        tensors = (hidden, *slots, *routing, w_gate_up, w_down, b_in, b_out)
-        made = cache.call(QUANTIZED_MOE_MLP, tensors, (rowwise, fast_accumulation, save, GLUSpec(*spec)))
-    results = (*made, *(x for x in routing if x is not None))
-    return tuple([x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in results])
+        options = (rowwise, fast_accumulation, save, GLUSpec(*spec))
+        made, routing = run_layer(QUANTIZED_MOE_MLP, (hidden, *slots), (w_gate_up, w_down, b_in, b_out), options)
+    return tuple([x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (*made, *routing)])
 
 
 def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:

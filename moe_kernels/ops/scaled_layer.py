@@ -9,9 +9,8 @@ from torch import Tensor
 
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
-from moe_kernels.ops.layer import SPEC, layer_operator, routed
-from moe_kernels.ops.library import check_rows, define, use_kernels
-from moe_kernels.runtime import cache
+from moe_kernels.ops.layer import SPEC, layer_operator, run_layer
+from moe_kernels.ops.library import define, use_kernels
 from moe_kernels.scaled import ScaledTensor
 
 SCALED_MOE_MLP = layer_operator(
@@ -37,18 +36,13 @@ def _scaled_moe_mlp(
     if empty or not use_kernels(hidden):
         format = "rowwise" if rowwise else "128x128"
         weights = ScaledTensor(w_gate_up, scales_gate_up, format), ScaledTensor(w_down, scales_down, format)
-        options: dict[str, Any] = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, **GLUSpec(*spec)._asdict()}
-        return reference.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, **options)
-    check_rows("topk_ids", topk_ids.numel())
-    routing = routed(topk_ids, topk_weights, w_gate_up.size(0))
+        named: dict[str, Any] = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, **GLUSpec(*spec)._asdict()}
+        return reference.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, **named)
     # Tensor cores need fp8 operands that are contiguous along the contraction.
     w_gate_up, w_down = (w if w.stride(2) == 1 else w.contiguous() for w in (w_gate_up, w_down))
-    weights_and_biases = (w_gate_up, scales_gate_up, w_down, scales_down, gate_up_bias, down_bias)
-    return cache.call(
-        SCALED_MOE_MLP,
-        (hidden, topk_ids, topk_weights, *routing, *weights_and_biases),
-        (rowwise, fast_accumulation, GLUSpec(*spec)),
-    )
+    parameters = (w_gate_up, scales_gate_up, w_down, scales_down, gate_up_bias, down_bias)
+    options = (rowwise, fast_accumulation, GLUSpec(*spec))
+    return run_layer(SCALED_MOE_MLP, (hidden, topk_ids, topk_weights), parameters, options)[0]
 
 
 def _scaled_moe_mlp_fake(hidden: Tensor, *_: Any) -> Tensor:
