@@ -6,6 +6,7 @@ replacement: the error names the version. C++ names are used only with tested ve
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -192,30 +193,24 @@ def has_no_values(tensor: Tensor) -> bool:
 # For code generation. Functions import the names that they need.
 
 
-def fake_tensors() -> tuple[Any, Any]:
-    """PyTorch's FakeTensor and FakeTensorMode.
-
-    Raises:
-        RuntimeError: this PyTorch has none.
-    """
+def _imported(module: str, *names: str) -> tuple[Any, ...]:
+    """Return names of a module; raise RuntimeError if this PyTorch has none of the first name."""
     try:
-        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    except ImportError as error:
-        raise requirements.lacks("torch", "FakeTensor") from error
-    return FakeTensor, FakeTensorMode
+        found = importlib.import_module(module)
+        return tuple(getattr(found, name) for name in names)
+    except (ImportError, AttributeError) as error:
+        raise requirements.lacks("torch", names[0]) from error
+
+
+def fake_tensors() -> tuple[Any, ...]:
+    """PyTorch's FakeTensor and FakeTensorMode."""
+    return _imported("torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode")
 
 
 def without_modes() -> Any:
-    """A context in which no dispatch mode is active.
-
-    Raises:
-        RuntimeError: this PyTorch has none.
-    """
-    try:
-        from torch.utils._python_dispatch import _disable_current_modes
-    except ImportError as error:
-        raise requirements.lacks("torch", "_disable_current_modes") from error
-    return _disable_current_modes()
+    """A context in which no dispatch mode is active."""
+    (disabled,) = _imported("torch.utils._python_dispatch", "_disable_current_modes")
+    return disabled()
 
 
 @contextmanager
@@ -237,17 +232,8 @@ def without_symmetric_memory() -> Iterator[None]:
 
 
 def pretend(properties: Any, arch: Any) -> None:
-    """Have PyTorch and Inductor report a GPU of these properties for the rest of the process.
-
-    Raises:
-        RuntimeError: this PyTorch has no DeviceProperties.
-    """
-    try:
-        import torch._subclasses.fake_tensor as fake_tensor
-        from torch._inductor.runtime.hints import DeviceProperties
-    except ImportError as error:
-        raise requirements.lacks("torch", "DeviceProperties") from error
-
+    """Have PyTorch and Inductor report a GPU of these properties for the rest of the process."""
+    (DeviceProperties,) = _imported("torch._inductor.runtime.hints", "DeviceProperties")
     answers = {
         "is_available": True,
         "current_device": 0,
@@ -262,8 +248,8 @@ def pretend(properties: Any, arch: Any) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
     # A CUDA build of PyTorch would create a tensor on the GPU before the first fake one.
-    module: Any = fake_tensor
-    module.init_gpu_context = lambda device: None
+    fake_tensor: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    fake_tensor.init_gpu_context = lambda device: None
     described = DeviceProperties(
         type="cuda",
         index=0,
@@ -274,4 +260,4 @@ def pretend(properties: Any, arch: Any) -> None:
         max_threads_per_multi_processor=properties.max_threads_per_multi_processor,
         warp_size=properties.warp_size,
     )
-    DeviceProperties.create = staticmethod(lambda device: described)  # type: ignore[method-assign, assignment]
+    DeviceProperties.create = staticmethod(lambda device: described)
