@@ -35,7 +35,7 @@ from triton.compiler import ASTSource
 from moe_kernels import requirements
 from moe_kernels.runtime import store, torch_internals
 from moe_kernels.runtime.attributes import one_at_a_time, replaced
-from moe_kernels.runtime.plan import Alloc, Builder, Call, Constant, Descriptor, Launch, Plan, Pointer, Request
+from moe_kernels.runtime.plan import TYPES, Alloc, Builder, Call, Constant, Descriptor, Launch, Plan, Pointer, Request
 from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, least, most
 from moe_kernels.runtime.targets import Gpu
 
@@ -43,16 +43,6 @@ SAME = "{0}"  # inline Triton of a product's operand that is zero where its tile
 _EXAMPLE_NUMBER = 3
 _EXAMPLE_ROWS = 256  # rows of example tensors: a TMA descriptor's block may not have more rows than its tensor
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "launch_cooperative_grid", "waves_per_eu")
-_TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-    torch.int64: "i64",
-    torch.int32: "i32",
-}
 _TRITON = requirements.minor(triton.__version__) or (0, 0)
 # Register limits per thread, by kernel. From Triton 3.9 on, ptxas chooses a limit for these kernels that spills a few
 # bytes, unless it is given one. For other kernels its own limit is the best.
@@ -61,16 +51,6 @@ _MOST_REGISTERS = (
     if _TRITON >= (3, 9)
     else {}
 )
-
-
-@dataclass(frozen=True)
-class _HostDescriptor:
-    """A TMA descriptor, as Helion's host function creates it."""
-
-    base: SymbolicTensor
-    shape: Sequence[Any]
-    strides: Sequence[Any]
-    block_shape: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -125,11 +105,13 @@ def lower(request: Request, gpu: Gpu) -> tuple[Launch, Specialization]:
 def _argument(x: Any) -> Any:
     if isinstance(x, SymbolicTensor):
         return Pointer(x.variable, x.offset)
-    if isinstance(x, _HostDescriptor):
-        base, blocks = x.base, tuple(int(n) for n in x.block_shape)
-        strides = tuple(int(n) for n in x.strides)
-        return Descriptor(base.variable, base.offset, tuple(x.shape), strides, blocks, base.dtype)
-    return x if type(x) is int or isinstance(x, SymbolicInt) else Constant(x)
+    return x if type(x) is int or isinstance(x, (Descriptor, SymbolicInt)) else Constant(x)
+
+
+def _descriptor(base: SymbolicTensor, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any]) -> Descriptor:
+    """Return the TMA descriptor of a plan, in place of the one that Helion's host function would create."""
+    steps, block_shape = (tuple(int(n) for n in numbers) for numbers in (strides, block))
+    return Descriptor(base.variable, base.offset, tuple(shape), steps, block_shape, base.dtype)
 
 
 def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, Any], gpu: Gpu) -> Specialization:
@@ -160,9 +142,9 @@ def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, A
 
 def _type_of(x: Any) -> str:
     if isinstance(x, SymbolicTensor):
-        return "*" + _TYPES[x.dtype]
-    if isinstance(x, _HostDescriptor):
-        return f"tensordesc<{_TYPES[x.base.dtype]}{[int(n) for n in x.block_shape]}>"
+        return "*" + TYPES[x.dtype]
+    if isinstance(x, Descriptor):
+        return f"tensordesc<{TYPES[x.dtype]}{list(x.block_shape)}>"
     if isinstance(x, bool):
         return "i1"
     if type(x) is int or isinstance(x, SymbolicInt):
@@ -297,7 +279,7 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
     module.helion = types.SimpleNamespace(
         runtime=types.SimpleNamespace(get_num_sm=lambda device, **_: gpu.multiprocessors)
     )
-    module._helion_tensor_descriptor = _HostDescriptor
+    module._helion_tensor_descriptor = _descriptor
     return getattr(module, request.kernel.fn.__name__)
 
 

@@ -25,19 +25,17 @@ _NO_E4M3 = (
 Operands = tuple[Any, ...]  # what a planner gets: a SymbolicTensor, or None, for each input of its operator
 # The PyTorch functions that a `Call` may name, as `emit` implements them.
 FUNCTIONS = ("zero", "mm", "bmm", "cast", "contiguous")
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int32,
-        torch.int64,
-    )
+TYPES = {  # Triton's names of the dtypes that plans can hold
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int64: "i64",
+    torch.int32: "i32",
 }
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
 
 
 @dataclass(frozen=True)
@@ -236,14 +234,14 @@ def _step(value: dict[str, Any], known: set[int], number: Callable[[Any], Any]) 
     if "alloc" in value:
         known.add(_new(value["alloc"]))
         shape = (*map(number, value["shape"][:1]), *map(_int, value["shape"][1:]))
-        return Alloc(value["alloc"], shape, DTYPES[value["dtype"]])
+        return Alloc(value["alloc"], shape, _DTYPES[value["dtype"]])
     if "call" in value:
         if value["call"] not in FUNCTIONS or not all(type(x) is int and x in known for x in value["arguments"]):
             raise ValueError(f"no such call: {value}")
         if value["call"] in ("zero", "mm") and value["variable"] not in known:
             raise ValueError(f"nothing to write to: {value}")
         known.add(_new(value["variable"]))
-        dtype = None if value["dtype"] is None else DTYPES[value["dtype"]]
+        dtype = None if value["dtype"] is None else _DTYPES[value["dtype"]]
         return Call(value["call"], value["variable"], tuple(value["arguments"]), dtype, _int(value["groups"]))
     binary = value["launch"]
     if type(binary) is not str or not binary.isalnum():
@@ -270,7 +268,7 @@ def _argument(value: Any, known: set[int], number: Callable[[Any], Any]) -> Any:
         tuple(map(number, value["shape"])),
         tuple(map(_int, value["strides"])),
         tuple(map(_int, value["block_shape"])),
-        DTYPES[value["dtype"]],
+        _DTYPES[value["dtype"]],
     )
 
 
