@@ -39,10 +39,6 @@ def _uniform(
     return cache.call(UNIFORM_GROUPED_GEMM, (A, B), (A.size(0), out_dtype))
 
 
-def _uniform_fake(A: Tensor, B: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return A.new_empty((A.size(0), A.size(1), B.size(2)), dtype=out_dtype)
-
-
 def _uniform_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     A, B, _ = inputs
     ctx.save_for_backward(needs(ctx, 1, A), needs(ctx, 0, B))
@@ -63,7 +59,7 @@ def _varied(
 ) -> list[Tensor]:  # P of [M_p, N_p]
     if not use_kernels(group_A[0]):
         return reference.varied_grouped_gemm(group_A, group_B)
-    outs = [a.new_empty((a.size(0), b.size(1))) for a, b in zip(group_A, group_B, strict=True)]
+    outs = _varied_fake(group_A, group_B)
     varied_launch(group_A, group_B, outs)()
     return outs
 
@@ -105,7 +101,7 @@ def _varied_pair_by_pair(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -
 uniform_grouped_gemm = define(
     "uniform_grouped_gemm(Tensor A, Tensor B, ScalarType out_dtype) -> Tensor",
     _uniform,
-    _uniform_fake,
+    lambda A, B, out_dtype: A.new_empty((A.size(0), A.size(1), B.size(2)), dtype=out_dtype),
     _uniform_setup,
     _uniform_backward,
 )

@@ -44,12 +44,6 @@ def _grouped_gemm(
     return cache.call(GROUPED_GEMM, (A_packed, B, group_offsets, bias), (out_dtype, variant))
 
 
-def _grouped_gemm_fake(
-    A_packed: Tensor, B: Tensor, group_offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype, variant: str
-) -> Tensor:
-    return A_packed.new_empty((A_packed.size(0), B.size(-1)), dtype=out_dtype)
-
-
 def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     A_packed, B, group_offsets, bias, _, variant = inputs
     ctx.save_for_backward(needs(ctx, 1, A_packed), needs(ctx, 0, B), group_offsets)
@@ -130,7 +124,7 @@ grouped_gemm = define(
     "grouped_gemm(Tensor A_packed, Tensor B, Tensor group_offsets, Tensor? bias, ScalarType out_dtype, str variant)"
     " -> Tensor",
     _grouped_gemm,
-    _grouped_gemm_fake,
+    lambda A, B, group_offsets, bias, out_dtype, variant: A.new_empty((A.size(0), B.size(-1)), dtype=out_dtype),
     _grouped_gemm_setup,
     _grouped_gemm_backward,
 )

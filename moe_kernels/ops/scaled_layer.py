@@ -45,14 +45,10 @@ def _scaled_moe_mlp(
     return run_layer(SCALED_MOE_MLP, (hidden, topk_ids, topk_weights), parameters, options)[0]
 
 
-def _scaled_moe_mlp_fake(hidden: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
-
-
 scaled_moe_mlp = define(
     "scaled_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor scales_gate_up,"
     " Tensor w_down, Tensor scales_down, Tensor? gate_up_bias, Tensor? down_bias, bool rowwise,"
     f" bool fast_accumulation, {SPEC}) -> Tensor",
     _scaled_moe_mlp,
-    _scaled_moe_mlp_fake,
+    lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
 )
