@@ -99,8 +99,7 @@ def grouped_mm(
     """
     result = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype, reference=True)
     if offs is None:
-        compute = result if mat_a.dtype == mat_b.dtype == result else _accumulation_dtype(mat_a, mat_b)
-        return torch.bmm(mat_a.to(compute), mat_b.to(compute)).to(result)
+        return uniform_grouped_gemm(mat_a, mat_b, len(mat_a), out_dtype=result)
     group_offsets = group_offsets_from_offs(offs)
     if mat_b.dim() == 2:
         if mat_a.dim() == 2:
