@@ -212,11 +212,8 @@ class VariedLaunch:
 
     def __call__(self, buffer: Tensor | None = None) -> None:
         """Launch the kernel; `buffer [_]`, if given, replaces the buffer that all of `outs` are parts of."""
-        if buffer is None:
-            self.run(*self.tensors)
-        else:
-            *inputs, _ = self.tensors
-            self.run(*inputs, buffer)
+        *inputs, out = self.tensors
+        self.run(*inputs, out if buffer is None else buffer)
 
 
 def _in_memory(tensors: Sequence[Tensor], base: Tensor, most: int) -> tuple[list[tuple[int, ...]], int, int]:
