@@ -129,9 +129,7 @@ def eager(*tensors: Tensor | None) -> bool:
         return False
     if forward_level() >= 0 or _dispatch_modes():
         return False
-    if _functorch_level() is not None or jit_tracing() is not None:
-        return False
-    if in_vmap_mode():
+    if _functorch_level() is not None or jit_tracing() is not None or in_vmap_mode():
         return False
     return all([x is None or (type(x) in PLAIN and not x.is_neg()) for x in tensors])
 
