@@ -47,7 +47,8 @@ def plan_moe_mlp(
     w_in, w_out, w_up = (columns(w, transposed) for w in (w_gate_up, w_down, w_up))
     top_k = topk_ids.size(1)
     if not training and one_token_is_faster(most(hidden.size(0)), top_k, w_in, w_out):
-        return _one_token(builder, hidden, topk_ids, topk_weights, (w_in, w_up, w_out, b_in, b_up, b_out), spec)
+        parameters = (w_in, w_up, w_out, b_in, b_up, b_out)
+        return multiply_one_token(builder, hidden, topk_ids, topk_weights, parameters, spec)
     (group_offsets, row_to_slot, slot_to_row), computed = _routing(builder, topk_ids, routing, w_out.size(0))
     first = (w_in, w_up, b_in, b_up)
     moved = (hidden, group_offsets, row_to_slot, slot_to_row, top_k)
@@ -65,7 +66,7 @@ def plan_scaled_moe_mlp(builder: Builder, tensors: Operands, options: tuple[bool
     rowwise, fast, spec = options
     if one_token_is_faster(most(hidden.size(0)), topk_ids.size(1), w_in.mT, w_out.mT):
         parameters = (w_in.mT, None, w_out.mT, b_in, None, b_out)
-        return _one_token(builder, hidden, topk_ids, topk_weights, parameters, spec, (scales_in, scales_out))
+        return multiply_one_token(builder, hidden, topk_ids, topk_weights, parameters, spec, (scales_in, scales_out))
     (group_offsets, _, slot_to_row), _ = _routing(builder, topk_ids, routing, w_in.size(0))
     weights = (w_in, scales_in), (w_out, scales_out)
     order = hidden, topk_weights, group_offsets, slot_to_row
@@ -163,29 +164,6 @@ def _scaled_layer(
     scaled_gemm.multiply(builder, *act, w_out, scales_out, group_offsets, b_out, rows, fast=fast)
     slots = (rows, topk_weights, slot_to_row, group_offsets)
     return plan_combine_rows(builder, slots, (top_k, dtype)), preact
-
-
-def _one_token(
-    builder: Builder,
-    hidden: Any,  # [1, H]
-    topk_ids: Any,  # [1, top_k]
-    topk_weights: Any,  # [1, top_k]
-    parameters: Any,  # w_in [E, H, 2I] or [E, H, I], w_up, w_out [E, I, H], b_in, b_up, b_out
-    spec: GLUSpec,
-    scales: tuple[_Optional, _Optional] = (None, None),  # of fp8 weights
-) -> SymbolicTensor:
-    w_in, w_up, w_out, b_in, b_up, b_out = parameters
-    dtype = out_dtype = hidden.dtype
-    if scales[0] is not None:
-        dtype = torch.float32 if dtype == torch.float16 else dtype  # act may overflow float16, but not scaled fp8
-    else:
-        dtype = torch.promote_types(dtype, w_in.dtype)
-        out_dtype = torch.promote_types(dtype, w_out.dtype)
-    out = builder.alloc((1, w_out.size(2)), out_dtype)
-    gate, up = spec.halves(w_in, w_up)
-    biases = (*spec.parts(b_in, b_up, apart=w_up is not None), b_out)
-    multiply_one_token(builder, hidden, topk_ids, topk_weights, (gate, up, w_out), biases, out, dtype, spec, scales)
-    return out
 
 
 def _first_half(

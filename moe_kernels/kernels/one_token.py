@@ -10,6 +10,7 @@ weights are applied to the sum of each run. Activations are not quantised.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import helion.language as hl
 import torch
@@ -162,21 +163,27 @@ def multiply_one_token(
     hidden: SymbolicTensor,  # [1, H]
     topk_ids: SymbolicTensor,  # [1, top_k]
     topk_weights: SymbolicTensor,  # [1, top_k]
-    weights: tuple[SymbolicTensor, SymbolicTensor | None, SymbolicTensor],  # gate and up [E, H, I], down [E, I, H]
-    biases: tuple[SymbolicTensor | None, SymbolicTensor | None, SymbolicTensor | None],  # [E, I], [E, I], [E, H]
-    out: SymbolicTensor,  # [1, H], written
-    dtype: torch.dtype,  # of the activations
+    parameters: Any,  # w_in [E, H, 2I] or [E, H, I], w_up [E, H, I], w_out [E, I, H], b_in, b_up, b_out
     spec: GLUSpec,
-    scales: tuple[SymbolicTensor | None, SymbolicTensor | None],
-) -> None:
-    """Write a layer's result. No tensor may be empty.
+    scales: tuple[SymbolicTensor | None, SymbolicTensor | None] = (None, None),  # of fp8 weights
+) -> SymbolicTensor:  # [1, H]
+    """Return a layer's result. No tensor may be empty.
 
     The scales of fp8 weights are `[E, R, 1]` or `[E, cdiv(R, 128), cdiv(K, 128)]`: first those for the R rows of gate
     and up together, then those for the R rows of down.
     """
-    stored = [None if w is None else replace(w.transpose(1, 2), few_groups=True) for w in weights]
+    w_in, w_up, w_out, b_in, b_up, b_out = parameters
+    dtype = out_dtype = hidden.dtype  # of act and of the result
+    if scales[0] is not None:
+        dtype = torch.float32 if dtype == torch.float16 else dtype  # act may overflow float16, but not scaled fp8
+    else:
+        dtype = torch.promote_types(dtype, w_in.dtype)
+        out_dtype = torch.promote_types(dtype, w_out.dtype)
+    out = builder.alloc((1, w_out.size(2)), out_dtype)
+    biases = (*spec.parts(b_in, b_up, apart=w_up is not None), b_out)
+    weights: Any = (*spec.halves(w_in, w_up), w_out)
+    stored: list[Any] = [None if w is None else replace(w.transpose(1, 2), few_groups=True) for w in weights]
     gate, up, down = stored
-    assert gate is not None and down is not None
     top_k, width, H = topk_ids.size(1), gate.size(1), hidden.size(1)
     topk_ids, topk_weights = topk_ids.select(0, 0), topk_weights.select(0, 0)
     act = builder.alloc((top_k, width), dtype)
@@ -194,6 +201,7 @@ def multiply_one_token(
     arguments = (out, act, topk_ids, topk_weights, down, biases[2], second, *sizes)
     config = _config(width, down.dtype).unrolled(0, top_k, 0)  # so that the loads of all slots are in flight together
     builder.launch(second_half, arguments, config, int64_index=int64_index)
+    return out
 
 
 def _by_parts(scales: SymbolicTensor | None, rows: int, K: int) -> tuple[SymbolicTensor | None, int]:

@@ -139,9 +139,9 @@ def of_one_token(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> list[tor
     """Record the dtype of each plan created with the kernels for one token."""
     made: list[torch.dtype] = []
 
-    def multiply(builder: Any, hidden: Any, *rest: Any) -> None:
+    def multiply(builder: Any, hidden: Any, *rest: Any) -> Any:
         made.append(hidden.dtype)
-        one_token.multiply_one_token(builder, hidden, *rest)
+        return one_token.multiply_one_token(builder, hidden, *rest)
 
     monkeypatch.setattr(planners, "multiply_one_token", multiply)
     return made
