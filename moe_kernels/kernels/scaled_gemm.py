@@ -42,20 +42,10 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int6
 from moe_kernels.scaled import BLOCK
 
 
-def _preset_basic(*arguments: Any) -> Config:
-    A, _, B, scales_B, _, bias, out, *_ = arguments
-    return _preset("basic", False, A, B, scales_B, bias, out)
-
-
-def _preset_persistent(fast: bool, *arguments: Any) -> Config:
-    A, _, B, scales_B, _, _, bias, out, *_ = arguments
-    return _preset("persistent", fast, A, B, scales_B, bias, out)
-
-
-def _preset(
-    variant: str, fast: bool, A: Tensor, B: Tensor, scales_B: Tensor, bias: Tensor | None, out: Tensor
-) -> Config:
+def _preset(variant: str, fast: bool, *arguments: Any) -> Config:
     """Return the rule's config without TMA, for direct calls of the kernels."""
+    A, _, B, scales_B, *others = arguments
+    bias, out = others[1:3] if variant == "basic" else others[2:4]  # after group_offsets, or tiles and num_tiles
     problem = scaled_rules.Problem(
         rows=rules.floor_power_of_2(A.size(0) // B.size(0)),
         M=rules.floor_power_of_2(A.size(0)),
@@ -105,7 +95,7 @@ def scaled_sum(product: Tensor, scale: Tensor, acc: Tensor, inline_ptx: bool) ->
     )
 
 
-@kernel(_preset_basic)
+@kernel(partial(_preset, "basic", False))
 def scaled_jagged(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32, or [M, cdiv(K, 128)] if `block_scaled`
@@ -180,7 +170,7 @@ def scaled_jagged(
     return out
 
 
-@kernel(partial(_preset_persistent, True))
+@kernel(partial(_preset, "persistent", True))
 def fast_persistent(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32
@@ -224,7 +214,7 @@ def fast_persistent(
     return out
 
 
-@kernel(partial(_preset_persistent, False))
+@kernel(partial(_preset, "persistent", False))
 def promoted_persistent(
     A: Tensor,  # [M, K] fp8
     scales_A: Tensor,  # [M, 1] fp32, or [M, cdiv(K, 128)] if `block_scaled`
