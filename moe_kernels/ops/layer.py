@@ -312,14 +312,11 @@ def _moe_mlp(
         tensors = (hidden, topk_ids, topk_weights, *weights, b_in, b_up, b_out)
         return _planned(tensors, transposed, True, save_preact, GLUSpec(*spec))
     w_in, w_out, w_up = (columns(w, transposed) for w in weights)
-    group_offsets, row_to_slot, slot_to_row, _ = reference.route(topk_ids, topk_weights, w_gate_up.size(0))
-    routing, top_k = (slot_to_row, group_offsets), topk_weights.size(1)
-    rows = reference.scatter_rows(hidden, None, *routing, top_k, hidden.dtype)
-    parameters = (w_in, w_up, b_in, b_up)
-    act, *preacts = _reference_first_half(rows, group_offsets, parameters, save_preact, GLUSpec(*spec))
-    rows = reference.grouped_linear(act, w_out, group_offsets, b_out, None)
-    out = reference.combine_rows(rows, topk_weights, *routing, top_k, rows.dtype)
-    return out, *preacts, group_offsets, row_to_slot, slot_to_row
+    routing = reference.route(topk_ids, topk_weights, w_gate_up.size(0))
+    rows, offsets = reference.permute(hidden, routing), routing.group_offsets
+    act, *preacts = _reference_first_half(rows, offsets, (w_in, w_up, b_in, b_up), save_preact, GLUSpec(*spec))
+    rows = reference.grouped_linear(act, w_out, offsets, b_out, None)
+    return reference.unpermute(rows, routing), *preacts, *routing[:3]
 
 
 def _planned(tensors: Any, transposed: bool, training: bool, save_preact: bool, spec: GLUSpec) -> Any:
