@@ -7,7 +7,10 @@ import gc
 import importlib.util
 import itertools
 import json
+import os
 import re
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -26,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_kernels import grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
-from moe_kernels.runtime import cache, targets, torch_internals
+from moe_kernels.runtime import attributes, cache, targets, torch_internals
 from moe_kernels.runtime.emit import emit, emit_repeat
 from moe_kernels.runtime.launch import DirectLauncher, TritonLauncher
 from moe_kernels.runtime.plan import Alloc, Call, Constant, Descriptor, Launch, Plan, Pointer, plan_from_json
@@ -845,6 +848,29 @@ def test_the_collector_is_paused_until_the_last_thread_is_done() -> None:
         assert not gc.isenabled()
         second.__exit__(None, None, None)
         assert gc.isenabled()
+
+
+@pytest.mark.parametrize("launches", [False, True])
+def test_a_process_forks_between_plans_and_launches(launches: bool) -> None:
+    """Otherwise the child would wait for a thread that it does not have."""
+    lock = attributes.one_at_a_time if launches else cache.plans.lock
+    begun = threading.Event()
+
+    def work() -> None:
+        with lock, cache._collector_paused():
+            begun.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(10)
+    child = os.fork()
+    if child == 0:
+        os._exit(not (lock.acquire(timeout=2) and gc.isenabled()))
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
+    assert lock.acquire(timeout=2)
+    lock.release()
 
 
 class Direct(DirectLauncher):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.runtime import launch, store, targets, torch_internals
-from moe_kernels.runtime.attributes import replaced
+from moe_kernels.runtime.attributes import one_at_a_time, replaced
 from moe_kernels.runtime.emit import emit, emit_repeat
 from moe_kernels.runtime.plan import Builder, Plan
 from moe_kernels.runtime.signature import Operator, Tensors, depends_on_tf32, portable, rows_bounds, signature, symbolic
@@ -71,6 +72,11 @@ class PlanCache:
 
 
 plans = PlanCache()
+
+# A fork waits for the plan or launch that another thread is making. The child would find these locks held for good, the
+# collector disabled, and attributes of Helion and Triton replaced. The lock of plans, the last here, is acquired first.
+for _lock in (one_at_a_time, plans.lock):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def repeat(operator: Operator, tensors: Tensors, requested: Any) -> Any:
