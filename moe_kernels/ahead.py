@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moe_kernels import checks, rules
+from moe_kernels import checks, requirements, rules
 from moe_kernels.experts import moe_mlp
 from moe_kernels.grouped_gemm import grouped_gemm
 from moe_kernels.models import MODELS
@@ -99,7 +99,7 @@ def compile_ahead(
     Raises:
         TypeError, ValueError: a size or token count that is not an int or out of range; an unsupported dtype; an
             unknown GPU or model, or a module without a layer of this package.
-        RuntimeError: `gpu` is None, and there is no GPU; or there is no C compiler.
+        RuntimeError: `gpu` is None, and there is no GPU; there is no C compiler; or TRITON_INTERPRET is set.
         OSError: the folder cannot be written to, or its size limit is too small.
     """
     if not isinstance(tokens, Iterable):
@@ -138,6 +138,8 @@ def _kept(wanted: PlanRequest, gpu: Gpu) -> dict[str, store.Binary] | None:
 
 
 def _target(gpu: str | None) -> Gpu:
+    if requirements.interpreted():
+        raise RuntimeError("TRITON_INTERPRET makes Triton run on the CPU, and nothing can be compiled: unset it")
     if gpu is None:
         if not torch.cuda.is_available():
             raise RuntimeError(f"there is no GPU to compile for: name one of {', '.join(targets.KNOWN)} by gpu=")

@@ -30,7 +30,8 @@ it is not writable. Its contents are valid for the public versions of Triton and
 any version of PyTorch. Triton's launchers are built with a C compiler for this version of Python; with another version,
 they are built at the first launch, in 0.2 s each.
 
-Exits with 0 if all is made, 1 if something could not be compiled or stored, 2 for wrong arguments."""
+Exits with 0 if all is made, 1 if something could not be compiled or stored, 2 for wrong arguments, 130 after Ctrl-C,
+which keeps what is made: the same command continues."""
 CACHE = """\
 Shows the folder of plans and binaries and those that are only read, the number and size of their files, and the first
 one's size limit (MOE_KERNELS_CACHE_LIMIT_MB, by default 2048 MiB; the oldest files are removed first). "other versions"
@@ -129,6 +130,9 @@ def compile_main(options: argparse.Namespace) -> int:
         except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
             print(f"compile: {error}", file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
+        except KeyboardInterrupt:
+            print("\nInterrupted. What is made is kept; the same command continues.", file=sys.stderr)
+            return 130
     libraries = f"{made.libraries} launcher libraries in {time.monotonic() - begun:.0f} s."
     print(f"{made.plans} plans, {made.binaries} binaries, {libraries}")
     if options.output is not None:

@@ -392,6 +392,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ahead.compile_ahead((64, 64, 2, 1), tokens=[1], gpu="h200")
     with pytest.raises(ValueError, match="jobs: expected at least 1"):
         ahead.compile_ahead(bare(), tokens=[1], gpu="h200", jobs=0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET makes Triton run on the CPU, and nothing can be"):
+        ahead.compile_ahead(bare(), tokens=[1], gpu="h200")
 
 
 @pytest.mark.parametrize("value", [7.0, "7", None, True])
@@ -614,6 +617,17 @@ def test_a_failure_of_compile_is_one_line(
     monkeypatch.setattr(commands, "compile_ahead", fails)
     assert compile_main("--model", "olmoe", "--gpu", "h200") == code
     assert capsys.readouterr().err.endswith(f"compile: {error}\n")
+
+
+def test_ctrl_c_ends_compile_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> ahead.CompileCounts:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "compile_ahead", interrupted)
+    assert compile_main("--model", "olmoe", "--gpu", "h200") == 130
+    assert capsys.readouterr().err == "\nInterrupted. What is made is kept; the same command continues.\n"
 
 
 def test_a_failure_ends_the_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
