@@ -120,12 +120,14 @@ def test_a_faster_config_is_written_and_found_again(
 
 def test_how_helion_is_asked(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELION_BACKEND", "cute")
+    monkeypatch.setenv("HELION_INTERPRET", "1")
     run(tmp_path / "f.json", todo=TASKS[:1])
     [(kernel, arg_sets, tag)] = bench.searches
     settings = kernel.settings
     assert len(arg_sets) == len(search.ROUTINGS) and tag
     assert settings.index_dtype == torch.int32 and settings.dot_precision == "ieee" and not settings.static_shapes
     assert settings.autotune_force_persistent and settings.backend == "triton"
+    assert settings.ref_mode == helion.RefMode.OFF
     assert 20 <= settings.autotune_budget_seconds <= 225
     assert len(Bench.seeds(kernel)) > 5
     accepts = settings.autotune_config_filter

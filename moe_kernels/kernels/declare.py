@@ -69,6 +69,7 @@ def kernel(
     return helion.kernel(
         static_shapes=static_shapes,
         backend="triton",  # whatever HELION_BACKEND says
+        ref_mode=helion.RefMode.OFF,  # whatever HELION_INTERPRET says: in that mode there is no inline Triton
         autotuner_fn=lambda bound, args, **options: _Preset(rule, bound, args, options),
         # HELION_AUTOTUNE_EFFORT=none would mean blocks of 16 x 16 x 16 instead of the rule.
         autotune_effort="quick" if os.environ.get("HELION_AUTOTUNE_EFFORT") == "quick" else "full",

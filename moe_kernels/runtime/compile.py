@@ -363,6 +363,7 @@ def _variant(kernel: Any, int64_index: bool, tf32: bool) -> Any:
     return helion.kernel(
         kernel.fn,
         backend=kernel.settings.backend,
+        ref_mode=kernel.settings.ref_mode,
         static_shapes=kernel.settings.static_shapes,
         index_dtype=torch.int64 if int64_index else torch.int32,
         dot_precision="tf32" if tf32 else "ieee",

@@ -463,6 +463,7 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
     tuned: helion.Kernel[Any] = helion.kernel(
         kernel.fn,
         backend=kernel.settings.backend,
+        ref_mode=kernel.settings.ref_mode,
         static_shapes=False,
         index_dtype=torch.int64 if start.addressing.int64_index else torch.int32,
         dot_precision="tf32" if problem.tf32 else "ieee",

@@ -147,6 +147,13 @@ def test_only_helions_triton_backend_is_used(monkeypatch: pytest.MonkeyPatch) ->
     assert declared.settings.backend == compiler._variant(declared, False, False).settings.backend == "triton"
 
 
+def test_helions_interpreter_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HELION_INTERPRET", "1")
+    declared = declare.kernel(lambda *_: pytest.fail("nothing is compiled"))(kernels.jagged.fn)
+    variant = compiler._variant(declared, False, False)
+    assert declared.settings.ref_mode == variant.settings.ref_mode == helion.RefMode.OFF
+
+
 def test_refusals_launch_nothing(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(cache, "call", _refuse)
     A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float16, device=device)
