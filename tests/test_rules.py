@@ -1121,6 +1121,25 @@ def test_without_tritons_class_of_compiled_kernels(machine: Machine, error: type
         compiled.clear()
 
 
+def nothing() -> None:
+    """The source of a kernel."""
+
+
+def test_instrumented_code_has_its_own_place_in_tritons_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("helion")
+    import triton
+
+    from moe_kernels.runtime import compile as compiler
+
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(triton, "compile", lambda *_, options, **__: asked.append(options))
+    one = compiler.Specialization("key", triton.jit(nothing), (), {}, {}, {"num_warps": 4})
+    for mode in ("", "consan"):
+        monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", mode)
+        compiler.compiled_kernel(one, GPU)
+    assert asked == [{"num_warps": 4}, {"instrumentation_mode": "consan", "num_warps": 4}]
+
+
 PRIVATE: dict[str, Callable[[pytest.MonkeyPatch, Any, Any], Any]] = {  # removes it, returns what needs it
     "helion CompileEnvironment._to_fake_tensor": lambda patch, compiler, declare: (
         patch.delattr(compiler.helion_environment.CompileEnvironment, "_to_fake_tensor"),

@@ -319,6 +319,7 @@ def test_settings_of_the_compilers_have_an_environment_each(monkeypatch: pytest.
     found = {store.environment()}
     settings = {"DISABLE_PTXAS_OPT": "1", "TRITON_DEFAULT_FP_FUSION": "0", "HELION_FAST_MATH": "1"}
     settings |= {"DISABLE_MMA_V3": "1", "TRITON_OVERRIDE_ARCH": "sm80", "TRITON_KERNEL_OVERRIDE": "1"}
+    settings |= {"TRITON_INSTRUMENTATION_MODE": "consan", "TRITON_SWAP_MIR": "/mir"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
         store.forget()

@@ -180,7 +180,10 @@ def compiled_kernel(specialized: Specialization, gpu: Gpu) -> Any:
         attrs=dict(specialized.attributes),
     )
     target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
-    return triton.compile(source, target=target, options=dict(specialized.options))
+    # Triton 3.6 instruments by the setting, but names instrumented code in its cache by the option alone.
+    mode = getattr(triton.knobs.compilation, "instrumentation_mode", "")
+    options = {"instrumentation_mode": mode} if mode else {}
+    return triton.compile(source, target=target, options=options | dict(specialized.options))
 
 
 class Compiling:
