@@ -201,7 +201,8 @@ def _words(options: argparse.Namespace) -> list[str]:
         value = getattr(options, name)
         if value is None or value is False or (name == "sizes" and not options.shapes):
             continue
-        values = value if isinstance(value, list) else [] if value == Path() or value is True else [value]
+        alone = value is True or (name == "json" and value == Path())
+        values = value if isinstance(value, list) else [] if alone else [value]
         words += [f"--{name}", *(",".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)]
     return words
 

@@ -671,6 +671,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         "--suite smoke shared --layout both --rounds 5",
         "--shapes 1,2,3,4 5,6,7,8 --sizes zipf one --timing eager --jobs 4",
         "--providers torch ours --json --csv a.csv --plot b",
+        "--csv out.csv --plot .",
     ],
 )
 def test_the_command_that_is_noted_is_the_one_given(words: str) -> None:
