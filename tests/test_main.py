@@ -227,6 +227,16 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     assert "usage: python -m moe_kernels" in capsys.readouterr().out
 
 
+def test_a_reader_that_has_enough() -> None:
+    """As in `python -m moe_kernels compile --list | head -1`, which ends before the rest is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "moe_kernels", "compile", "--list"]
+    with open(writer, "w") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_importing_the_package_leaves_triton_alone() -> None:
     """Triton reads TRITON_INTERPRET when imported, so the demo has to set it before."""
     code = "import sys, moe_kernels; sys.exit('triton' in sys.modules or 'helion' in sys.modules)"
