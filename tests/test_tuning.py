@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import math
+import os
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -219,6 +221,31 @@ def test_a_task_that_fails_does_not_stop_the_others(
     assert run(tmp_path / "f.json") == 1
     assert len(entries.read(tmp_path / "f.json", GPU.name)) == 1
     assert "failed: RuntimeError" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_to_is_found_before_the_search(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").touch()
+    assert run(tmp_path / "taken" / "f.json") == 1
+    assert not bench.searches and not bench.made
+    assert capsys.readouterr().err.count("failed: FileExistsError") == len(TASKS)
+
+
+def test_a_disk_that_fills_up_ends_no_other_search(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = entries.write
+
+    def full(file: Path, gpu: str, made: Sequence[entries.Entry]) -> None:
+        if made and len(bench.searches) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, gpu, made)
+
+    monkeypatch.setattr(entries, "write", full)
+    assert run(tmp_path / "f.json") == 1
+    assert len(entries.read(tmp_path / "f.json", GPU.name)) == len(TASKS) - 1
+    assert "failed: OSError: [Errno 28]" in capsys.readouterr().err
 
 
 def test_little_time_means_no_search_but_an_entry(

@@ -172,7 +172,9 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
             share = left / (len(todo) - i)
             print(f"{name}: {_duration(share)} of the remaining {_duration(left)}", flush=True)
             try:
+                entries.write(file, gpu, [])  # what would fail after the search fails before it
                 entry = tune_one(task, device, share)
+                entries.write(file, gpu, [entry])
             except Exception as error:
                 failed += 1
                 print(f"  failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -180,7 +182,6 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
                     print("  The GPU does not respond any more. The same command continues.", file=sys.stderr)
                     break
                 continue
-            entries.write(file, gpu, [entry])
             print(
                 f"  {entry.us:.1f} us, the rule's config {entry.rule_us:.1f} us "
                 f"(speedup {entry.rule_us / entry.us:.3f}): {entry.kernel}, block_m {entry.block_m}, "
