@@ -151,6 +151,8 @@ def _refused(options: argparse.Namespace) -> str | None:
         return f"compile: --triton {options.triton}: {here} is installed here, and binaries are for its version alone"
     if options.torch is not None and not requirements.is_tested(options.torch, *requirements.TESTED["torch"]):
         return f"compile: --torch {options.torch}: expected {' to '.join(requirements.TESTED['torch'])}"
+    if options.output == "":
+        return "compile: --output: expected a folder, got an empty name"
     if options.output is not None and Path(options.output).exists() and not Path(options.output).is_dir():
         return f"compile: --output {options.output}: expected a folder, this is a file"
     return None

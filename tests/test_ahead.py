@@ -566,6 +566,7 @@ REFUSED = [
     (["--model", "olmoe", "--gpu", "h200", "--torch", "2.15.1+cu130"], None),
     (["--layer", "64,32,4,2", "--gpu", "h200", "--torch", "2.12", "--triton", "3.6.0"], None),
     (["--layer", "64,32,4,2", "--gpu", "h200", "--output", __file__], "expected a folder, this is a file"),
+    (["--layer", "64,32,4,2", "--gpu", "h200", "--output", ""], "--output: expected a folder, got an empty name"),
 ]
 
 
