@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -1138,6 +1139,29 @@ def test_instrumented_code_has_its_own_place_in_tritons_cache(monkeypatch: pytes
         monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", mode)
         compiler.compiled_kernel(one, GPU)
     assert asked == [{"num_warps": 4}, {"instrumentation_mode": "consan", "num_warps": 4}]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+@pytest.mark.filterwarnings("ignore:moe_kernels. no config has been tuned")
+def test_a_full_disk_under_tritons_cache(machine: Machine, tmp_path: Path, elsewhere: bool) -> None:
+    """Triton then gets a folder of the process, unless that has no place either."""
+    from triton import knobs
+
+    from moe_kernels.runtime import compile as compiler
+
+    binary, full = compiler.binary, [str(tmp_path / "triton")]
+
+    def by_triton(specialized: Any, gpu: Any) -> store.Binary:
+        if not elsewhere or knobs.cache.dir in full:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return binary(specialized, gpu)
+
+    machine.monkeypatch.setattr(compiler, "binary", by_triton)
+    with knobs.cache.scope():
+        [knobs.cache.dir] = full
+        with nullcontext() if elsewhere else pytest.raises(OSError, match="quota"):
+            assert machine.run() == BY_RULE
+        assert machine.drawn == [BY_RULE, BY_RULE] and knobs.cache.dir not in full
 
 
 PRIVATE: dict[str, Callable[[pytest.MonkeyPatch, Any, Any], Any]] = {  # removes it, returns what needs it

@@ -8,6 +8,7 @@ planner   makes the plan, which imports Helion
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import os
@@ -30,6 +31,7 @@ from moe_kernels.runtime.signature import Operator, Tensors, depends_on_tf32, po
 from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.runtime.targets import Gpu
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk, or of a full share of it
 _MOST_PLANS = 4096
 _MOST_REPEATS = 16  # per operator, tried one after another
 _MOST_STATES = 8  # repeats per plan, one for each state of a call that its signature leaves out
@@ -231,9 +233,17 @@ def plan_of(
 
     @_collector_paused()
     def made() -> tuple[Plan, dict[str, store.Binary]]:
+        launch.ensure_cache()
+        try:
+            return compiled()
+        except OSError as error:
+            if error.errno not in _FULL or not launch.leave_cache():
+                raise
+            return compiled()
+
+    def compiled() -> tuple[Plan, dict[str, store.Binary]]:
         from moe_kernels.runtime import compile as compiler  # imports Helion
 
-        launch.ensure_cache()
         compiling = compiler.Compiling(gpu)
         plan, sources = make_plan(operator, inputs, options, gpu, compiling.begin)
         binaries = compiling.binaries()

@@ -256,7 +256,15 @@ def ensure_cache() -> None:
         from triton import knobs
 
         if not store.is_writable(knobs.cache.dir):
-            knobs.cache.dir = _own_folder().name
+            leave_cache()
+
+
+def leave_cache() -> bool:
+    """Give Triton a cache folder for this process, as where its own is on a full disk. False if it has that already."""
+    from triton import knobs
+
+    before, knobs.cache.dir = knobs.cache.dir, _own_folder().name
+    return bool(knobs.cache.dir != before)
 
 
 @functools.cache
