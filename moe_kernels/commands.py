@@ -36,7 +36,7 @@ CACHE = """\
 Shows the folder of plans and binaries and those that are only read, the number and size of their files, and the first
 one's size limit (MOE_KERNELS_CACHE_LIMIT_MB, by default 2048 MiB; the oldest files are removed first). "other versions"
 are files that cannot be used: another version of this package, Triton or Helion made them, or other settings of these.
-`cache clear` empties the first folder."""
+`cache clear` empties the first folder, and exits with 1 if the user may not remove all files."""
 
 
 _TOKENS = range(1, 8193)  # by default
@@ -173,6 +173,9 @@ def cache_main(options: argparse.Namespace) -> int:
     """Run `cache` and return the exit code."""
     if options.action == "clear":
         print(f"{store.clear()} files removed from {store.folder()}")
+        if store.contents(store.folder()):
+            print("cache: the user may not remove the others", file=sys.stderr)
+            return 1
         return 0
     _show(store.folder(), "")
     for root in store.read_only_folders():

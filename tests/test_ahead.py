@@ -730,6 +730,9 @@ def test_cache_show_and_clear(
         assert commands.cache_main(parse(commands.add_cache_arguments, *arguments)) == 0
         return capsys.readouterr().out.splitlines()
 
+    def refuse(path: str) -> None:
+        raise PermissionError(path)
+
     mine, image = tmp_path / "mine", tmp_path / "image"
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(mine))
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", os.pathsep.join([str(image), str(tmp_path / "nowhere")]))
@@ -751,6 +754,13 @@ def test_cache_show_and_clear(
     assert cache_main("clear") == [f"0 files removed from {mine}"]
     with pytest.raises(SystemExit):
         cache_main("remove")
+    store.write_library("c" * 64, bytes(1 << 20))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        assert commands.cache_main(parse(commands.add_cache_arguments, "clear")) == 1
+    captured = capsys.readouterr()
+    assert captured.out == f"0 files removed from {mine}\n"
+    assert captured.err.endswith("\ncache: the user may not remove the others\n")
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(file))

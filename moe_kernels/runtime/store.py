@@ -466,9 +466,13 @@ def _move(temporary: str, path: Path, replace: bool) -> bool:
     return True
 
 
-def _remove(path: str) -> None:
-    with suppress(OSError):
+def _remove(path: str) -> bool:
+    """Remove a file. Return whether that worked."""
+    try:
         os.unlink(path)
+    except OSError:
+        return False
+    return True
 
 
 _written = 0
@@ -524,11 +528,10 @@ def contents(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def clear() -> int:
-    """Remove all plans, binaries and libraries of the writable folder. Return the number of files."""
+    """Remove all plans, binaries and libraries of the writable folder. Return the number of files removed."""
     count = 0
     for path, _ in list(_files(folder())):
-        _remove(path)
-        count += not path.endswith(".tmp")
+        count += _remove(path) and not path.endswith(".tmp")
     return count
 
 
