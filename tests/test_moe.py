@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -304,6 +305,25 @@ def test_compiled_without_graph_breaks() -> None:
         )
         compiled_first = compiled_first or counter.frame_count
     assert counter.frame_count <= compiled_first + 2  # one token and no tokens are compiled separately
+
+
+@pytest.mark.parametrize("name", ["moe_mlp", "in fp8", "swiglu_ffn"])
+def test_the_backward_in_compiled_autograd(name: str) -> None:
+    """Nothing else is compiled, so that compiled autograd traces the gradients themselves."""
+    torch._dynamo.reset()
+    arguments = make({}, torch.float32)
+    if name == "in fp8":
+        arguments["options"]["compute"] = "fp8_block"
+    tensors, offsets = arguments["tensors"], group_offsets_from_sizes(torch.tensor([2, 0, 1, 1]))
+    used = [tensors["hidden"], tensors["w_gate_up"]]
+    if name == "swiglu_ffn":
+        out, expected = (swiglu_ffn(*used, offsets) for _ in range(2))
+    else:
+        out, expected = (call(moe_mlp, arguments) for _ in range(2))
+    upstream = torch.randn_like(out)
+    with compiled_autograd._enable(torch.compile(fullgraph=True, backend="aot_eager")):
+        out.backward(upstream)
+    torch.testing.assert_close([x.grad for x in used], list(torch.autograd.grad(expected, used, upstream)))
 
 
 def test_autocast_and_inference_mode() -> None:

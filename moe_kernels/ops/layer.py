@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec, columns
-from moe_kernels.ops.library import check_rows, define, use_kernels
+from moe_kernels.ops.library import check_rows, define, free_saved, use_kernels
 from moe_kernels.ops.moves import combine_rows, dot_rows, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.rules.layer import sorts
@@ -227,7 +227,7 @@ def _swiglu_ffn_gradient(
     ctx: Any, d_act: Tensor | None, d_preact: Tensor | None, d_preact_up: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     rows, group_offsets, w_in, w_up, b_in, b_up, preact, preact_up = ctx.saved_tensors
-    ctx.maybe_clear_saved_tensors()  # as in `_moe_mlp_gradient`
+    free_saved(ctx)
     if not ctx.save_preact:
         _, preact, preact_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *ctx.spec)
         d_preact = d_preact_up = None  # the gradients of empty tensors
@@ -353,7 +353,7 @@ def _moe_mlp_gradient(
     <d_out, w * act @ w_out> is linear in a slot's weight w, so the gradient of w is <d_out @ w_out^T, act>.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *parameters, preact, preact_up = ctx.saved_tensors
-    ctx.maybe_clear_saved_tensors()  # so that preact is freed below, unless the graph is retained for another backward
+    free_saved(ctx)
     *weights, b_in, b_up, b_out = parameters
     w_in, w_out, w_up = (columns(w, ctx.transposed) for w in weights)
     need_hidden, _, need_topk_weights, *needed = ctx.needs_input_grad

@@ -191,6 +191,12 @@ def needs(ctx: Any, i: int, value: Tensor | None) -> Tensor | None:
     return value if ctx.needs_input_grad[i] else None
 
 
+def free_saved(ctx: Any) -> None:
+    """Let saved tensors be freed before the backward ends, unless the graph is retained for another one."""
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo, which traces the backward for compiled autograd, refuses it
+        ctx.maybe_clear_saved_tensors()
+
+
 def use_kernels(A: Tensor, *others: Tensor | None) -> bool:
     """Whether to use kernels: on a GPU, for collected calls on meta tensors, in Triton's interpreter unless float64."""
     if A.is_cuda or A.is_xpu or (A.is_meta and cache.collects()):

@@ -19,7 +19,7 @@ from moe_kernels.ops.layer import (
     weight_gradient,
     weights_of_rows,
 )
-from moe_kernels.ops.library import define, needs, use_kernels
+from moe_kernels.ops.library import define, free_saved, needs, use_kernels
 from moe_kernels.ops.moves import combine_rows, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient
 from moe_kernels.ops.quantized import differentiable_once, quantized_grouped_gemm, quantized_wgrad
@@ -99,7 +99,7 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
         if data_in is not None:
             by_in = data_in.mT, scales_in
     del others, data_in, data_out
-    ctx.maybe_clear_saved_tensors()  # so that preact is freed below, unless the graph is retained for another backward
+    free_saved(ctx)
     need_hidden, _, need_topk_weights, need_w_in, need_w_out, need_b_in, need_b_out, *_ = ctx.needs_input_grad
     w_in, w_out = w_gate_up.mT, w_down.mT
     d_hidden = d_w_in = d_w_out = d_b_in = d_b_out = None
