@@ -236,6 +236,17 @@ def test_topk_sigmoid(num_groups: int, top_groups: int, top_k: int) -> None:
     torch.testing.assert_close(plain[1], logits.sigmoid().topk(2).values)
 
 
+def test_topk_sigmoid_is_compiled_for_any_number_of_experts() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(topk_sigmoid, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens, experts, groups in ((5, 8, 4), (7, 18, 6)):
+        logits, options = torch.randn(tokens, experts), {"renormalize": True, "num_groups": groups, "top_groups": 2}
+        ids, topk_weights = compiled(logits, 3, **options)
+        expected_ids, expected_weights = topk_sigmoid(logits, 3, **options)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(topk_weights, expected_weights)
+
+
 def test_topk_sigmoid_refusals() -> None:
     logits = torch.zeros(2, 8)
     with pytest.raises(ValueError, match=r"^num_groups, top_groups: expected num_groups to divide E = 8, "):
