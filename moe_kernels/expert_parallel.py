@@ -17,6 +17,7 @@ from moe_kernels import checks
 from moe_kernels.packing import group_sizes
 from moe_kernels.routing import permute, route, unpermute
 from moe_kernels.routing_maps import Routing
+from moe_kernels.runtime import torch_internals
 
 
 class Exchange(NamedTuple):
@@ -68,11 +69,13 @@ def dispatch(
     Returns:
         `rows [R', H]`, the rows of this rank's experts, sorted by expert with the offsets `exchange.group_offsets`; and
         `exchange`. `moe_mlp` takes the rows as tokens with the one expert `exchange.expert_ids`. Differentiable in
-        `hidden`; the backward pass is collective, too.
+        `hidden`; the backward pass is collective, too. Forward mode is not supported, and of `torch.func`'s
+        transforms only `grad` and `vjp` are: call `vjp` once per vector.
 
     Raises:
         TypeError, ValueError: as for `route` and `permute`; `num_experts` is not a multiple of the number of ranks; a
-            `DeviceMesh` of several dimensions, or a group without this rank; rows of different sizes on the ranks.
+            `DeviceMesh` of several dimensions, or a group without this rank; rows of different sizes on the ranks;
+            `topk_ids` is a meta or fake tensor.
     """
     checks.check_int("num_experts", num_experts, 0)
     if isinstance(group, DeviceMesh):
@@ -87,6 +90,10 @@ def dispatch(
     if num_experts % P:
         raise ValueError(f"num_experts: expected a multiple of the group's {P} ranks, got {num_experts}")
     routing = route(topk_ids, topk_weights, num_experts)
+    if torch_internals.has_no_values(topk_ids):
+        raise ValueError(
+            "topk_ids: expected values, which the numbers of rows to exchange depend on, got a meta or fake tensor"
+        )
     rows = permute(hidden, routing)
 
     to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
@@ -134,11 +141,14 @@ def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+    def forward(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
         out = rows.new_empty(sum(received), rows.size(1))
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group)
         return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.sent, ctx.received, ctx.group = inputs
 
     @staticmethod
     def backward(ctx: Any, *d_out: Tensor) -> tuple[Tensor, None, None, None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_kernels import MoE, grouped_gemm, moe_mlp, swiglu_ffn
@@ -85,6 +87,14 @@ def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
     return found
 
 
+def spread(
+    topk_ids: Tensor, group: Any, hidden: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor
+) -> Tensor:
+    rows, exchange = dispatch(hidden, topk_ids, topk_weights, E, group)
+    act = swiglu_ffn(rows, w_gate_up, exchange.group_offsets)
+    return combine(grouped_gemm(act, w_down.mT, exchange.group_offsets), exchange)
+
+
 def in_fp8(x: dict[str, Tensor], w_gate_up: Tensor, w_down: Tensor) -> list[Tensor]:
     """Return the result of this rank's tokens, with its experts' products in fp8, and all gradients, in float32."""
     inputs = [v.detach().float().requires_grad_() for v in (x["hidden"], x["topk_weights"], w_gate_up, w_down)]
@@ -103,13 +113,13 @@ def run_rank(rank: int, folder: str) -> None:
         weights, ranks = make(case)
         w_gate_up, w_down = (w.chunk(P)[rank].clone().requires_grad_() for w in weights)
         x = ranks[rank]
-        hidden, topk_weights = x["hidden"].requires_grad_(), x["topk_weights"].requires_grad_()
+        inputs = (x["hidden"].requires_grad_(), x["topk_weights"].requires_grad_(), w_gate_up, w_down)
         group = init_device_mesh("cpu", (P,)) if case == "uneven" else None
-        rows, exchange = dispatch(hidden, x["topk_ids"], topk_weights, E, group)
-        act = swiglu_ffn(rows, w_gate_up, exchange.group_offsets)
-        out = combine(grouped_gemm(act, w_down.mT, exchange.group_offsets), exchange)
-        gradients = torch.autograd.grad(out, (hidden, topk_weights, w_gate_up, w_down), x["upstream"])
-        results[case] = [out.detach(), *gradients]
+        layer = partial(spread, x["topk_ids"], group)
+        out = layer(*inputs)
+        results[case] = [out.detach(), *torch.autograd.grad(out, inputs, x["upstream"])]
+        out, pullback = torch.func.vjp(layer, *(v.detach() for v in inputs))
+        results[f"{case}, torch.func"] = [out, *pullback(x["upstream"])]
         results[f"{case}, fp8"] = in_fp8(x, w_gate_up, w_down)
     routed = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
     with pytest.raises(ValueError, match=r"num_experts: expected a multiple of the group's 2 ranks, got 7"):
@@ -118,6 +128,9 @@ def run_rank(rank: int, folder: str) -> None:
         dispatch(torch.ones(1, H + rank), *routed, E)
     with pytest.raises(ValueError, match="group: expected a one-dimensional DeviceMesh, got 2 dimensions"):
         dispatch(torch.ones(1, H), *routed, E, init_device_mesh("cpu", (1, P)))
+    for without_values in (lambda x: x.to("meta"), FakeTensorMode().from_tensor):
+        with pytest.raises(ValueError, match=r"^topk_ids: expected values, .* got a meta or fake tensor"):
+            dispatch(*map(without_values, (torch.ones(1, H), *routed)), E)
     of_rank_0 = dist.new_group([0])
     if rank != 0:
         with pytest.raises(ValueError, match="group: expected a process group of which this rank is a member"):
@@ -151,9 +164,10 @@ def of_all_ranks(case: str, results: list[dict[str, list[Tensor]]]) -> list[Tens
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize("way", ["", ", torch.func"])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_give_what_one_process_gives(case: str, results: list[dict[str, list[Tensor]]]) -> None:
-    for got, want in zip(of_all_ranks(case, results), in_one_process(case, torch.float64), strict=True):
+def test_ranks_give_what_one_process_gives(case: str, way: str, results: list[dict[str, list[Tensor]]]) -> None:
+    for got, want in zip(of_all_ranks(case + way, results), in_one_process(case, torch.float64), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
