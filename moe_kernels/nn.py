@@ -172,7 +172,7 @@ class MoE(nn.Module):
 
         Raises:
             ValueError: unknown format.
-            TypeError: weights in float64, which layers in fp8 do not support.
+            TypeError: weights in float64, which layers in fp8 do not support, or sharded.
             RuntimeError: the layer is already quantised, or a weight is parametrised or pruned.
         """
         if format not in tuple(FP8_COMPUTE):
@@ -184,6 +184,11 @@ class MoE(nn.Module):
                 raise RuntimeError(
                     f"{name}: expected a parameter of the layer, and this one is computed from others: merge them "
                     "first, as torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove do"
+                )
+            if hasattr(getattr(self, name), "placements"):
+                raise TypeError(
+                    f"{name}: expected a plain parameter, got a {type(getattr(self, name)).__name__}: quantise "
+                    "the layer before it is sharded, as by fully_shard"
                 )
             checks.check_kernel_dtype(name, getattr(self, name).dtype)
             checks.check_quantize(getattr(self, name), FP8_COMPUTE[format], torch.float8_e4m3fn, False)

@@ -84,6 +84,8 @@ def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # for example, that the result of a module is a view
             found.append([d.full_tensor() for d in gradients_of_residual(model, shape, rank)])
+    with pytest.raises(TypeError, match=r"^w_gate_up: expected a plain parameter, .* before it is sharded"):
+        model[0].quantize("fp8_block")
     return found
 
 
