@@ -342,6 +342,24 @@ def test_a_model_is_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert asked[2:] == [2]  # for topk_weights in bfloat16 and in float32
 
 
+class Twice(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_compiled_with_a_cached_parametrization() -> None:
+    """As PEFT computes adapters of experts: the weight is the same tensor in all of a call."""
+    experts = make_family("lfm2_moe")
+    experts.config._experts_implementation = "moe_kernels"
+    nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", Twice())
+    inputs = torch.randn(5, H), IDS % E, torch.randn(5, TOP_K)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    with nn.utils.parametrize.cached():
+        torch.testing.assert_close(compiled(*inputs), experts(*inputs))
+
+
 def test_gates_that_differ_from_those_of_the_families(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another activation function, no limit, and a derived class use the class's own gate."""
     monkeypatch.setattr(integration, "moe_mlp", None)

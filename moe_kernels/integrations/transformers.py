@@ -201,7 +201,10 @@ def _fp8_activation_options(experts: Any) -> dict[str, Any] | None:
 
 
 def _tensor(experts: nn.Module, name: str) -> Tensor:
-    value = getattr(experts, name, None)
+    try:
+        value = getattr(experts, name)  # without a default, for which Dynamo would compute a parametrised weight
+    except AttributeError:
+        value = None
     if not isinstance(value, Tensor):
         found = "nothing of this name" if value is None else type(value).__name__
         raise TypeError(
