@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels import checks, expert_modules
@@ -260,7 +261,7 @@ class MoE(nn.Module):
         """
         checks.check_layer(hidden, self.router)
         tokens = hidden.reshape(-1, hidden.size(-1))
-        topk_ids, topk_weights = topk_softmax(tokens @ self.router.T, self.top_k, renormalize=self.renormalize)
+        topk_ids, topk_weights = topk_softmax(F.linear(tokens, self.router), self.top_k, renormalize=self.renormalize)
         out = moe_mlp(
             tokens,
             topk_ids,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
@@ -305,6 +305,27 @@ def test_compiled_without_graph_breaks() -> None:
         )
         compiled_first = compiled_first or counter.frame_count
     assert counter.frame_count <= compiled_first + 2  # one token and no tokens are compiled separately
+
+
+def test_compiled_in_a_nested_region() -> None:
+    torch._dynamo.reset()
+    moes = nn.ModuleList([MoE(H, I, E, TOP_K, renormalize=True) for _ in range(2)])
+
+    @torch.compiler.nested_compile_region
+    def block(moe: nn.Module, x: Tensor) -> Tensor:
+        return x + moe(x)
+
+    def model(x: Tensor) -> Tensor:
+        for moe in moes:
+            x = block(moe, x)
+        return x
+
+    hidden = torch.randn(5, H)
+    results = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        out = call(hidden)
+        results.append((out, *torch.autograd.grad(out.square().sum(), list(moes.parameters()))))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("name", ["moe_mlp", "in fp8", "swiglu_ffn"])
