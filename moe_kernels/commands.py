@@ -87,13 +87,13 @@ def layer(text: str) -> LayerShape:
 
 def token_range(text: str) -> range:
     """Parse "A:B", both included, or "A", for argparse."""
-    first, colon, last = text.partition(":")
+    first, _, last = text.partition(":")
     try:
-        low, high = int(first), int(last if colon else first)
+        low, high = int(first), int(last or first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected A:B, got {text!r}") from None
-    if not 0 <= low <= high <= MAX_ROWS:
-        raise argparse.ArgumentTypeError(f"expected 0 <= A <= B <= {MAX_ROWS}, got {text!r}")
+    if not 1 <= low <= high <= MAX_ROWS:
+        raise argparse.ArgumentTypeError(f"expected 1 <= A <= B <= {MAX_ROWS}, got {text!r}")
     return range(low, high + 1)
 
 
@@ -223,7 +223,7 @@ def print_layer(options: argparse.Namespace) -> int:
         for launch in launches:
             found.setdefault((launch.kernel.name, repr(launch.config)), []).append(_constants(launch))
             names.append(f"{launch.kernel.name} {launch.config.config.get('block_sizes')}")
-        print(f"  {low if low == high else f'{low} to {high}'}: {', '.join(names) or 'none'}")
+        print(f"  {low if low == high else f'{low} to {high}'}: {', '.join(names)}")
     distinct = sum(len({repr(constants) for constants in each}) for each in found.values())
     print(f"{len(found)} distinct kernels with configs, {distinct} with their constants:")
     for (name, config), each in sorted(found.items()):

@@ -518,21 +518,13 @@ def parse(add: Callable[[argparse.ArgumentParser], None], *arguments: str) -> ar
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("1:8192", range(1, 8193)),
-        ("7", range(7, 8)),
-        ("5:5", range(5, 6)),
-        ("3:4", range(3, 5)),
-        ("0:4", range(5)),
-        ("0", range(1)),
-    ],
+    ("text", "expected"), [("1:8192", range(1, 8193)), ("7", range(7, 8)), ("5:5", range(5, 6)), ("3:4", range(3, 5))]
 )
 def test_token_range(text: str, expected: range) -> None:
     assert commands.token_range(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a", "-1:4", "-1", "1:", ":4", "5:4", "1:2:3", "1.5", "1:b", "1:1073741824"])
+@pytest.mark.parametrize("text", ["", "a", "0:4", "0", "-1", "5:4", "1:2:3", "1.5", "1:b", "1:1073741824"])
 def test_no_token_range(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected"):
         commands.token_range(text)
