@@ -276,7 +276,7 @@ def specializations(tokens: Sequence[int]) -> set[Any]:
         for step in builder.steps:
             if hasattr(step, "kernel"):
                 arguments = tuple(map(described, step.arguments))
-                found.add((step.kernel.name, repr(step.config), step.int64_index, step.tf32, arguments))
+                found.add((step.kernel.name, repr(step.config), step.int64_index, step.precision, arguments))
     return found
 
 

@@ -798,6 +798,52 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     assert rules.why_illegal(choice, problem) is None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "gpu", "precision"),
+    [
+        (torch.float32, True, GPU, "tf32"),
+        (torch.float32, False, GPU, "tf32x3"),
+        (torch.float32, False, replace(GPU, arch=80), "tf32x3"),
+        (torch.float32, False, replace(GPU, arch=75), "ieee"),
+        (torch.float32, False, replace(GPU, backend="hip", arch="gfx942"), "ieee"),
+        (torch.float32, False, None, "ieee"),
+        (torch.bfloat16, False, GPU, "ieee"),
+    ],
+    ids=str,
+)
+def test_how_products_are_computed(dtype: torch.dtype, tf32: bool, gpu: targets.Gpu | None, precision: str) -> None:
+    assert rules.precision_of(dtype, tf32, gpu) == precision
+    assert replace(PROBLEM, dtype=dtype, tf32=tf32, gpu=gpu).precision == precision
+    for b_columns in (False, True):
+        expected = "ieee" if precision == "tf32x3" and not b_columns else precision
+        assert varied.precision_of(dtype, tf32, b_columns, gpu) == expected
+
+
+FP32 = replace(PROBLEM, dtype=torch.float32, transposed=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"rows": 4, "M": 512}, ("basic", 16, [16, 64, 256, 64], 4, 3)),
+        ({"rows": 16, "M": 2048}, ("basic", 32, [32, 64, 256, 32], 4, 3)),
+        ({"rows": 64, "M": 8192}, ("basic", 64, [64, 64, 256, 32], 4, 3)),
+        ({"rows": 64, "M": 8192, "transposed": False}, ("basic", 64, [64, 32, 256, 32], 4, 4)),
+        ({}, ("basic", 128, [128, 64, 256, 32], 4, 3)),
+        ({"transposed": False}, ("basic", 128, [128, 64, 256, 32], 4, 3)),
+        ({"gpu": replace(GPU, arch=75)}, ("persistent", 128, [64, 16], 8, 3)),
+    ],
+    ids=str,
+)
+def test_float32_in_three_products_is_computed_by_many_programs(
+    changed: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    choice = rules.rule(replace(FP32, **changed))
+    config = choice.config.config
+    found = choice.variant, choice.block_m, config["block_sizes"], config["num_warps"], config["num_stages"]
+    assert found == expected
+
+
 FP8 = scaled.Problem(
     rows=128,
     M=1024,
@@ -894,7 +940,7 @@ FIRST_HALF = swiglu.Problem(
     H=4096,
     E=128,
     dtype=torch.bfloat16,
-    tf32=False,
+    precision="ieee",
     gathered=True,
     save_preact=False,
     biases=0,

@@ -220,7 +220,7 @@ def multiply(
     if choice.variant == "basic":
         numbers = tile_numbers(M, G, block_m, problem.rows == 0)
         arguments = (A_packed, B, group_offsets, bias, out, *numbers, shared, transposed, not tma_A)
-        builder.launch(jagged, arguments, choice.config, int64_index=int64_index, tf32=problem.tf32)
+        builder.launch(jagged, arguments, choice.config, int64_index=int64_index, precision=problem.precision)
         return
     tiles = plan_table(builder, group_offsets, out, block_m)
     if tma_A:
@@ -228,7 +228,7 @@ def multiply(
     if tma_out:
         out = windows(out, block_m)
     arguments = (A_packed, B, tiles, tile_count(tiles), bias, out, shared, transposed, block_m, tma_A, tma_out)
-    builder.launch(jagged_persistent, arguments, choice.config, int64_index=int64_index, tf32=problem.tf32)
+    builder.launch(jagged_persistent, arguments, choice.config, int64_index=int64_index, precision=problem.precision)
 
 
 def _problem(

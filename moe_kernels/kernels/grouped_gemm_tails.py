@@ -212,7 +212,7 @@ def multiply(
     of_columns = columns, narrow, rules.narrow_cost(narrow)
     constants = (*of_columns, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors)
     arguments = (A_packed, B, tiles, bias, *outs, *numbers, *constants)
-    builder.launch(jagged_tails, arguments, choice.config, int64_index=choice.addressing.int64_index, tf32=problem.tf32)
+    builder.launch(jagged_tails, arguments, choice.config, int64_index=choice.addressing.int64_index)
 
 
 def _windows(out: SymbolicTensor, height: int, width: int) -> SymbolicTensor:

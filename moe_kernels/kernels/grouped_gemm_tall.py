@@ -98,4 +98,4 @@ def multiply(
     numbers = 2 * (rules.row_group(problem).bit_length() - 1) + 1, max_num_tiles(M, G, choice.block_m) * columns
     constants = (columns, B.size(0) == 1, problem.transposed, tma)
     arguments = (replace(A_packed, tma_clipped=tma), B, tiles, bias, out, *numbers, *constants)
-    builder.launch(jagged_tall, arguments, choice.config, int64_index=choice.addressing.int64_index, tf32=problem.tf32)
+    builder.launch(jagged_tall, arguments, choice.config, int64_index=choice.addressing.int64_index)

@@ -198,7 +198,9 @@ def fuses(
         return False
     if w_up is not None and w_up.dtype != w_in.dtype:  # it would be cast to the dtype of the other product
         return False
-    if least(M) // w_in.size(0) < swiglu_rules.SEPARATE_FROM_ROWS:
+    dtype = torch.promote_types(A.dtype, w_in.dtype)
+    precision = rules.precision_of(dtype, rules.tf32_allowed(dtype), builder.gpu)
+    if least(M) // w_in.size(0) < swiglu_rules.separate_from_rows(precision):
         return not spec.interleaved or w_in.stride(2) != 1  # each weight has contiguous rows or columns
     gate, up = spec.halves(w_in, w_up)
     assert up is not None
@@ -249,7 +251,7 @@ def multiply_activated(
         numbers = tile_numbers(M, E, block_m, problem.rows == 0)
         tensors = (A, *weights, group_offsets, row_to_slot, *biases, act, *preacts)
         arguments = (*tensors, *numbers, top_k, transposed, not tma_A, *options)
-        builder.launch(swiglu, arguments, choice.config, int64_index=int64_index, tf32=problem.tf32)
+        builder.launch(swiglu, arguments, choice.config, int64_index=int64_index, precision=problem.precision)
         return
     assert pairs is not None
     tiles = plan_table(builder, group_offsets, act, block_m)
@@ -261,7 +263,7 @@ def multiply_activated(
     constants = (top_k, block_m, choice.block_i, tma_A, tma_B, tma_out, *options)
     pairs = replace(pairs, few_groups=True)
     arguments = (A, pairs, tiles, tile_count(tiles), row_to_slot, *biases, *outs, *constants)
-    builder.launch(swiglu_persistent, arguments, choice.config, int64_index=int64_index, tf32=problem.tf32)
+    builder.launch(swiglu_persistent, arguments, choice.config, int64_index=int64_index, precision=problem.precision)
 
 
 def _problem(
@@ -285,7 +287,7 @@ def _problem(
         H=H,
         E=E,
         dtype=dtype,
-        tf32=rules.tf32_allowed(dtype),
+        precision=rules.precision_of(dtype, rules.tf32_allowed(dtype), gpu),
         gathered=row_to_slot is not None,
         save_preact=outs[1] is not None,
         biases=sum(bias is not None for bias in biases),

@@ -132,7 +132,8 @@ def plan_uniform_grouped_gemm(builder: Builder, tensors: Operands, options: tupl
         constants = (G, M, N, K, a_columns, b_columns)
     by_tma = [_with_whole_blocks(x) if tma else x for x, tma in zip(operands, choice.addressing[:3], strict=True)]
     int64_index = choice.addressing.int64_index
-    builder.launch(kernel, (*by_tma, *constants), choice.config, int64_index=int64_index, tf32=problem.tf32)
+    precision = "tf32" if problem.tf32 else "ieee"
+    builder.launch(kernel, (*by_tma, *constants), choice.config, int64_index=int64_index, precision=precision)
     return out
 
 

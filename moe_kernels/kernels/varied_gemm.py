@@ -125,5 +125,7 @@ def plan_varied(
     layout, block_m, block_n, config = options
     ends, num_tiles, table, *bases = tensors
     arguments = (ends, num_tiles, table, *bases, ends.size(0) * 2 + 1, *layout, block_m, block_n)
-    builder.launch(varied, arguments, config, int64_index=True, tf32=rules.tf32_allowed(bases[0].dtype))
+    dtype = bases[0].dtype
+    precision = varied_rules.precision_of(dtype, rules.tf32_allowed(dtype), layout.contiguous_b == 0, builder.gpu)
+    builder.launch(varied, arguments, config, int64_index=True, precision=precision)
     return ()

@@ -49,6 +49,11 @@ class Problem(Access):
     out_dtype: torch.dtype | None = None  # of the result, if it is not `dtype`
     gpu: Gpu | None = None  # None leaves the choice to the rule
 
+    @property
+    def precision(self) -> str:
+        """The result of `precision_of`."""
+        return precision_of(self.dtype, self.tf32, self.gpu)
+
 
 class Addressing(NamedTuple):
     """TMA or pointers, per operand, and whether pointer offsets need an int64 index."""
@@ -83,6 +88,7 @@ _BASIC: _Presets = {16: (128, 128, 4, 4), 32: (128, 128, 4, 3), 64: (128, 64, 4,
 _PERSISTENT: _Presets = {64: (256, 64, 4, 5), 128: (256, 64, 8, 4)}
 _POINTERS: _Presets = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (128, 32, 4, 3), 128: (128, 32, 8, 3)}
 _TF32: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 32, 4, 3), 128: (128, 32, 8, 3)}
+_TF32X3: _Presets = {16: (64, 64, 4, 3), 32: (64, 32, 4, 3), 64: (64, 32, 4, 3), 128: (64, 32, 4, 3)}
 _IEEE: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 16, 4, 3), 128: (64, 16, 8, 3)}
 
 PERSISTENT_FROM_ROWS = 128
@@ -122,7 +128,9 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     "persistent".
     """
     if variant == "auto":
-        many = problem.rows >= persistent_from_rows(problem) and not _thin(problem)
+        # With three products instead of one, several programs per SM are faster than a persistent one.
+        overlaps = not _thin(problem) and problem.precision != "tf32x3"
+        many = problem.rows >= persistent_from_rows(problem) and overlaps
         variant = "persistent" if many and not _at_once(problem, 128, 256) else "basic"
         variant = "tall" if variant == "basic" and _waits_for_weights(problem) else variant
     if variant == "tall":
@@ -137,10 +145,12 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     block_m = block_m or (_persistent_height(problem) if variant == "persistent" else _basic_height(problem))
     addressing = _addressing(problem, variant, block_m)
     if problem.dtype == torch.float32:
-        presets = _TF32 if problem.tf32 else _IEEE
+        presets = {"tf32": _TF32, "tf32x3": _TF32X3}.get(problem.precision, _IEEE)
     elif not addressing.tma_B:
         presets = _POINTERS
     block_n, block_k, num_warps, num_stages = presets[block_m]
+    if presets is _TF32X3 and block_m == 64 and not problem.transposed:
+        block_n, num_stages = 32, 4
     thin = _thin(problem)
     if variant == "basic" and block_m == 64 and presets is _BASIC and (thin or _at_once(problem, 64, 64)):
         # As many loads as fit are in flight at once. With more tiles than SMs, two programs share an SM.
@@ -383,6 +393,20 @@ def indexing(*tma: bool) -> dict[str, Any]:
     """The options that make each memory access of a kernel, in order, use TMA or pointers."""
     ways = ["tensor_descriptor" if by_tma else "pointer" for by_tma in tma]
     return {"indexing": ways} | ({"host_tensor_descriptors": True} if any(tma) else {})
+
+
+def precision_of(dtype: torch.dtype, tf32: bool, gpu: Gpu | None) -> str:
+    """How products of `dtype` are computed on a GPU, as Triton's `input_precision`.
+
+    "ieee" multiplies the operands as they are. float32 is rounded by "tf32", if `tf32`. "tf32x3" divides an operand
+    into two parts in tf32 and leaves out the product of the smaller parts, as 3xTF32 of CUTLASS does; it is faster than
+    "ieee", and as accurate. docs/numerics.md has its limits.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    if tf32:
+        return "tf32"
+    return "tf32x3" if gpu is not None and gpu.has_tf32 else "ieee"
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:

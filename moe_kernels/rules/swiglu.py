@@ -21,7 +21,7 @@ class Problem(Access):
     H: int
     E: int
     dtype: torch.dtype  # of the products: the operands' common type
-    tf32: bool  # fp32 products may use tf32
+    precision: str  # of products: see `rules.precision_of`
     gathered: bool  # rows are read through an index
     save_preact: bool  # the preactivations are written, too
     biases: int
@@ -41,16 +41,23 @@ class Choice:
 
 
 PERSISTENT_FROM_ROWS = 64  # mean rows per expert, for the layouts that the persistent kernel supports
-SEPARATE_FROM_ROWS = 128  # mean rows per expert from which other layouts are two products and an activation kernel
 # block_m: (block_i, block_k, num_warps, num_stages); the first table is for 16-bit types read by TMA
 _TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
 _POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (32, 32, 4, 3)}
+_TF32X3 = {16: (64, 32, 8, 3), 32: (64, 32, 8, 3)}
 _FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 16, 8, 2)}
 
 
 def rule(problem: Problem) -> Choice:
     """The choice for any problem; it compiles on every GPU."""
     return persistent(problem) if problem.paired and problem.rows >= _persistent_from_rows(problem) else basic(problem)
+
+
+def separate_from_rows(precision: str) -> int:
+    """The mean rows per expert from which layouts that the persistent kernel does not support are multiplied by
+    `grouped_gemm`, before an activation kernel.
+    """
+    return 32 if precision == "tf32x3" else 128
 
 
 def _persistent_from_rows(problem: Problem) -> int:
@@ -67,7 +74,9 @@ def basic(problem: Problem) -> Choice:
     block_m = 128 if tall else min(basic_height(problem.rows), 64)
     by_tma = addressing(problem, problem.tma_A and block_m <= problem.M, problem.tma_B, False)
     tma_A, tma_B, *_ = by_tma
-    presets = _FP32 if problem.dtype == torch.float32 else _TMA if tma_B else _POINTERS
+    presets = _TMA if tma_B else _POINTERS
+    if problem.dtype == torch.float32:
+        presets = _TF32X3 if problem.precision == "tf32x3" else _FP32
     block_i, block_k, num_warps, num_stages = presets[block_m]
     block_i, block_k = block_for(problem.I, block_i), block_for(problem.H, block_k)
     blocks = [block_m, block_i, offsets_block(problem.E), block_k]

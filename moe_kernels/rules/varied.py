@@ -99,6 +99,8 @@ def rule(problem: Problem) -> Choice:
     P, block_k = len(problem.shapes), BLOCK_K[problem.dtype.itemsize]
     if not problem.aligned:
         return make(P, 64, 64, block_k // 2, 8, 3, 1)
+    if precision_of(problem.dtype, problem.tf32, problem.b_columns, problem.gpu) == "tf32x3":
+        return make(P, 128, 64, block_k, 4, 3, 1)
     if problem.dtype == torch.float32:
         return make(P, 64, 64, block_k, 8, 3, 1)
     *blocks, block_k, num_warps, num_stages, per_sm = _fastest(problem.shapes, problem.num_sms)
@@ -106,6 +108,12 @@ def rule(problem: Problem) -> Choice:
         stage = per_sm * sum(blocks) * block_k * problem.dtype.itemsize
         num_stages = min(num_stages, 1 + problem.gpu.shared_memory // stage)
     return make(P, *blocks, block_k, num_warps, num_stages, per_sm)
+
+
+def precision_of(dtype: torch.dtype, tf32: bool, b_columns: bool, gpu: Gpu | None) -> str:
+    """As `rules.precision_of`, except that "tf32x3" is for B stored as [N, K]: with [K, N], "ieee" is faster."""
+    precision = rules.precision_of(dtype, tf32, gpu)
+    return "ieee" if precision == "tf32x3" and not b_columns else precision
 
 
 @lru_cache(1024)

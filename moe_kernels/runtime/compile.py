@@ -225,7 +225,7 @@ def _host_function(request: Request, gpu: Gpu) -> Callable[..., Any]:
     config = _supported(request.config.config, gpu)
     by_tma = bool(config.get("host_tensor_descriptors"))
     described = [x if static or not isinstance(x, _Example) else x.dynamic(by_tma) for x in examples]
-    key = (request.kernel.fn, repr(config), request.int64_index, request.tf32, gpu, tuple(map(repr, described)))
+    key = (request.kernel.fn, repr(config), request.int64_index, request.precision, gpu, tuple(map(repr, described)))
     with one_at_a_time:
         if key not in _hosts:
             _hosts[key] = _generate(request, config, examples, gpu)
@@ -275,7 +275,7 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
         stack.enter_context(_bodies_visited_once())
         stack.enter_context(_handlers_created_once())
         args = tuple(tensors(x) if isinstance(x, _Example) else x for x in examples)
-        bound = _variant(request.kernel, request.int64_index, request.tf32).bind(args)
+        bound = _variant(request.kernel, request.int64_index, request.precision).bind(args)
         code = bound.to_triton_code(helion.Config(**config))
     module: Any = _import(code)
     # Generated code asks the device for its number of SMs, which is wrong in plans for another GPU or the interpreter.
@@ -362,14 +362,14 @@ def _supported(config: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
 
 
 @functools.cache
-def _variant(kernel: Any, int64_index: bool, tf32: bool) -> Any:
+def _variant(kernel: Any, int64_index: bool, precision: str) -> Any:
     return helion.kernel(
         kernel.fn,
         backend=kernel.settings.backend,
         ref_mode=kernel.settings.ref_mode,
         static_shapes=kernel.settings.static_shapes,
         index_dtype=torch.int64 if int64_index else torch.int32,
-        dot_precision="tf32" if tf32 else "ieee",
+        dot_precision=precision,
     )
 
 

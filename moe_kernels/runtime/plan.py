@@ -135,7 +135,7 @@ class Request:
     arguments: tuple[Any, ...]  # SymbolicTensor, None, int, SymbolicInt, or constants
     config: Any  # rules.Config
     int64_index: bool
-    tf32: bool
+    precision: str
 
 
 @dataclass
@@ -175,12 +175,12 @@ class Builder:
         return made
 
     def launch(
-        self, kernel: Any, arguments: Sequence[Any], config: Any, *, int64_index: bool = False, tf32: bool = False
+        self, kernel: Any, arguments: Sequence[Any], config: Any, *, int64_index: bool = False, precision: str = "ieee"
     ) -> None:
         """Launch `kernel`, a `helion.Kernel`, compiled under `config`.
 
         `int64_index` computes offsets in 64 bits, which is required if a tensor accessed by pointers needs them.
-        `tf32` allows products of float32 to round their operands to tf32.
+        `precision` is Helion's `dot_precision`, of products of float32: see `rules.precision_of`.
 
         Raises:
             RuntimeError: the GPU has no float8_e4m3fn, which the kernel reads or writes.
@@ -189,7 +189,7 @@ class Builder:
             raise RuntimeError(_NO_E4M3.format(self.gpu.name, *self.gpu.capability))
         # Helion refuses subclasses of float, such as numpy.float64.
         plain = tuple(float(x) if isinstance(x, float) else x for x in arguments)
-        self.steps.append(Request(kernel, plain, config, int64_index, tf32))
+        self.steps.append(Request(kernel, plain, config, int64_index, precision))
 
     def _variable(self, shape: Sequence[Any], dtype: torch.dtype) -> SymbolicTensor:
         self.variables += 1

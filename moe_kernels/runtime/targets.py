@@ -35,6 +35,11 @@ class Gpu:
         return self.backend == "cuda" and self.capability >= (9, 0) and self.shared_memory >= 200 << 10
 
     @property
+    def has_tf32(self) -> bool:
+        """Whether it is an NVIDIA GPU whose tensor cores multiply tf32."""
+        return self.backend == "cuda" and self.capability >= (8, 0)
+
+    @property
     def has_e4m3(self) -> bool:
         """Whether Triton compiles float8_e4m3fn for it."""
         return self.backend != "cuda" or self.capability >= (8, 9)

@@ -467,7 +467,7 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
         ref_mode=kernel.settings.ref_mode,
         static_shapes=False,
         index_dtype=torch.int64 if start.addressing.int64_index else torch.int32,
-        dot_precision="tf32" if problem.tf32 else "ieee",
+        dot_precision=problem.precision,
         autotune_effort="quick",  # small rounds, because the clock is checked only between them
         autotune_max_generations=50,
         autotune_budget_seconds=budget,

@@ -73,7 +73,7 @@ def report(specialized: Specialization) -> dict[str, Any]:
     under `sass`, for kernels that convert to fp8, the machine code.
 
     Raises AssertionError for a WGMMA whose left operand is in registers: Triton 3.6 overwrites them while the
-    asynchronous instruction may still read them.
+    asynchronous instruction may still read them. Products in tf32x3 have such operands, but wait for each.
     """
     if specialized.key not in _reports:
         _reports[specialized.key] = _compile(specialized)
@@ -91,7 +91,7 @@ def _compile(specialized: Specialization) -> dict[str, Any]:
     target = GPUTarget(H200.backend, H200.arch, H200.warp_size)
     made = triton.compile(source, target=target, options=dict(specialized.options))
     ttgir, ptx = made.asm["ttgir"], made.asm["ptx"]
-    if FROM_REGISTERS.search(ptx):
+    if FROM_REGISTERS.search(ptx) and not ("input_precision='tf32x3'" in function.src and waits_for_each(ptx)):
         raise AssertionError(f"{function.__name__}: the left operand of a WGMMA is in registers")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(made.asm["cubin"])
@@ -115,6 +115,15 @@ def _compile(specialized: Specialization) -> dict[str, Any]:
         "sass": sass,
         "code": function.src,
     }
+
+
+def waits_for_each(ptx: str) -> bool:
+    """Whether the first wait after each WGMMA whose left operand is in registers is for all that have begun."""
+    waits = [(wait.start(), wait[1]) for wait in re.finditer(r"wgmma\.wait_group\.sync\.aligned (\d+);", ptx)]
+    return all(
+        next((pending for at, pending in waits if at > begun.start()), None) == "0"
+        for begun in FROM_REGISTERS.finditer(ptx)
+    )
 
 
 def ptxas_says(ptx: str) -> str:

@@ -287,7 +287,7 @@ def layer_tensors(T: int) -> tuple[torch.Tensor | None, ...]:
 def specialization(request: Request) -> tuple[Any, ...]:
     """Return what a request's compilation depends on, which excludes numbers of rows and addresses."""
     arguments = tuple(_kind(x) for x in request.arguments)
-    return request.kernel.name, request.config, request.int64_index, request.tf32, arguments
+    return request.kernel.name, request.config, request.int64_index, request.precision, arguments
 
 
 def _kind(x: Any) -> Any:

@@ -110,7 +110,7 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
         if variant == "persistent":
             searched, its_problem = search.storing(start, tma_out=False), replace(problem, tma_out=False)
         kernel, arg_sets = search.kernel_calls(searched, inputs)
-        spec = compiler._variant(kernel, False, problem.tf32).bind(arg_sets[0]).config_spec
+        spec = compiler._variant(kernel, False, problem.precision).bind(arg_sets[0]).config_spec
     assert problem.tma_A and problem.tma_B and problem.tma_out and problem.transposed == transposed
     assert start.addressing.tma_out == (variant == "persistent")
     assert len(Provider.seen) > 60
