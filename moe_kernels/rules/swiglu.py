@@ -44,7 +44,7 @@ PERSISTENT_FROM_ROWS = 64  # mean rows per expert, for the layouts that the pers
 # block_m: (block_i, block_k, num_warps, num_stages); the first table is for 16-bit types read by TMA
 _TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
 _POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (32, 32, 4, 3)}
-_TF32X3 = {16: (64, 32, 8, 3), 32: (64, 32, 8, 3)}
+_TF32X3 = {16: (64, 32, 8, 3), 32: (64, 32, 8, 3), 64: (64, 32, 8, 3)}
 _FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 16, 8, 2)}
 
 

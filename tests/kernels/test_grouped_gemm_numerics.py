@@ -14,7 +14,7 @@ from moe_kernels import group_offsets_from_sizes, grouped_gemm, grouped_mm, refe
 from moe_kernels.kernels.grouped_gemm import multiply
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
-from moe_kernels.testing import assert_grouped_gemm_close, group_sizes_for, make_inputs
+from moe_kernels.testing import assert_grouped_gemm_close, assert_within_budget, group_sizes_for, make_inputs
 
 variants = pytest.mark.parametrize("variant", ["basic", "persistent"])
 SIZES = {
@@ -48,6 +48,27 @@ def test_dtypes_and_weight_layouts(variant: str, dtype: torch.dtype, transposed:
     out = grouped_gemm(A, B, group_offsets, variant=variant)
     assert out.dtype == dtype
     assert_grouped_gemm_close(out, A, B, group_offsets)
+
+
+@variants
+@pytest.mark.parametrize("transposed", [True, False], ids=["B [G, N, K] viewed", "B [G, K, N]"])
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30], ids=str)
+def test_float32_of_all_magnitudes(variant: str, transposed: bool, magnitude: float, device: str) -> None:
+    """Tensor cores multiply float32 in parts. Infinity and NaN give what they give in PyTorch."""
+    sizes = [3, 20, 130]
+    A, B, group_offsets = make_inputs(sizes, 48, 96, dtype=torch.float32, device=device, transposed=transposed)
+    A = A * magnitude
+    A[1, 5], A[7, 0], A[7, 1], A[9, 95], A[100, 3] = torch.inf, torch.inf, torch.inf, torch.nan, -torch.inf
+    plain, exact = (reference.grouped_gemm(x, y, group_offsets) for x, y in ((A, B), (A.double(), B.double())))
+    out = grouped_gemm(A, B, group_offsets, variant=variant)
+    assert torch.equal(out.isnan(), plain.isnan()) and torch.equal(out.isinf(), plain.isinf())
+    assert torch.equal(out[plain.isinf()], plain[plain.isinf()])
+    finite = plain.isfinite().all(1)
+    assert finite.sum() == 149
+    for e, rows in enumerate(torch.arange(len(A), device=device).split(sizes)):
+        kept = rows[finite[rows]]
+        scale = (A[kept].double().abs() @ B[e].double().abs()).max().item()
+        assert_within_budget(out[kept], plain[kept], exact[kept], scale=scale)
 
 
 @variants
