@@ -226,6 +226,8 @@ def _print_configs() -> None:
         variant = {"tails": "persistent", "tall": "auto"}.get(choice.variant, choice.variant)
         limit = rules.persistent_from_rows(problem)
         because = f"rule: {mean_rows} rows per group {'>=' if mean_rows >= limit else '<'} {limit}"
+        if problem.precision == "tf32x3":
+            because = "rule: float32 as three products in TF32"
         if choice.entry is not None:
             near = choice.entry.bucket
             because = f"tuned: {choice.source}, distance {choice.distance:.2f} from "

@@ -141,6 +141,8 @@ def test_info_names_the_entry_and_its_distance(
     text = capsys.readouterr().out
     assert f"{file}: 1 entries" in text and "not there" in text
     assert f"tuned: {file}, distance 0.19 from 512 rows per group, N 1536, K 1792, G 128" in text
+    (float32,) = [line for line in text.splitlines() if line.startswith("Qwen3-30B-A3B, prefill, float32")]
+    assert re.search(r"basic +rule: float32 as three products in TF32 +jagged ", float32)
     assert text.count("rule: ") == 3
     assert f"Note: moe_kernels: {tmp_path / 'nvidia-sm90.json'} is not valid JSON" in text
 
