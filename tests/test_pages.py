@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from processes import python_path
 import moe_kernels
 from benchmarks import report, tables
 from benchmarks.__main__ import arguments as arguments_of_benchmarks
+from benchmarks.run import Results
 from moe_kernels import __main__ as main
 from moe_kernels import commands, requirements
 from moe_kernels.tuning import search
@@ -48,6 +50,57 @@ def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("picture", sorted((ROOT / "benchmarks" / "results").rglob("*.png")), ids=lambda p: p.name)
 def test_plots_are_small(picture: Path) -> None:
     assert picture.stat().st_size < 250_000  # mostly labels, where there are dozens of inputs
+
+
+def fp8_records(gpu: str, name: str, part: str) -> list[dict[str, Any]]:
+    results = Results.read(ROOT / "benchmarks" / "results" / gpu / name)
+    return [record for record in results.records if record["part"] == part]
+
+
+def ratios(found: list[dict[str, Any]], base: str, label: str) -> list[float]:
+    """Return the speedup of provider `label` over provider `base` in each record."""
+    return [record["us"][base] / record["us"][label] for record in found]
+
+
+def between(numbers: list[float], digits: int) -> str:
+    low, high = (f"{end:.{digits}f}" for end in (min(numbers), max(numbers)))
+    return low if low == high else f"{low} to {high}"
+
+
+def test_ranges_in_low_precision_match_the_results() -> None:
+    """The sentences and the table that give ranges over cases, which no command writes."""
+    text = " ".join((ROOT / "docs" / "low_precision.md").read_text().split())
+    layers = fp8_records("nvidia-h200", "fp8.json", "layer")
+    many = [record for record in layers if int(record["case"].partition("T = ")[2]) >= 4096]
+    few = [record for record in layers if record["case"].endswith(("T = 16", "T = 64"))]
+    for name, label in (
+        ('`"fp8_rowwise"`, `fast_accumulation=True`', "moe_mlp, rowwise, fast_accumulation"),
+        ('`"fp8_rowwise"`', "moe_mlp, rowwise"),
+        ('`"fp8_block"`', "moe_mlp, 128x128"),
+    ):
+        cells = [between(ratios(found, "moe_mlp, bfloat16", label), 1) for found in (many, few)]
+        assert f"| inference, {name} | {' | '.join(cells)} |" in text
+    fast = [1 / speedup for speedup in ratios(many, "moe_mlp, rowwise", "moe_mlp, rowwise, fast_accumulation")]
+    assert f"it takes {between(fast, 2)} of the time with thousands of tokens" in text
+
+    steps = ratios(fp8_records("nvidia-h200", "fp8.json", "training"), "step, bfloat16", "step, fp8_block")
+    assert f'| training, `compute="fp8_block"` | {between(steps, 1)} |' in text
+    h100 = []
+    for name in ("fp8.json", "fp8-load.json"):
+        found = fp8_records("nvidia-h100-80gb-hbm3", name, "training")
+        labels = [label for label in found[0]["us"] if label.startswith("step, fp8")]
+        h100.append(between([ratio for label in labels for ratio in ratios(found, "step, bfloat16", label)], 2))
+    said = f"On an H100 no training step in fp8 was faster than in bfloat16: {h100[0]}."
+    assert f"{said} Under sustained load they had {h100[1]}." in text
+
+    rates = [
+        record["quantize_gbps"]
+        for record in fp8_records("nvidia-h200", "fp8.json", "product")
+        if record["M"] >= 8192 and "quantize_gbps" in record
+    ]
+    rowwise, blockwise = (between([rate["copy"] / rate[name] for rate in rates], 2) for name in ("rowwise", "1x128"))
+    assert f"quantising takes {rowwise} times as long as a copy" in text
+    assert f'in `"rowwise"`, and {blockwise} times as long in `"1x128"`' in text
 
 
 def blocks(page: Path, language: str) -> list[str]:
