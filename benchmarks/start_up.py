@@ -192,7 +192,8 @@ def main() -> None:
         return
     versions = {name: metadata.version(name) for name in ("torch", "triton", "helion")}
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), **versions, "date": str(datetime.date.today())}
-    results["command"] = "python -m benchmarks.start_up --json FILE"
+    compiled = " --compiled FOLDER" * bool(options.compiled)
+    results["command"] = f"python -m benchmarks.start_up{compiled} --json FILE"
     with tempfile.TemporaryDirectory() as root:
         print("one process that is not measured", flush=True)
         child("training", _folders(root, "unmeasured"))

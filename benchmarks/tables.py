@@ -663,12 +663,13 @@ def _others(suite: str, labels: Iterable[str]) -> list[str]:
 
 
 def start_up(measured: Record) -> str:
-    """Return the table of start_up.py: seconds, one line per part, one column per state of the cache."""
+    """Return the table of start_up.py: seconds, one line per part, one column per measured state of the cache."""
     states = {
         "nothing cached": "nothing cached",
         "caches filled": "cached on disk",
         "compiled on a machine without a GPU": "compiled ahead without a GPU, by another version of Python",
     }
+    states = {state: text for state, text in states.items() if f"layer, {state}" in measured}
     parts = {
         ("layer", "first grouped_gemm"): "first `grouped_gemm` of a process",
         ("layer", "25 calls"): "then 25 calls of a layer with 1 to 8192 tokens, total",

@@ -142,6 +142,25 @@ def test_start_up_asks_for_a_gpu(
     assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("compiled", [[], ["--compiled", "folder"]], ids=["alone", "compiled"])
+def test_start_up_is_shown_with_the_states_it_measured(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans compiled elsewhere are measured only with --compiled, which the recorded command names."""
+    keys = ("first grouped_gemm", "25 calls", "worst of them", "first step", "first step of another T")
+    file = tmp_path / "start_up.json"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(start_up, "child", lambda *_: dict.fromkeys(keys, 1.0))
+    monkeypatch.setattr(sys, "argv", ["start_up", *compiled, "--json", str(file)])
+    start_up.main()
+    measured = json.loads(file.read_text())
+    assert ("--compiled" in measured["command"]) == bool(compiled)
+    rows = [line for line in tables.start_up(measured).splitlines() if line.startswith("|")]
+    assert rows[0].count("|") == 4 + bool(compiled)
+    assert len(rows) == 2 + len(keys)
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 def test_expert_parallel(tmp_path: Path) -> None:
     """The records of two ranks are added to the existing ones of one rank."""
