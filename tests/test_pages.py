@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +175,22 @@ def test_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             arguments_of_benchmarks(shlex.split(line))
     assert len(set(ran)) > 4
+
+
+def test_recorded_commands_are_accepted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands that the results name have valid arguments: without a GPU, only the GPU is missing."""
+    pytest.importorskip("transformers")  # benchmarks.transformers_stack imports it
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(requirements, "problems", list)
+    monkeypatch.delenv("RANK", raising=False)
+    for file in (ROOT / "benchmarks" / "results").rglob("*.json"):
+        results = json.loads(file.read_text())
+        words = shlex.split(results.get("meta", results)["command"])
+        module, *arguments = words[words.index("-m") + 1 :]
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        with suppress(SystemExit):
+            importlib.import_module(module if "." in module else f"{module}.__main__").main()
+        assert re.search("needs a CUDA GPU|start this with: torchrun", capsys.readouterr().err), file
 
 
 @pytest.mark.parametrize("page", [*PAGES, *MEASURED], ids=of_page)
