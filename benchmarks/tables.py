@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.operators import OPERATORS, Operator
-from benchmarks.run import FIELDS, Record, Results
+from benchmarks.run import FIELDS, NO_GPU, Record, Results
 from benchmarks.suites import SUITES, WARM_CALLS
 from tritonbench_ops.plots import Measured
 
@@ -192,9 +192,11 @@ def _baseline(label: str) -> str:
     return f"Speedup baseline: {_code(label)}, timed in the same run"
 
 
-def _replays(meta: Record) -> str:
+def _calls(meta: Record) -> str:
+    """Return the sentence on the timed calls of scripts, which capture graphs on a GPU only."""
     regime = "under sustained load" if meta.get("load") else "in short bursts, without sustained load"
-    return f"Times are of CUDA-graph replays with a cold L2 cache, {regime}"
+    calls = "eager calls" if meta["gpu"] == NO_GPU else "CUDA-graph replays"
+    return f"Times are of {calls} with a cold L2 cache, {regime}"
 
 
 def _transformers_table(results: Results) -> list[str]:
@@ -291,7 +293,7 @@ def _wide_tables(results: Results) -> list[str]:
         head += [f"mean speedup over {_code(label)}", *([f"lowest over {_code(label)}"] if label == base else [])]
     explained = "; ".join(f"{sizes}: {_ROUTINGS[sizes]}" for sizes in routings if sizes in _ROUTINGS)
     lines = [
-        f"{_where(results.meta)}, bfloat16, B `[G, N, K]` transposed. {_replays(results.meta)}. Providers took turns. "
+        f"{_where(results.meta)}, bfloat16, B `[G, N, K]` transposed. {_calls(results.meta)}. Providers took turns. "
         f"The table has speedups of {_code(ours)} without tuned configs: geometric means of the cases, and the lowest "
         "of a single case; below 1 means slower." + f" Routings: {explained}." * bool(explained),
         "",
@@ -350,7 +352,7 @@ def _fp8_tables(results: Results) -> list[str]:
     """Return the tables of fp8.py: products, quantisation, layers, training, weights' gradients and host times."""
     parts = _fp8_parts(results)
     lines = [
-        f"{_where(results.meta)}. {_replays(results.meta)}. Numbers in brackets are targets: minimum speedups and "
+        f"{_where(results.meta)}. {_calls(results.meta)}. Numbers in brackets are targets: minimum speedups and "
         "rates, maximum times.",
         *_fp8_products(parts),
         *_fp8_quantisation(parts),
@@ -526,7 +528,7 @@ def _short_fp8_table(results: Results) -> list[str]:
         + [_number(_fp8_speedup(record, label, base), 2) for record in decoding]
         for label in labels
     ]
-    return [f"{_where(results.meta)}. {_replays(results.meta)}.", "", *_markdown_rows(head, rows)]
+    return [f"{_where(results.meta)}. {_calls(results.meta)}.", "", *_markdown_rows(head, rows)]
 
 
 def fp8_steps(results: Results) -> str:
@@ -535,7 +537,7 @@ def fp8_steps(results: Results) -> str:
     base, *labels = fp8_labels(steps)
     head = [f"speedup over {_code(base)}", *(record["case"] for record in steps)]
     rows = [[_code(label), *(_number(_fp8_speedup(record, label, base), 2) for record in steps)] for label in labels]
-    return "\n".join([f"{_where(results.meta)}. {_replays(results.meta)}.", "", *_markdown_rows(head, rows), ""])
+    return "\n".join([f"{_where(results.meta)}. {_calls(results.meta)}.", "", *_markdown_rows(head, rows), ""])
 
 
 def _fp8_parts(results: Results) -> dict[str, list[Record]]:

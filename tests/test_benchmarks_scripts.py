@@ -237,7 +237,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert len(training["wgrad_tflops"]) == 6
     text = table_of(file, tmp_path)
     assert "| tiny (3, 40, 48, 160) |" in text and "| tiny, T = 5 (4, 10, 16, 32) |" in text
-    assert "| tiny, T = 64 (4, 128, 48, 64) |" in text and "under sustained load" in text
+    assert "| tiny, T = 64 (4, 128, 48, 64) |" in text and "of eager calls" in text and "under sustained load" in text
     assert all(line.count(" | ") < tables.SHORT for line in text.splitlines())
     assert not plots.pictures(results, tmp_path)
     # Repeating one part keeps the records of the others.

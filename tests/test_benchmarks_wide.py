@@ -170,7 +170,8 @@ def test_a_run_takes_up_where_another_ended(
     assert len(metas) == 2 and records == results.records
     assert all(json.loads(line) for line in file.read_text().splitlines())
     assert wide.main(command(tmp_path)) == 0 and len(seen) == 11
-    assert "| half-empty | 2 |" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "| half-empty | 2 |" in text and "Times are of eager calls" in text
 
 
 def test_a_spent_budget_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
