@@ -50,6 +50,18 @@ def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
     assert copy.read_text() == changed
 
 
+def test_contributing_lists_the_kinds_of_tables() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    kinds = {
+        kind
+        for page in report.PAGES
+        for kind in re.findall(r"^<!-- ([\w ]+): \S+ -->\n", (ROOT / page).read_text(), re.M)
+    }
+    assert {"training table", "overview"} <= kinds
+    for kind in kinds:
+        assert f"| `<!-- {kind}: " in text
+
+
 @pytest.mark.parametrize("picture", sorted((ROOT / "benchmarks" / "results").rglob("*.png")), ids=lambda p: p.name)
 def test_plots_are_small(picture: Path) -> None:
     assert picture.stat().st_size < 250_000  # mostly labels, where there are dozens of inputs
