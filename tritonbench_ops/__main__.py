@@ -38,7 +38,8 @@ def run(args: Sequence[str] | None = None) -> int:
     seen.add_argument("--device", "-d", default="cuda")
     for name in ("--output", "--output-json", "--output-dir"):
         seen.add_argument(name)
-    seen.add_argument("--help", "-h", action="store_true")
+    for flag in (("--cudagraph",), ("--help", "-h")):
+        seen.add_argument(*flag, action="store_true")
     known, _ = seen.parse_known_args(theirs)
 
     operators = options.op.split(",") if options.op else []
@@ -50,6 +51,8 @@ def run(args: Sequence[str] | None = None) -> int:
         problem = "--output and --output-json are for one operator; --output-dir takes a file of each"
     elif known.device == "cuda" and not torch.cuda.is_available() and not known.help:
         problem = "no CUDA GPU can be used here: add --device cpu, which checks the installation on small inputs"
+    elif known.device == "cpu" and known.cudagraph and not known.help:
+        problem = "--cudagraph: there are no CUDA graphs with --device cpu"
     if problem:
         print(f"python -m tritonbench_ops: {problem}", file=sys.stderr)
         return 2
