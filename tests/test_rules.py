@@ -831,6 +831,10 @@ FP32 = replace(PROBLEM, dtype=torch.float32, transposed=True)
         ({"rows": 64, "M": 8192, "transposed": False}, ("basic", 64, [64, 32, 256, 32], 4, 4)),
         ({}, ("basic", 128, [128, 64, 256, 32], 4, 3)),
         ({"transposed": False}, ("basic", 128, [128, 64, 256, 32], 4, 3)),
+        ({"rows": 0, "M": 8}, ("basic", 16, [16, 64, 256, 64], 4, 3)),  # TMA could read a higher A
+        ({"rows": 4, "M": 512, "tma_A": False}, ("basic", 16, [16, 64, 256, 32], 4, 3)),
+        ({"tma_B": False}, ("basic", 128, [128, 64, 256, 32], 8, 3)),
+        ({"int64_out": True}, ("basic", 128, [128, 64, 256, 32], 8, 3)),
         ({"gpu": replace(GPU, arch=75)}, ("persistent", 128, [64, 16], 8, 3)),
     ],
     ids=str,

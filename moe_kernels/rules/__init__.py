@@ -151,6 +151,8 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     block_n, block_k, num_warps, num_stages = presets[block_m]
     if presets is _TF32X3 and block_m == 64 and not problem.transposed:
         block_n, num_stages = 32, 4
+    if presets is _TF32X3 and not (problem.tma_A and addressing.tma_B):
+        block_k, num_warps = 32, 8 if block_m == 128 else 4  # pointers to odd strides take registers
     thin = _thin(problem)
     if variant == "basic" and block_m == 64 and presets is _BASIC and (thin or _at_once(problem, 64, 64)):
         # As many loads as fit are in flight at once. With more tiles than SMs, two programs share an SM.

@@ -46,6 +46,19 @@ def test_grouped_gemm(
 
 
 @columns
+@pytest.mark.parametrize("right", [FP32, BF16], ids=["float32", "float32 and bfloat16"])
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("variant", ["basic", "persistent"])
+def test_strides_that_tma_cannot_read(variant: str, rows: int, right: torch.dtype, columns: bool) -> None:
+    offsets, bias = empty(5, dtype=torch.int64), empty(4, 97)
+    tensors = empty(4 * rows, 259, dtype=FP32), weight(4, 259, 97, columns, right), offsets, bias
+    *_, product = requests(GROUPED_GEMM, tensors, (BF16, variant))
+    report = lowered(product)
+    assert product.precision == "tf32x3" and report["tma_load"] == report["stack"] == 0
+    assert report["wgmma"] + report["mma_sync"] > 0 and waits_for_each(report["ptx"])
+
+
+@columns
 def test_persistent(columns: bool) -> None:
     tensors = empty(4096, 2048, dtype=FP32), weight(16, 2048, 1536, columns), empty(17, dtype=torch.int32), None
     *_, product = requests(GROUPED_GEMM, tensors, (FP32, "persistent"))
