@@ -118,12 +118,12 @@ def _compile(specialized: Specialization) -> dict[str, Any]:
 
 
 def waits_for_each(ptx: str) -> bool:
-    """Whether the first wait after each WGMMA whose left operand is in registers is for all that have begun."""
-    waits = [(wait.start(), wait[1]) for wait in re.finditer(r"wgmma\.wait_group\.sync\.aligned (\d+);", ptx)]
-    return all(
-        next((pending for at, pending in waits if at > begun.start()), None) == "0"
-        for begun in FROM_REGISTERS.finditer(ptx)
-    )
+    """Whether each WGMMA whose left operand is in registers is waited for, with all that have begun, before a branch or
+    a label: in a loop, the next pass overwrites the registers.
+    """
+    after = (ptx[begun.end() :] for begun in FROM_REGISTERS.finditer(ptx))
+    found = (re.search(r"^\$|\bbra\b|wgmma\.wait_group\.sync\.aligned (\d+);", text, re.M) for text in after)
+    return all(next_one is not None and next_one[1] == "0" for next_one in found)
 
 
 def ptxas_says(ptx: str) -> str:

@@ -6,6 +6,7 @@ dtypes, and float32 in tf32.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import empty, lowered, report, requests
+from sm90 import empty, lowered, report, requests, waits_for_each
 
 from moe_kernels import rules
 from moe_kernels.glu import GLUSpec
@@ -116,3 +117,20 @@ def test_a_left_operand_in_registers_is_found(scale: int) -> None:
             report(made)
     else:
         assert report(made)["wgmma"] > 0
+
+
+@pytest.mark.parametrize(
+    ("following", "waits"),
+    [
+        ("wait 0", True),
+        ("wait 1\nwait 0", False),
+        ("@%p1 bra $L__1;\nwait 0", False),
+        ("$L__1:\nwait 0", False),
+        ("", False),
+    ],
+)
+def test_what_counts_as_a_wait_for_each(following: str, waits: bool) -> None:
+    """A loop may overwrite the operand before the wait that follows the loop."""
+    begun = "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r1,%r2}, {%r3,%r4}, %rd1, 1, 1, 1;\n"
+    ptx = begun + re.sub(r"wait (\d)", r"wgmma.wait_group.sync.aligned \1;", following)
+    assert waits_for_each(ptx) == waits
