@@ -144,13 +144,13 @@ def test_effort_none_does_not_mean_tiny_blocks(effort: str, monkeypatch: pytest.
 def test_only_helions_triton_backend_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELION_BACKEND", "cute")
     declared = declare.kernel(lambda *_: pytest.fail("nothing is compiled"))(kernels.jagged.fn)
-    assert declared.settings.backend == compiler._variant(declared, False, False).settings.backend == "triton"
+    assert declared.settings.backend == compiler._variant(declared, False, "ieee").settings.backend == "triton"
 
 
 def test_helions_interpreter_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELION_INTERPRET", "1")
     declared = declare.kernel(lambda *_: pytest.fail("nothing is compiled"))(kernels.jagged.fn)
-    variant = compiler._variant(declared, False, False)
+    variant = compiler._variant(declared, False, "ieee")
     assert declared.settings.ref_mode == variant.settings.ref_mode == helion.RefMode.OFF
 
 
