@@ -87,9 +87,9 @@ def layer(text: str) -> LayerShape:
 
 def token_range(text: str) -> range:
     """Parse "A:B", both included, or "A", for argparse."""
-    first, _, last = text.partition(":")
+    first, colon, last = text.partition(":")
     try:
-        low, high = int(first), int(last or first)
+        low, high = int(first), int(last if colon else first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected A:B, got {text!r}") from None
     if not 1 <= low <= high <= MAX_ROWS:

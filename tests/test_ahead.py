@@ -524,7 +524,9 @@ def test_token_range(text: str, expected: range) -> None:
     assert commands.token_range(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a", "0:4", "0", "-1", "5:4", "1:2:3", "1.5", "1:b", "1:1073741824"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "0:4", "0", "-1:4", "-1", "1:", ":4", "5:4", "1:2:3", "1.5", "1:b", "1:1073741824"]
+)
 def test_no_token_range(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected"):
         commands.token_range(text)
