@@ -88,7 +88,6 @@ _BASIC: _Presets = {16: (128, 128, 4, 4), 32: (128, 128, 4, 3), 64: (128, 64, 4,
 _PERSISTENT: _Presets = {64: (256, 64, 4, 5), 128: (256, 64, 8, 4)}
 _POINTERS: _Presets = {16: (64, 64, 4, 3), 32: (64, 64, 4, 3), 64: (128, 32, 4, 3), 128: (128, 32, 8, 3)}
 _TF32: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 32, 4, 3), 128: (128, 32, 8, 3)}
-_TF32X3: _Presets = {16: (64, 64, 4, 3), 32: (64, 32, 4, 3), 64: (64, 32, 4, 3), 128: (64, 32, 4, 3)}
 _IEEE: _Presets = {16: (64, 32, 4, 3), 32: (64, 32, 4, 3), 64: (64, 16, 4, 3), 128: (64, 16, 8, 3)}
 
 PERSISTENT_FROM_ROWS = 128
@@ -145,14 +144,12 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     block_m = block_m or (_persistent_height(problem) if variant == "persistent" else _basic_height(problem))
     addressing = _addressing(problem, variant, block_m)
     if problem.dtype == torch.float32:
-        presets = {"tf32": _TF32, "tf32x3": _TF32X3}.get(problem.precision, _IEEE)
+        presets = _TF32 if problem.tf32 else _IEEE
     elif not addressing.tma_B:
         presets = _POINTERS
     block_n, block_k, num_warps, num_stages = presets[block_m]
-    if presets is _TF32X3 and block_m == 64 and not problem.transposed:
-        block_n, num_stages = 32, 4
-    if presets is _TF32X3 and not (problem.tma_A and addressing.tma_B):
-        block_k, num_warps = 32, 8 if block_m == 128 else 4  # pointers to odd strides take registers
+    if problem.precision == "tf32x3":
+        block_n, block_k, num_warps, num_stages = _in_parts(problem, block_m, addressing)
     thin = _thin(problem)
     if variant == "basic" and block_m == 64 and presets is _BASIC and (thin or _at_once(problem, 64, 64)):
         # As many loads as fit are in flight at once. With more tiles than SMs, two programs share an SM.
@@ -176,6 +173,13 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
         blocks = [block_m, block_n, offsets_block(problem.G), block_k]
     options |= indexing_of(variant, problem.has_bias, addressing)
     return Choice(variant, block_m, addressing, Config(block_sizes=blocks, **options))
+
+
+def _in_parts(problem: Problem, block_m: int, addressing: Addressing) -> tuple[int, int, int, int]:
+    """Return (block_n, block_k, num_warps, num_stages) for products by "tf32x3"."""
+    by_tma = problem.tma_A and addressing.tma_B  # other operands are read by pointers to odd strides, in more registers
+    block_n, num_stages = (32, 4) if block_m == 64 and not problem.transposed else (64, 3)
+    return block_n, 64 if block_m == 16 and by_tma else 32, 8 if block_m == 128 and not by_tma else 4, num_stages
 
 
 def persistent_from_rows(problem: Problem) -> int:

@@ -44,8 +44,8 @@ PERSISTENT_FROM_ROWS = 64  # mean rows per expert, for the layouts that the pers
 # block_m: (block_i, block_k, num_warps, num_stages); the first table is for 16-bit types read by TMA
 _TMA = {16: (64, 128, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
 _POINTERS = {16: (32, 64, 4, 3), 32: (32, 64, 4, 3), 64: (32, 32, 4, 3)}
-_TF32X3 = {16: (64, 32, 8, 3), 32: (64, 32, 8, 3), 64: (64, 32, 8, 3)}
 _FP32 = {16: (32, 32, 4, 3), 32: (32, 32, 4, 3), 64: (32, 16, 8, 2)}
+_TF32X3 = (64, 32, 8, 3)  # whatever block_m
 
 
 def rule(problem: Problem) -> Choice:
@@ -74,10 +74,8 @@ def basic(problem: Problem) -> Choice:
     block_m = 128 if tall else min(basic_height(problem.rows), 64)
     by_tma = addressing(problem, problem.tma_A and block_m <= problem.M, problem.tma_B, False)
     tma_A, tma_B, *_ = by_tma
-    presets = _TMA if tma_B else _POINTERS
-    if problem.dtype == torch.float32:
-        presets = _TF32X3 if problem.precision == "tf32x3" else _FP32
-    block_i, block_k, num_warps, num_stages = presets[block_m]
+    presets = _FP32 if problem.dtype == torch.float32 else _TMA if tma_B else _POINTERS
+    block_i, block_k, num_warps, num_stages = _TF32X3 if problem.precision == "tf32x3" else presets[block_m]
     block_i, block_k = block_for(problem.I, block_i), block_for(problem.H, block_k)
     blocks = [block_m, block_i, offsets_block(problem.E), block_k]
     before, after = [False] * (1 + problem.gathered), [False] * (problem.biases + _results(problem))
