@@ -228,11 +228,11 @@ def check_gating(
             f"got {num_groups}, {top_groups}"
         )
     most = top_groups * (E // num_groups)
-    if num_groups > 1 and type(top_k) in _INTS and top_k > most:
-        raise ValueError(
-            f"top_k: expected 1 to {most}, got {top_k}; {top_groups} of {num_groups} groups have {most} of {E} experts"
-        )
-    check_int("top_k", top_k, 1, most)
+
+    def hint() -> str:  # torch.compile cannot format symbolic numbers, as on every call
+        return f"; {top_groups} of {num_groups} groups have {most} of {E} experts" if num_groups > 1 else ""
+
+    check_int("top_k", top_k, 1, most, hint)
     if bias is not None:
         _check_shape("bias", bias, "[E]", (E,))
 
@@ -797,8 +797,10 @@ def _may_overlap(matrix: Tensor) -> bool:
     return False
 
 
-def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> None:
-    """Check that `value` is an int, not below `least` or above `most`; `name` is for the error message."""
+def check_int(
+    name: str, value: object, least: int | None = None, most: int | None = None, hint: Callable[[], str] = str
+) -> None:
+    """Check that `value` is an int, not below `least` or above `most`; the error ends with `hint()`."""
     if type(value) not in _INTS:
         if torch_internals.jit_tracing() is not None and isinstance(value, Tensor):  # such as x.size(0)
             return
@@ -806,7 +808,7 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
     assert isinstance(value, _INTS)
     if least is not None and (value < least or (most is not None and value > most)):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{name}: expected {expected}, got {value}")
+        raise ValueError(f"{name}: expected {expected}, got {value}{hint()}")
 
 
 def check_bools(**values: object) -> None:
