@@ -156,6 +156,12 @@ OPERATORS = {
             **PEERS,
         },
     ),
+    "float32": _grouped(
+        True,
+        {"gkn": "[G, K, N]", "gnk": "[G, N, K] transposed"},
+        "loop",
+        {"loop": Provider("loop of torch.mm", baselines.loop), **_OURS},
+    ),
     "shared_gemm": _grouped(
         False,
         {"gkn": "[K, N]", "gnk": "[N, K] transposed"},

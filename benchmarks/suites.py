@@ -121,6 +121,16 @@ _FFN = (
     layer("dsv3_ep", 4096, *LAYERS[RANK]),
     layer("olmoe", 4096, *LAYERS["olmoe"]),
 )
+_FLOAT32 = (
+    Case("16 experts", 16, 4096, 2048, 2048, "uniform", dtype="float32"),
+    Case("16 experts, zipf", 16, 4096, 2048, 2048, "zipf", dtype="float32"),
+    Case("16 experts, few rows", 16, 256, 2048, 2048, "uniform", dtype="float32"),
+    Case("16 experts, decoding", 16, 64, 2048, 2048, "uniform", dtype="float32"),
+    Case("8 experts", 8, 8192, 1024, 512, "uniform", dtype="float32"),
+    Case("64 experts", 64, 8192, 1024, 1024, "uniform", dtype="float32"),
+    Case("128 experts", 128, 4096, 1536, 2048, "uniform", dtype="float32"),
+    Case("4 experts, thin", 4, 4096, 512, 4096, "uniform", dtype="float32"),
+)
 _SHARED = ("dsv3_ep_up", "qwen3_up", "qwen3_down", "mixtral_down", "decode_qwen3")
 
 SUITES = {
@@ -132,6 +142,14 @@ SUITES = {
             "grouped_gemm",
             _TABLE,
             ("torch", "ours", "basic", "persistent", "no-table", "loop", "dense"),
+        ),
+        Suite(
+            "float32",
+            "float32, which tensor cores multiply in three products of TF32, beside a loop of torch.mm in float32",
+            "float32",
+            _FLOAT32,
+            ("loop", "ours"),
+            peers=False,
         ),
         Suite(
             "shared",
