@@ -131,6 +131,12 @@ _FLOAT32 = (
     Case("128 experts", 128, 4096, 1536, 2048, "uniform", dtype="float32"),
     Case("4 experts, thin", 4, 4096, 512, 4096, "uniform", dtype="float32"),
 )
+_LOW_RANK = tuple(
+    Case(f"{name}, rank {r}", G, M, *extents)
+    for name, G, M, H in (("qwen3", 128, 65536, 2048), ("mixtral", 8, 16384, 4096))
+    for r in (8, 16, 64)
+    for extents in ((r, H), (H, r))
+)
 _SHARED = ("dsv3_ep_up", "qwen3_up", "qwen3_down", "mixtral_down", "decode_qwen3")
 
 SUITES = {
@@ -142,6 +148,13 @@ SUITES = {
             "grouped_gemm",
             _TABLE,
             ("torch", "ours", "basic", "persistent", "no-table", "loop", "dense"),
+        ),
+        Suite(
+            "low-rank",
+            "the two products of adapters of low rank (LoRA), one adapter per expert: N or K is the rank",
+            "grouped_gemm",
+            _LOW_RANK,
+            ("torch", "ours"),
         ),
         Suite(
             "float32",

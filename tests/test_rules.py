@@ -24,7 +24,7 @@ import torch
 
 from moe_kernels import requirements, rules
 from moe_kernels.ops.batched import varied_launch
-from moe_kernels.rules import scaled, swiglu, uniform, varied
+from moe_kernels.rules import scaled, swiglu, uniform, varied, wgrad
 from moe_kernels.runtime import cache, launch, store, targets
 from moe_kernels.runtime.plan import Launch, Plan
 from moe_kernels.runtime.signature import Counts, Operator
@@ -48,6 +48,7 @@ PROBLEM = rules.Problem(
     gpu=GPU,
 )
 DECODE = replace(PROBLEM, rows=4, M=512)
+POINTERS = {"tma_A": False, "tma_B": False}
 
 
 @pytest.fixture(autouse=True)
@@ -776,6 +777,20 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         ({"tma_B": False}, ("persistent", 128, [128, 32], 8, 3)),
         ({"dtype": torch.float32}, ("persistent", 128, [64, 16], 8, 3)),
         ({"N": 97, "K": 3, "tma_A": False, "tma_B": False}, ("persistent", 128, [64, 16], 8, 3)),
+        # A K so small that most of the time goes into storing, as the rank of an adapter.
+        ({"rows": 64, "M": 8192, "K": 64, "gpu": GPU}, ("persistent", 128, [128, 64], 4, 3)),
+        ({"rows": 512, "M": 65536, "K": 256, "gpu": SLOW}, ("persistent", 128, [128, 64], 4, 3)),
+        ({"rows": 512, "M": 65536, "K": 264, "gpu": GPU}, ("tails", 128, [64, 64], 8, 4)),
+        ({"rows": 512, "M": 65536, "K": 32, "gpu": GPU}, ("persistent", 128, [256, 32], 8, 4)),
+        ({"rows": 512, "M": 65536, "K": 256, "out_dtype": torch.float32}, ("persistent", 128, [128, 64], 8, 4)),
+        ({"rows": 512, "M": 65536, "K": 8, **POINTERS, "gpu": GPU}, ("persistent", 64, [256, 16], 4, 3)),
+        ({"rows": 16, "M": 2048, "K": 36, **POINTERS, "gpu": GPU}, ("persistent", 64, [256, 16], 4, 3)),
+        ({"rows": 1, "M": 128, "N": 512, "K": 8, **POINTERS, "gpu": GPU}, ("basic", 16, [16, 64, 256, 16], 4, 3)),
+        ({"rows": 512, "M": 65536, "K": 72, **POINTERS, "gpu": GPU}, ("persistent", 128, [128, 32], 8, 3)),
+        # Few columns, with weights that TMA cannot read.
+        ({"rows": 512, "M": 65536, "N": 8, "tma_B": False, "gpu": GPU}, ("basic", 64, [64, 16, 256, 128], 4, 3)),
+        ({"rows": 8, "M": 1024, "N": 36, "tma_B": False, "gpu": GPU}, ("basic", 64, [64, 32, 256, 128], 4, 5)),
+        ({"rows": 4, "M": 512, "N": 8, "tma_B": False, "gpu": GPU}, ("basic", 16, [16, 16, 256, 64], 4, 3)),
     ],
     ids=str,
 )
@@ -785,6 +800,8 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
     values = choice.config.config
     got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
     assert got == expected
+    two_per_sm = choice.variant == "persistent" and values["num_warps"] == 4 and values["num_stages"] == 3
+    assert values.get("num_sm_multiplier") == (2 if two_per_sm else None)
     if choice.variant in ("basic", "persistent"):  # the others take the number as an argument
         assert values["l2_groupings"] == [4 if choice.variant == "basic" else rules.row_group(problem)]
     few_tiles = problem.G == 8 and problem.gpu is GPU and problem.K == 7168 and problem.rows >= 128
@@ -935,6 +952,41 @@ def test_slow_memory(clock: int, width: int, shared_memory: int, slow: bool, mon
     monkeypatch.setattr(torch.version, "hip", None)
     assert targets.of_device.__wrapped__("cuda", 0) == replace(GPU, shared_memory=shared_memory, slow_memory=slow)
     assert not targets.of_device("cpu", 0).slow_memory
+
+
+WGRAD = wgrad.Problem(
+    M=65536,
+    P=16,
+    Q=2048,
+    G=128,
+    dtype=torch.bfloat16,
+    tf32=False,
+    tma=True,
+    tma_out=True,
+    int64_rows=False,
+    int64_out=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, (64, [64, 16], 4, 4, "flat")),
+        ({"P": 2048, "Q": 48}, (64, [32, 64], 4, 4, "flat")),
+        ({"M": 8192}, (32, [128, 16], 4, 5, "persistent_interleaved")),  # 64 rows per group
+        ({"P": 8, "tma": False}, (128, [64, 16], 4, 3, "flat")),
+        ({"P": 8, "tma": False, "M": 16384}, (32, [128, 16], 4, 3, "flat")),
+        ({"P": 72}, (32, [128, 64], 4, 5, "persistent_interleaved")),
+        ({"dtype": torch.float32}, (32, [64, 16], 4, 3, "flat")),
+    ],
+    ids=str,
+)
+def test_what_the_rule_gives_for_thin_weight_gradients(changed: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    choice = wgrad.rule(replace(WGRAD, **changed))
+    values = choice.config.config
+    got = (choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
+    assert not choice.persistent
+    assert (*got, values.get("pid_type", "flat")) == expected
 
 
 FIRST_HALF = swiglu.Problem(

@@ -94,6 +94,7 @@ PERSISTENT_FROM_ROWS = 128
 LARGE_WEIGHTS = 2 << 30  # bytes: reading larger weights takes most of the time, up to 127 or 255 rows per group
 SMALL_WEIGHT = 8 << 20  # bytes of a group's weight: several fit into the L2 cache
 SHORT = 512  # Up to this K, a tile ends before its loads are in flight: persistent loops start those of the next tile.
+STORES_MOST = 256  # Up to this K, storing a tile takes about as long as multiplying.
 # The kernels that each requested variant allows.
 _KERNELS = {
     "auto": ("basic", "persistent", "tails", "tall"),
@@ -151,11 +152,16 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     if problem.precision == "tf32x3":
         block_n, block_k, num_warps, num_stages = _in_parts(problem, block_m, addressing)
     thin = _thin(problem)
-    if variant == "basic" and block_m == 64 and presets is _BASIC and (thin or _at_once(problem, 64, 64)):
+    by_tma = addressing.tma_A or addressing.tma_B
+    if variant == "basic" and block_m == 64 and by_tma and (thin or _at_once(problem, 64, 64)):
         # As many loads as fit are in flight at once. With more tiles than SMs, two programs share an SM.
         tiles = problem.M // 64 * -(-problem.N // 64)
         alone = thin and (problem.gpu is None or tiles <= problem.gpu.multiprocessors)
         block_n, block_k, num_stages = 64, 128, 5 if alone else 3
+    two_per_sm = variant == "persistent" and addressing.tma_out and _stores_most(problem)
+    if two_per_sm:
+        block_n, block_k = 128 if block_m == 128 else 256, 64 if addressing.tma_A and addressing.tma_B else 16
+        num_warps, num_stages = 4, 3
     if variant == "persistent" and problem.out_dtype == torch.float32:
         block_n = min(block_n, 128)  # the result's tile shares the memory with the next tile's loads
     block_n, block_k = block_for(problem.N, block_n), block_for(problem.K, block_k)
@@ -168,6 +174,8 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
             options["range_flattens"] = [True, None]  # overlaps a tile's stores with the next tile's loads
         if addressing.tma_out:
             options["epilogue_subtile"] = 2  # whole tiles leave too little shared memory for these stages
+        if two_per_sm:
+            options["num_sm_multiplier"] = 2
         blocks = [block_n, block_k]
     else:
         blocks = [block_m, block_n, offsets_block(problem.G), block_k]
@@ -185,7 +193,7 @@ def _in_parts(problem: Problem, block_m: int, addressing: Addressing) -> tuple[i
 def persistent_from_rows(problem: Problem) -> int:
     """The mean rows per group from which the persistent kernels are faster; see benchmarks/notes.md."""
     if not _tensor_cores_by_tma(problem):
-        return PERSISTENT_FROM_ROWS
+        return 1 if _stores_most(problem) and problem.M >= 64 else PERSISTENT_FROM_ROWS
     if _slow_memory(problem) and problem.K >= 1024 and not problem.int64_out:
         # The programs of a basic kernel start in the order of its tiles, so those that share a weight read it together.
         return 256 if problem.K > 1024 else 128
@@ -224,7 +232,18 @@ def _tensor_cores_by_tma(problem: Problem) -> bool:
 
 def _thin(problem: Problem) -> bool:
     """Whether a tile of 64 columns holds whole rows of the result: persistent loops then have nothing to overlap."""
-    return problem.N <= 64 and problem.rows >= 8 and _tensor_cores_by_tma(problem)
+    return problem.N <= 64 and problem.rows >= 8 and problem.tma_A and problem.dtype != torch.float32
+
+
+def _stores_most(problem: Problem) -> bool:
+    """Whether two persistent programs share an SM, so that one stores its tile while the other multiplies."""
+    if problem.dtype == torch.float32 or problem.out_dtype is not None or problem.N <= 64 or not problem.tma_out:
+        return False
+    if _tensor_cores_by_tma(problem):
+        return 64 <= problem.K <= STORES_MOST and problem.rows >= 64
+    # With fewer tiles, making their list takes longer than it saves.
+    tiles, gpu = most_tiles(problem.M, problem.N, problem.G, 64, 256), problem.gpu
+    return problem.K <= 64 and gpu is not None and tiles > 3 * gpu.multiprocessors
 
 
 def _few_tiles(problem: Problem) -> bool:
@@ -254,7 +273,7 @@ def _apart(problem: Problem) -> bool:
     """Whether to compute tails, smaller than other tiles, by `jagged_tails`."""
     if _persistent_height(problem) != TAILS_HEIGHT:
         return False
-    if problem.rows < 256 and problem.K < 1024:
+    if (problem.rows < 256 and problem.K < 1024) or _stores_most(problem):
         return False
     # If memory is slow, reading a weight twice costs more than half-empty tiles.
     enough = not _slow_memory(problem) or problem.rows >= 512
@@ -325,7 +344,7 @@ def basic_height(rows: int) -> int:
 
 
 def _persistent_height(problem: Problem) -> int:
-    if problem.K <= SHORT and problem.rows < 64:
+    if (problem.K <= SHORT and problem.rows < 64) or (_stores_most(problem) and not _tensor_cores_by_tma(problem)):
         return 64
     whole = (
         problem.N % TAILS_WIDTH == 0 and problem.out_dtype is None and _addressing(problem, "persistent", 128).tma_out
@@ -356,7 +375,8 @@ def _addressing(problem: Problem, variant: str, block_m: int) -> Addressing:
     # A descriptor's block may not have more rows than its tensor.
     tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
     # Products of float32 leave no shared memory for tiles of the output.
-    tma_out = variant != "basic" and tma_A and tma_B and problem.tma_out and problem.dtype != torch.float32
+    stored = problem.tma_out and problem.dtype != torch.float32 and ((tma_A and tma_B) or _stores_most(problem))
+    tma_out = variant != "basic" and stored
     if variant == "tails":  # TMA for all three, or for none
         fits = problem.N >= TAILS_WIDTH and problem.N % 64 == 0 and problem.K >= 64 and not problem.out_dtype
         tma_A = tma_B = tma_out = tma_out and fits

@@ -78,6 +78,18 @@ def test_extents_that_no_tile_divides(variant: str, K: int, N: int, device: str)
     assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets, variant=variant), A, B, group_offsets)
 
 
+@pytest.mark.parametrize("transposed", [True, False], ids=["B [G, N, K] viewed", "B [G, K, N]"])
+@pytest.mark.parametrize(
+    ("K", "N"),
+    [(1, 768), (4, 768), (8, 520), (36, 768), (64, 768), (256, 264), (512, 1), (512, 8), (512, 20), (1024, 36)],
+)
+def test_adapters_of_low_rank(K: int, N: int, transposed: bool, device: str) -> None:
+    """Few columns, or a small K. On a GPU the groups are large enough for the kernels that the rule has for these."""
+    sizes = group_sizes_for("softmax", 32, 8192) if device == "cuda" else [70, 0, 40]
+    A, B, group_offsets = make_inputs(sizes, N, K, dtype=torch.float16, device=device, transposed=transposed)
+    assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets), A, B, group_offsets)
+
+
 @variants
 @pytest.mark.parametrize(
     ("a_dtype", "b_dtype", "out_dtype"),

@@ -130,6 +130,15 @@ def test_extents_that_no_tile_divides(K: int, N: int, device: str) -> None:
     assert_wgrad_close(grouped_gemm_wgrad(A, D, group_offsets), A, D, group_offsets)
 
 
+@pytest.mark.parametrize("rank", [1, 4, 8, 16, 36, 64])
+@pytest.mark.parametrize("first", [True, False], ids=["K is small", "N is small"])
+def test_adapters_of_low_rank(rank: int, first: bool, device: str) -> None:
+    sizes = group_sizes_for("softmax", 16, 8192) if device == "cuda" else [70, 0, 40]
+    offsets = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    A, D, group_offsets = make(offsets, offsets[-1] + 7, *((rank, 520) if first else (520, rank)), device)
+    assert_wgrad_close(grouped_gemm_wgrad(A, D, group_offsets), A, D, group_offsets)
+
+
 @pytest.mark.parametrize("poison", [NAN, float("inf")], ids=str)
 def test_nan_stays_in_its_group(poison: float, device: str) -> None:
     A, D, group_offsets = make([0, 9, 9, 26, 59, 199], 200, 24, 40, device)

@@ -198,6 +198,46 @@ def test_many_rows_that_tma_cannot_read_are_copied(strides: Any) -> None:
         assert reports[-1]["tma_load"] >= 2 and reports[-1]["cp_async"] == 0
 
 
+@pytest.mark.parametrize(
+    ("shape", "transposed", "name", "loads", "stores"),
+    [
+        ((64, 32768, 2048, 64), True, "jagged_persistent", 2, 2),
+        ((64, 32768, 2880, 256), False, "jagged_persistent", 2, 2),
+        ((64, 32768, 2048, 8), True, "jagged_persistent", 0, 2),
+        ((64, 32768, 2048, 8), False, "jagged_persistent", 0, 2),
+        ((64, 32768, 2880, 36), True, "jagged_persistent", 0, 2),
+        ((64, 32768, 2880, 36), False, "jagged_persistent", 1, 2),
+        ((64, 32768, 8, 2048), True, "jagged", 1, 0),
+        ((64, 32768, 8, 2048), False, "jagged", 1, 0),
+        ((64, 32768, 36, 2048), False, "jagged", 1, 0),
+    ],
+    ids=str,
+)
+def test_adapters_of_low_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int, int, int],
+    transposed: bool,
+    name: str,
+    loads: int,
+    stores: int,
+) -> None:
+    """A small K is stored by TMA even if TMA cannot read it; with few columns, TMA reads the rows."""
+    report = compiled(monkeypatch, "auto", shape, transposed=transposed)[name]
+    assert_lean(report)
+    assert report["wgmma"] > 0
+    assert len(re.findall(r"_desc\w*\.load\(", report["code"])) == loads
+    assert len(re.findall(r"out_desc\w*\.store\(", report["code"])) == stores
+
+
+@pytest.mark.parametrize("rank", [8, 16, 36, 64])
+def test_weight_gradients_of_low_rank(rank: int) -> None:
+    rows, few, offsets = empty(32768, 2048), empty(32768, rank), empty(65, dtype=torch.int32)
+    for tensors in ((rows, few, offsets), (few, rows, offsets)):
+        (report,) = (lowered(request) for request in requests(GROUPED_GEMM_WGRAD, tensors, (torch.bfloat16,)))
+        assert_lean(report)
+        assert (report["tma_load"] > 0) == (rank % 16 == 0)
+
+
 def test_weights_of_more_than_2_to_the_31_elements_keep_tma(monkeypatch: pytest.MonkeyPatch) -> None:
     for G, rows, K, variant, name, loads in (
         (512, 128, 4096, "basic", "jagged", 2),
