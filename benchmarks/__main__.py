@@ -16,6 +16,7 @@ from benchmarks import plots, run, tables
 from benchmarks.operators import OPERATORS
 from benchmarks.suites import LAYOUTS, SUITES, TIMINGS, Suite, of_shapes
 from moe_kernels import requirements
+from moe_kernels.commands import run_and_exit
 from moe_kernels.models import positive, shape
 from moe_kernels.testing import SizeKind
 from tritonbench_ops.plots import missing
@@ -227,4 +228,4 @@ def _refused(reason: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -306,10 +306,4 @@ def _print_table(header: list[str], rows: list[list[str]]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        code = main()
-        print(end="", flush=True)
-    except BrokenPipeError:  # the reader has enough, as in `info | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its exit
-        code = 1
-    sys.exit(code)
+    commands.run_and_exit(main)

@@ -1,14 +1,19 @@
-"""`python -m moe_kernels compile`, `cache` and `info --model`: make plans, show the cache, show a layer's launches."""
+"""`python -m moe_kernels compile`, `cache` and `info --model`: make plans, show the cache, show a layer's launches.
+
+`run_and_exit` is for the other commands, too, also those of `benchmarks` and `tritonbench_ops`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -44,6 +49,17 @@ _SIZES_ONLY = (
     ": plans of SwiGLU layers of these sizes, which the model's own layers, with biases and another activation, do not "
     "use; for those pass the model's module to moe_kernels.compile_ahead"
 )
+
+
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
+    """Exit with the code that `main` returns, or with 1 if the reader of the output has enough, as in `info | head`."""
+    try:
+        code = main()
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its exit
+        code = 1
+    sys.exit(code)
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:

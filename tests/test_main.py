@@ -229,13 +229,42 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     assert "usage: python -m moe_kernels" in capsys.readouterr().out
 
 
-def test_a_reader_that_has_enough() -> None:
+TRITONBENCH = {  # what `tritonbench_ops` uses of it
+    "__init__.py": "",
+    "utils/triton_op.py": """
+from tritonbench_ops.providers import PROVIDERS
+REGISTERED_BENCHMARKS = {"grouped_gemm": [provider.__name__ for provider in PROVIDERS]}
+class BenchmarkOperator:
+    def run(self): ...
+""",
+    "utils/run_utils.py": "def tritonbench_run(args):\n    print(args, flush=True)\n",
+    "operators/__init__.py": "",
+    "operators/grouped_gemm.py": "class Operator:\n    def get_input_iter(self): ...\n",
+    "operators/op.py": "def _list_opbench_paths():\n    return []\n",
+}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        ["moe_kernels", "compile", "--list"],
+        ["benchmarks", "--list"],
+        ["tritonbench_ops", "--op", "moe_ffn", "--device", "cpu"],
+    ),
+    ids=lambda arguments: arguments[0],
+)
+def test_a_reader_that_has_enough(arguments: list[str], tmp_path: Path) -> None:
     """As in `python -m moe_kernels compile --list | head -1`, which ends before the rest is written."""
+    for name, text in TRITONBENCH.items():
+        file = tmp_path / "tritonbench" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "moe_kernels", "compile", "--list"]
+    env = os.environ | {"PYTHONPATH": python_path(tmp_path)}
+    command = [sys.executable, "-m", *arguments]
     with open(writer, "w") as out:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT, env=env)
     assert (done.returncode, done.stderr) == (1, "")
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from moe_kernels.commands import run_and_exit
 from moe_kernels.runtime.attributes import replaced
 from tritonbench_ops.registration import OPERATORS, register
 
@@ -72,6 +73,8 @@ def run(args: Sequence[str] | None = None) -> int:
         try:
             with replaced(sys, argv=[sys.argv[0], *command]), failures_shown():
                 _tritonbench_run()(command)
+        except BrokenPipeError:
+            raise
         except Exception:
             traceback.print_exc()
             failed += 1
@@ -113,4 +116,4 @@ def _tritonbench_run() -> Callable[[list[str]], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    run_and_exit(run)
