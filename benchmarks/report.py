@@ -29,7 +29,8 @@ from benchmarks import plots, tables
 from benchmarks.run import Results
 from tritonbench_ops import plots as tritonbench
 
-PAGES = (
+ROOT = Path(__file__).parents[1]
+PAGES = (  # in ROOT
     Path("README.md"),
     Path("benchmarks/README.md"),
     *(Path("docs") / f"{name}.md" for name in ("performance", "low_precision", "compiling_ahead")),
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.report", description="Write the tables and plots of pages anew."
     )
     pages = ", ".join(map(str, PAGES))
-    parser.add_argument("page", nargs="*", type=Path, default=PAGES, help=f"default: {pages}")
+    parser.add_argument("page", nargs="*", type=Path, default=[ROOT / page for page in PAGES], help=f"default: {pages}")
     parser.add_argument("--check", action="store_true", help="only say, by the exit status, whether all is as it is")
     options = parser.parse_args(argv)
     changed = [write_page(page, options.check) for page in options.page]

@@ -38,6 +38,11 @@ def test_tables_and_plots_match_the_results(page: Path) -> None:
     assert not report.write_page(ROOT / page, check=True), "run `python -m benchmarks.report`"
 
 
+def test_the_report_finds_the_pages_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert report.main(["--check"]) == 0
+
+
 def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
     """A check writes nothing."""
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
