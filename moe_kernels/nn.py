@@ -193,8 +193,8 @@ class MoE(nn.Module):
                 )
             checks.check_kernel_dtype(name, getattr(self, name).dtype)
             checks.check_quantize(getattr(self, name), FP8_COMPUTE[format], torch.float8_e4m3fn, False)
-        for name in ("w_gate_up", "w_down"):
-            data, scales, _ = quantize(getattr(self, name), FP8_COMPUTE[format])
+        made = {name: quantize(getattr(self, name), FP8_COMPUTE[format]) for name in ("w_gate_up", "w_down")}
+        for name, (data, scales, _) in made.items():
             delattr(self, name)
             self.register_buffer(name, data)
             self.register_buffer(f"{name}_scales", scales)

@@ -418,6 +418,22 @@ def test_weights_that_are_computed_from_others_are_not_quantised(way: str, name:
     assert layer.quantize("fp8_block")(hidden).isfinite().all()
 
 
+def test_a_layer_is_not_left_half_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, hidden = layer().requires_grad_(False), torch.randn(5, H).bfloat16()
+    before = made(hidden)
+
+    def fails(x: Tensor, *options: Any) -> ScaledTensor:
+        if x is made.w_down:
+            raise torch.OutOfMemoryError
+        return quantize(x, *options)
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(nn_module, "quantize", fails)
+        made.quantize("fp8_block")
+    assert torch.equal(made(hidden), before)
+    assert made.quantize("fp8_block")(hidden).isfinite().all()
+
+
 def test_layers_in_float64_have_no_products_in_fp8() -> None:
     layer = MoE(16, 8, 4, 2, renormalize=True, dtype=torch.float64)
     with pytest.raises(TypeError, match=r"^w_gate_up: expected bfloat16, float16 or float32, got torch\.float64"):
