@@ -121,7 +121,8 @@ def moe_mlp(
         activation, gated, interleaved, alpha, limit: as for `swiglu_ffn`.
         transposed: all weights are stored transposed, `[E, H, 2I]` and `[E, I, H]`.
         compute: None, "fp8_rowwise" or "fp8_block".
-        fp8_wgrad: with `compute`, False computes the weights' gradients from operands that are not quantised.
+        fp8_wgrad: with `compute`, False computes the weights' gradients from operands that are not quantised. Without
+            `compute` no operand of these gradients is quantised, and `fp8_wgrad` has no effect.
         fast_accumulation: as for `grouped_gemm`, for products with "rowwise" weights; not used for weights' gradients.
         validate: as for `route`.
 
@@ -141,11 +142,11 @@ def moe_mlp(
         experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
         in_fp8 = (compute, fast_accumulation, fp8_wgrad)
         return _quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, *in_fp8, validate)
+    if fp8_wgrad is not True:
+        checks.check_bools(fp8_wgrad=fp8_wgrad)
     if isinstance(w_gate_up, ScaledTensor) or isinstance(w_down, ScaledTensor):
         experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
         return _scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, fast_accumulation, validate)
-    if fp8_wgrad is not True:
-        checks.check_bools(fp8_wgrad=fp8_wgrad)
     if fast_accumulation is not False:
         raise ValueError(
             "fast_accumulation: expected False for products that are not in fp8; it is for 'rowwise' weights and "

@@ -597,9 +597,9 @@ def test_a_routing_with_other_offsets(offsets: Tensor) -> None:
             lambda **options: swiglu_ffn(torch.randn(M, 8), torch.randn(G, 8, 8), OFFSETS, **options),
             ["gated", "interleaved", "transposed"],
         ),
-        (layer_in(None), ["gated", "interleaved", "transposed"]),
+        (layer_in(None), ["gated", "interleaved", "transposed", "fp8_wgrad"]),
         (layer_in("fp8_rowwise"), ["gated", "interleaved", "transposed", "fp8_wgrad", "fast_accumulation"]),
-        (layer_of_fp8, ["gated", "interleaved", "transposed", "fast_accumulation"]),
+        (layer_of_fp8, ["gated", "interleaved", "transposed", "fp8_wgrad", "fast_accumulation"]),
     ],
 )
 def test_options_that_are_no_bools(call: Callable[..., Any], names: list[str], value: Any) -> None:
