@@ -127,7 +127,8 @@ def compile_ahead(
     if target.backend == "cuda":
         from moe_kernels.runtime.launch import build_libraries  # imports Triton
 
-        libraries = build_libraries([binaries[key] for key in sorted(binaries)])
+        with cache.plans.lock:
+            libraries = build_libraries([binaries[key] for key in sorted(binaries)])
     return CompileCounts(len(wanted), len(binaries), libraries)
 
 
@@ -337,7 +338,8 @@ def _begin(absent: Gpu | None) -> None:
 def _make(wanted: PlanRequest, gpu: Gpu) -> None:
     operator = _OPERATORS[wanted.operator]
     try:
-        rules.with_fallback(lambda: cache.plan_of(operator, wanted.inputs, wanted.options, wanted.signature, gpu))
+        with cache.plans.lock:  # as for the plan of a call: no other thread makes one, or forks, meanwhile
+            rules.with_fallback(lambda: cache.plan_of(operator, wanted.inputs, wanted.options, wanted.signature, gpu))
     except OSError:
         raise
     except Exception as error:  # some of Helion's cannot be sent to another process

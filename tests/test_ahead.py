@@ -6,11 +6,13 @@ Code that must run without Helion or with Triton's interpreter is a script for a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +29,7 @@ from torch import nn
 
 from moe_kernels import MoE, ahead, commands
 from moe_kernels.models import MODELS
-from moe_kernels.runtime import cache, store, targets
+from moe_kernels.runtime import cache, launch, store, targets
 from moe_kernels.runtime.signature import Counts, rows_class
 
 SIZES = (64, 32, 4, 2)  # H, I, E, top_k
@@ -830,3 +832,28 @@ def test_what_a_compiling_process_raises_can_be_sent(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match=r"^route: Unsendable: too large$") as caught:
         ahead._make(ahead.PlanRequest("route", (), (4,), ""), H200)
     assert str(pickle.loads(pickle.dumps(caught.value))) == "route: Unsendable: too large"
+
+
+@pytest.mark.parametrize("part", ["plans", "launchers"])
+def test_a_process_forks_between_what_is_compiled(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the child would have no garbage collector, or Triton's settings for the building of launchers."""
+    begun = threading.Event()
+
+    @cache._collector_paused()
+    def work(*_: Any) -> Any:
+        begun.set()
+        time.sleep(0.2)
+        return 0
+
+    monkeypatch.setattr(ahead, "_kept", lambda *_: None if part == "plans" and not begun.is_set() else {})
+    monkeypatch.setattr(ahead, "_making", lambda wanted, gpu, jobs: (ahead._make(one, gpu) for one in wanted[:1]))
+    monkeypatch.setattr(cache, "plan_of", work)
+    monkeypatch.setattr(launch, "build_libraries", work if part == "launchers" else lambda _: 0)
+    thread = threading.Thread(target=partial(ahead.compile_ahead, SHAPE, tokens=[1], gpu="h200"))
+    thread.start()
+    assert begun.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(not gc.isenabled())
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
