@@ -13,6 +13,7 @@ from torch._dynamo import compiled_autograd
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 
 from moe_kernels import (
     MoE,
@@ -172,6 +173,23 @@ def test_a_gradient_alone(needed: str) -> None:
     call(moe_mlp, arguments).backward(upstream)
     torch.testing.assert_close(arguments["tensors"][needed].grad, expected)
     assert all(value.grad is None for key, value in arguments["tensors"].items() if key != needed)
+
+
+@pytest.mark.parametrize("name", ["SwiGLU", "two weights, biases", "without a gate"])
+@pytest.mark.parametrize("needed", [("w_down",), ("down_bias",), ("w_down", "down_bias")])
+def test_gradients_of_the_second_product_alone(name: str, needed: tuple[str, ...]) -> None:
+    """They have the same bits, and need no product with `w_down`."""
+    arguments = make(LAYERS[name] | {"bias": True}, torch.bfloat16)
+    tensors, out = arguments["tensors"], call(moe_mlp, arguments)
+    upstream = torch.randn_like(out)
+    expected = torch.autograd.grad(out, [tensors[key] for key in needed], upstream)
+    for key, value in tensors.items():
+        value.requires_grad_(key in needed)
+    out = call(moe_mlp, arguments)
+    with profile(activities=[ProfilerActivity.CPU]) as shown:
+        found = torch.autograd.grad(out, [tensors[key] for key in needed], upstream)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert "moe_kernels::grouped_gemm" not in [event.name for event in shown.events()]
 
 
 def test_the_backward_keeps_one_product_of_the_rows() -> None:

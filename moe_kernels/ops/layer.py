@@ -358,6 +358,7 @@ def _moe_mlp_gradient(
     w_in, w_out, w_up = (columns(w, ctx.transposed) for w in weights)
     need_hidden, _, need_topk_weights, *needed = ctx.needs_input_grad
     need_w_in, need_w_out, need_w_up, need_b_in, need_b_up, need_b_out, *_ = needed
+    need_act = any((need_hidden, need_topk_weights, need_w_in, need_w_up, need_b_in, need_b_up))
     spec = ctx.spec
     top_k = topk_weights.size(1)
     routing = slot_to_row, group_offsets, top_k
@@ -371,7 +372,10 @@ def _moe_mlp_gradient(
     d_rows = weighted = None
     if d_out is not None:
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
-        d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, preact.dtype, "auto")
+        if need_act:
+            d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, preact.dtype, "auto")
+        else:  # `weighted` does not depend on it
+            d_act = preact.new_zeros(preact.size(0), w_out.size(1))
         preact_up = None if w_up is None else preact_up
         d_preact_by_act, d_preact_up_by_act, weighted, d_topk_weights = activate_backward(
             preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, need_w_out, *spec
