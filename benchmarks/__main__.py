@@ -96,8 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.plot and (reason := missing()) is not None:
         return _refused(reason)
     for suite in suites:
-        if not providers_of(suite, options.providers):
-            return _refused(f"suite {suite.name} has none of the providers {', '.join(options.providers)}")
+        known, keys = OPERATORS[suite.operator].providers, providers_of(suite, options.providers)
+        if not any(known[key].installed for key in keys):
+            reason = "has none of the providers" if not keys else "needs other packages for the providers"
+            return _refused(f"suite {suite.name} {reason} {', '.join(options.providers)}")
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     command = "python -m benchmarks " + shlex.join(_words(options))
     meta = run.meta(device, command.strip()) | ({"load": True} if options.load else {})

@@ -253,6 +253,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{options.file} is of {', '.join(dict.fromkeys(unlike))}: name another file", file=sys.stderr)
         return 2
     keys = [key for key in options.providers if _PROVIDERS[key].installed]
+    if not keys:
+        print(f"not installed: {', '.join(options.providers)}", file=sys.stderr)
+        return 2
     for key in options.providers:
         if key not in keys:
             print(f"{_PROVIDERS[key].label}: left out, {_PROVIDERS[key].package} is not installed")

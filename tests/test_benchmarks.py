@@ -624,9 +624,13 @@ def test_a_peers_failure_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--suite", "smoke", "--shapes", "1,2,3,4"], "exclude each other"),
         (["--suite", "smoke", "--timing", "graph"], "no CUDA graphs"),
         (["--suite", "smoke", "--providers", "mm"], "none of the providers mm"),
+        (["--suite", "smoke", "--providers", "quack"], "needs other packages for the providers quack"),
     ],
 )
-def test_refusals(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(
+    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_providers(monkeypatch, quack=replace(GROUPED.providers["quack"], package="no_such_package"))
     assert cli.main(arguments) == 2
     assert text in capsys.readouterr().err
 

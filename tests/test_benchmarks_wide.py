@@ -197,6 +197,16 @@ def test_results_of_another_gpu_are_not_added_to(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "wide.json").exists()
 
 
+def test_without_a_provider_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A later run would take the cases for measured."""
+    monkeypatch.setitem(wide._PROVIDERS, "quack", replace(wide._PROVIDERS["quack"], package="no_such_package"))
+    assert wide.main([*command(tmp_path), "--providers", "quack"]) == 2
+    assert capsys.readouterr().err == "not installed: quack\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_gpu_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert wide.main([str(tmp_path / "wide.jsonl")]) == 2
     assert "--tiny runs without" in capsys.readouterr().err
