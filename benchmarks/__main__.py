@@ -62,13 +62,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--json",
         nargs="?",
-        type=Path,
+        type=run.to_file,
         const=Path(),
         metavar="FILE",
         help="also write JSON: by default files of benchmarks/results/<gpu>/; without a GPU, FILE is required",
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write CSV")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="bar charts and rooflines, as PNG")
+    parser.add_argument("--csv", type=run.to_file, metavar="FILE", help="also write CSV")
+    parser.add_argument("--plot", type=run.to_folder, metavar="DIR", help="bar charts and rooflines, as PNG")
     parser.add_argument("--list", action="store_true", help="only list suites and providers")
     return parser.parse_args(argv)
 

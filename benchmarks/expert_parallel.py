@@ -19,7 +19,6 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +149,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--tiny", action="store_true", help="a small layer, also on a CPU")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/expert_parallel.json, on GPUs")
+    parser.add_argument(
+        "--json", type=run.to_file, help="default: benchmarks/results/<gpu>/expert_parallel.json, on GPUs"
+    )
     options = parser.parse_args(argv)
     if "RANK" not in os.environ:
         parser.error("start this with: torchrun --nproc-per-node N -m benchmarks.expert_parallel")

@@ -26,7 +26,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -331,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
     parser.add_argument("--load", action="store_true", help="with dense products in turns: sustained clocks")
     parser.add_argument("--tiny", action="store_true", help="small cases, also on a CPU")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/fp8[-load].json, on a GPU")
+    parser.add_argument("--json", type=run.to_file, help="default: benchmarks/results/<gpu>/fp8[-load].json, on a GPU")
     options = parser.parse_args(argv)
     if not (options.tiny or torch.cuda.is_available()):
         parser.error("needs a CUDA GPU; --tiny runs without")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import json
@@ -100,6 +101,20 @@ def meta(device: torch.device, command: str) -> dict[str, Any]:
         "command": command,
         "ceilings": ceilings(device),
     }
+
+
+def to_file(text: str) -> Path:
+    """Parse the name of a file to write, for argparse."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file, got the folder {text!r}")
+    return Path(text)
+
+
+def to_folder(text: str) -> Path:
+    """Parse the name of a folder to write to, for argparse."""
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder, got the file {text!r}")
+    return Path(text)
 
 
 def folder(meta: dict[str, Any]) -> Path | None:

@@ -23,7 +23,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--tiny", action="store_true", help="a few small tokens, also on a CPU")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/<gpu>/transformers.json, on a GPU")
+    parser.add_argument(
+        "--json", type=run.to_file, help="default: benchmarks/results/<gpu>/transformers.json, on a GPU"
+    )
     options = parser.parse_args(argv)
     if not (options.tiny or torch.cuda.is_available()):
         parser.error("needs a CUDA GPU; --tiny runs without")

@@ -223,7 +223,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.wide", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("file", type=run.to_file, metavar="FILE")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--rows", nargs="+", type=positive, default=ROWS, metavar="M", help="in this order")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=PROVIDERS, metavar="NAME")
@@ -233,7 +233,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=positive, metavar="SECONDS", help="stop after these, compilation included")
     parser.add_argument("--tiny", action="store_true", help="a few small cases, also on a CPU")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="default: benchmarks/results/<gpu>/wide.json, on a GPU"
+        "--json", type=run.to_file, metavar="FILE", help="default: benchmarks/results/<gpu>/wide.json, on a GPU"
     )
     return parser.parse_args(argv)
 

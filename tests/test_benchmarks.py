@@ -635,6 +635,18 @@ def test_refusals(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--json", "--csv", "--plot"])
+def test_files_and_folders_are_told_apart_before_anything_is_measured(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    wrong, expected = (tmp_path / "file", "folder") if option == "--plot" else (tmp_path, "file")
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--suite", "smoke", option, str(wrong)])
+    assert left.value.code == 2
+    assert f"argument {option}: expected a {expected}, got the " in capsys.readouterr().err
+
+
 def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["--suite", "smoke", "--plot", "somewhere"]) == 2

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from processes import python_path
 
-from benchmarks import convergence, fp8, plots, report, run, start_up, tables
+from benchmarks import convergence, fp8, plots, report, run, start_up, tables, wide
 from moe_kernels import ops, quantize
 from tritonbench_ops.baselines import Provider
 
@@ -48,6 +48,16 @@ def table_of(file: Path, folder: Path) -> str:
     readme.write_text(text.replace("| ", "| 1", 1))
     assert report.main([str(readme), "--check"]) == 1
     return text
+
+
+@pytest.mark.parametrize("script", [convergence, fp8, wide])
+def test_a_folder_in_place_of_a_file_is_refused(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--tiny", "--json", str(tmp_path), *([str(tmp_path / "wide.jsonl")] if script is wide else [])]
+    with pytest.raises(SystemExit):
+        script.main(arguments)
+    assert "argument --json: expected a file, got the folder " in capsys.readouterr().err
 
 
 @needs_transformers
