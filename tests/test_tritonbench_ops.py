@@ -199,6 +199,7 @@ def test_the_command_says_how_to_install_tritonbench(capsys: pytest.CaptureFixtu
     ("arguments", "text"),
     (
         ([], "--op: expected names"),
+        (["--op", "moe_ffn,", "--device", "cpu"], "--op: expected names"),
         (["--op", "grouped_gemm"], "add --device cpu"),
         (["--op", "grouped_gemm", "--device", "cpu", "--cudagraph"], "no CUDA graphs with --device cpu"),
         (["--op", "a,b", "--device", "cpu", "--output-json", "x"], "--output-dir takes a file of each"),

@@ -45,7 +45,7 @@ def run(args: Sequence[str] | None = None) -> int:
 
     operators = options.op.split(",") if options.op else []
     problem = None
-    if not operators and not known.help:
+    if "" in operators or not (operators or known.help):
         ours = sorted(file.parent.name for file in OPERATORS.glob("*/__init__.py"))
         problem = f"--op: expected names with commas between them, such as grouped_gemm,{','.join(ours)}"
     elif len(operators) > 1 and (known.output or known.output_json):
