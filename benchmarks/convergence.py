@@ -24,7 +24,6 @@ import fcntl
 import math
 import os
 import platform
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +39,7 @@ from torch.nn import functional as F
 
 from benchmarks import run, tables
 from moe_kernels import moe_mlp, topk_softmax
+from moe_kernels.commands import run_and_exit
 from moe_kernels.models import positive
 
 SEEDS = (0, 1, 2)
@@ -246,4 +246,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

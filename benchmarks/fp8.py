@@ -38,6 +38,7 @@ from benchmarks.suites import SUITES, Case
 from benchmarks.suites import layer as layer_case
 from benchmarks.wide import largest_error
 from moe_kernels import dequantize, grouped_gemm, grouped_gemm_wgrad, moe_mlp, ops, permute, quantize, route
+from moe_kernels.commands import run_and_exit
 from moe_kernels.models import positive
 from moe_kernels.ops.library import use_kernels
 from moe_kernels.ops.quantized import QUANTIZED_GROUPED_GEMM, QUANTIZED_WGRAD
@@ -380,4 +381,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

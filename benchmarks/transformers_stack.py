@@ -29,6 +29,7 @@ import torch
 import transformers
 
 from benchmarks import run, tables
+from moe_kernels.commands import run_and_exit
 from moe_kernels.integrations import transformers as integration
 from moe_kernels.models import positive
 from moe_kernels.testing import assert_within_budget
@@ -177,4 +178,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

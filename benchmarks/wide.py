@@ -37,6 +37,7 @@ from benchmarks import inputs as given
 from benchmarks import run, tables
 from benchmarks.operators import OPERATORS
 from benchmarks.suites import Case
+from moe_kernels.commands import run_and_exit
 from moe_kernels.models import MODELS, gemms, positive
 from moe_kernels.packing import group_offsets_from_sizes
 from moe_kernels.runtime.attributes import replaced
@@ -334,4 +335,4 @@ def _write(file: Path, values: Iterable[run.Record]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

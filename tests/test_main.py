@@ -249,6 +249,8 @@ class BenchmarkOperator:
     (
         ["moe_kernels", "compile", "--list"],
         ["benchmarks", "--list"],
+        ["benchmarks.wide", "wide.jsonl", "--tiny"],
+        ["benchmarks.fp8", "--tiny", "--part", "product", "--rounds", "1"],
         ["tritonbench_ops", "--op", "moe_ffn", "--device", "cpu"],
     ),
     ids=lambda arguments: arguments[0],
@@ -264,7 +266,9 @@ def test_a_reader_that_has_enough(arguments: list[str], tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": python_path(tmp_path)}
     command = [sys.executable, "-m", *arguments]
     with open(writer, "w") as out:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT, env=env)
+        done = subprocess.run(
+            command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, cwd=tmp_path, env=env
+        )
     assert (done.returncode, done.stderr) == (1, "")
 
 
