@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             | {"error_share": round(worst.item(), 3)}
         )
     if rank == 0:
-        words = " --tiny" * options.tiny
+        words = f" --rounds {options.rounds}{' --tiny' * options.tiny}"
         command = f"NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N -m benchmarks.expert_parallel{words}"
         results = run.Results(run.meta(device, command), records)
         file, folder = options.json, run.folder(results.meta)

@@ -188,7 +188,9 @@ def test_expert_parallel(tmp_path: Path) -> None:
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    records = json.loads(file.read_text())["records"]
+    made = json.loads(file.read_text())
+    assert made["meta"]["command"].endswith("-m benchmarks.expert_parallel --rounds 2 --tiny")
+    records = made["records"]
     assert records[:2] == before
     assert [(r["scaling"], r["ranks"], r["tokens_per_rank"]) for r in records[2:]] == [
         ("weak", 2, 32),
