@@ -19,6 +19,8 @@ from moe_kernels.routing import permute, route, unpermute
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 class Exchange(NamedTuple):
     """The state of a `dispatch` that `combine` needs.
@@ -74,8 +76,8 @@ def dispatch(
 
     Raises:
         TypeError, ValueError: as for `route` and `permute`; `num_experts` is not a multiple of the number of ranks; a
-            `DeviceMesh` of several dimensions, or a group without this rank; rows of different sizes on the ranks;
-            `topk_ids` is a meta or fake tensor.
+            `DeviceMesh` of several dimensions, or a group without this rank; rows of different sizes or dtypes on the
+            ranks; `topk_ids` is a meta or fake tensor.
     """
     checks.check_int("num_experts", num_experts, 0)
     if isinstance(group, DeviceMesh):
@@ -97,16 +99,19 @@ def dispatch(
     rows = permute(hidden, routing)
 
     to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
-    row_bytes = rows.size(1) * rows.element_size()
-    message = F.pad(to_send, (0, 1), value=row_bytes)  # an exchange of rows of different sizes would hang or abort
+    # An exchange of rows of different sizes would hang or abort, and of other dtypes give wrong values.
+    kind = rows.size(1) * len(_DTYPES) + _DTYPES.index(rows.dtype)
+    message = F.pad(to_send, (0, 1), value=kind)
     answer = torch.empty_like(message)
     dist.all_to_all_single(answer, message, group=group)
     to_receive = answer[:, :-1]
-    sent, received, sizes = torch.stack((to_send.sum(1), to_receive.sum(1), answer[:, -1])).tolist()
-    if sizes != [row_bytes] * P:
+    sent, received, kinds = torch.stack((to_send.sum(1), to_receive.sum(1), answer[:, -1])).tolist()
+    if kinds != [kind] * P:
+        each = [(k // len(_DTYPES), _DTYPES[k % len(_DTYPES)]) for k in kinds]
         raise ValueError(
-            f"hidden: expected H = {rows.size(1)} and {rows.dtype} on all ranks as on this one, where rows have "
-            f"{row_bytes} bytes; on ranks 0 to {P - 1} of the group they have {sizes}"
+            f"hidden: expected H = {rows.size(1)} and {rows.dtype} on all ranks as on this one; on ranks 0 to {P - 1} "
+            f"of the group, rows have {[H * dtype.itemsize for H, dtype in each]} bytes, in "
+            f"{', '.join(str(dtype).removeprefix('torch.') for _, dtype in each)}"
         )
     rows = _AllToAll.apply(rows[: sum(sent)], sent, received, group)  # type: ignore[no-untyped-call]
 

@@ -128,6 +128,9 @@ def run_rank(rank: int, folder: str) -> None:
         dispatch(torch.ones(1, H), *routed, 7)
     with pytest.raises(ValueError, match=rf"hidden: expected H = {H + rank} and .* have \[{4 * H}, {4 * (H + 1)}\]"):
         dispatch(torch.ones(1, H + rank), *routed, E)
+    halves = torch.float16, torch.bfloat16  # rows of one size, whose bits mean other values
+    with pytest.raises(ValueError, match=rf"hidden: expected .*{halves[rank]} on all ranks .*, in float16, bfloat16$"):
+        dispatch(torch.ones(1, H, dtype=halves[rank]), *routed, E)
     with pytest.raises(ValueError, match="group: expected a one-dimensional DeviceMesh, got 2 dimensions"):
         dispatch(torch.ones(1, H), *routed, E, init_device_mesh("cpu", (1, P)))
     for without_values in (lambda x: x.to("meta"), FakeTensorMode().from_tensor):
