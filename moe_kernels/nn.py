@@ -224,7 +224,7 @@ class MoE(nn.Module):
         for name in ("w_gate_up", "w_down"):
             stored, scales = (state_dict.get(f"{prefix}{name}{part}") for part in ("", "_scales"))
             # Bytes of fp8, or codes of another format, would be converted as numbers.
-            if stored is not None and not (
+            if isinstance(stored, Tensor) and not (
                 stored.dtype == torch.float8_e4m3fn if self.format else stored.dtype.itemsize > 1
             ):
                 way = "load the weights first, and then quantise" if self.format else "call quantize() before loading"

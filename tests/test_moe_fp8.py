@@ -385,6 +385,12 @@ def test_codes_of_another_fp8_dtype_are_no_weights() -> None:
         layer.load_state_dict(state)
 
 
+def test_what_is_no_tensor_is_named_as_by_other_modules() -> None:
+    layer = MoE(16, 8, 4, 2, renormalize=True)
+    with pytest.raises(RuntimeError, match=r'"w_down", expected torch\.Tensor .* but received <class \'list\'>'):
+        layer.load_state_dict(layer.state_dict() | {"w_down": layer.w_down.tolist()})
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e5m2])
 def test_bytes_and_other_codes_are_not_converted_to_weights(dtype: torch.dtype) -> None:
     """Files of fp8 weights often hold their bytes; copied as numbers, 0x38, which is 1.0, would become 56."""
