@@ -109,7 +109,7 @@ def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> Tensor:  # [E, 
 
 
 def _check_alike(name: str, weight: Tensor, shape: tuple[int, ...], like: Tensor, owner: str) -> None:
-    checks.check_not_torchao(name, weight)
+    checks.check_matrix(name, weight, str(list(shape)))
     if tuple(weight.shape) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(weight.shape)}")
     if weight.dtype != like.dtype:
@@ -209,10 +209,11 @@ def _layout(where: str, expert: nn.Module) -> Layout:
     """Return the one of `LAYOUTS` whose names are exactly those of the expert's parameters."""
     parameters = {name for name, _ in expert.named_parameters()}
     weights = {name for name in parameters if not name.endswith("bias")}
+    modules = dict(expert.named_modules())
     for layout in LAYOUTS:
         names = (*layout.into, layout.back)
         if weights == {f"{name}.weight" for name in names} and all(
-            isinstance(expert.get_submodule(name), nn.Linear) for name in names
+            isinstance(modules[name], nn.Linear) for name in names
         ):
             if parameters != weights:
                 biases = ", ".join(sorted(parameters - weights))

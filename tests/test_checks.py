@@ -667,6 +667,10 @@ class Float8TrainingWeightWrapperTensor(Wrapped):
     __module__ = "torchao.prototype.moe_training.tensor"
 
 
+def expert_of(size: int) -> torch.nn.ModuleDict:
+    return torch.nn.ModuleDict({name: torch.nn.Linear(size, size, bias=False) for name in ("up_proj", "down_proj")})
+
+
 def test_tensors_of_torchao() -> None:
     """They are refused as operands, beside a ScaledTensor, and as a parameter of an expert."""
     data, scales = torch.zeros(G, K, N).to(torch.float8_e4m3fn), torch.ones(G, 1, N)
@@ -686,7 +690,7 @@ def test_tensors_of_torchao() -> None:
     wrapper = Float8TrainingWeightWrapperTensor(data.shape, torch.ones(G, K, N))
     with pytest.raises(TypeError, match=r"pass B\.inside_0, which is in torch\.float32, or leave .*torchtitan"):
         grouped_gemm(A_PACKED, wrapper, OFFSETS)
-    expert = torch.nn.ModuleDict({name: torch.nn.Linear(K, K, bias=False) for name in ("up_proj", "down_proj")})
+    expert = expert_of(K)
     weight = expert["up_proj"].weight
     expert["up_proj"].weight = torch.nn.Parameter(Float8Tensor(weight.shape, weight.detach(), torch.ones(K, 1)))
     with pytest.raises(TypeError, match=r"^experts\[0\]\.up_proj\.weight: .*torchao"):
@@ -709,6 +713,13 @@ def test_a_dtensor(mesh: Any) -> None:
     layer.router = torch.nn.Parameter(distribute_tensor(layer.router.detach(), mesh, [Replicate()]))
     with pytest.raises(TypeError, match=r"^router: .*got DTensor"):
         layer(A_PACKED)
+    experts = [expert_of(K) for _ in range(G)]
+    with pytest.raises(TypeError, match=r"^router: .*got DTensor"):
+        MoE.from_experts(experts, layer.router, top_k=1, renormalize=True, activation="silu")
+    sharded = distribute_tensor(experts[1]["down_proj"].weight.detach(), mesh, [Shard(0)])
+    experts[1]["down_proj"].weight = torch.nn.Parameter(sharded)
+    with pytest.raises(TypeError, match=r"^experts\[1\]\.down_proj\.weight: .*got DTensor"):
+        MoE.from_experts(experts, None, top_k=1, renormalize=True, activation="silu")
     out = moe_mlp(**{**CALLS[moe_mlp], "w_gate_up": weight.to_local()})
     assert torch.equal(out, moe_mlp(**{**CALLS[moe_mlp], "w_gate_up": torch.ones(G, 8, K)}))
 

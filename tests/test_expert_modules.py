@@ -299,6 +299,13 @@ def test_refusals_say_what_to_do(case: str) -> None:
         MoE.from_experts(*arguments, top_k=TOP_K, renormalize=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_modules_are_refused() -> None:
+    scripted = torch.jit.script(LAYOUTS["Sequential"][0]())
+    with pytest.raises(ValueError, match=r"^experts\[0\]: unknown layout of RecursiveScriptModule: .*got 0 \(Recurs"):
+        MoE.from_experts([scripted], top_k=1, renormalize=True)
+
+
 def test_another_default_device() -> None:
     experts = [ffn() for _ in range(E)]
     with torch.device("meta"):
