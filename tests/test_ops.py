@@ -130,6 +130,23 @@ def test_autograd_alone_sees_what_the_operators_are(name: str, monkeypatch: pyte
         assert torch.equal(one, other) and one.stride() == other.stride()
 
 
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("name", products() | moves())
+def test_results_and_gradients_may_be_changed_in_place(
+    name: str, observed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, inputs = (products() | moves())[name]
+    monkeypatch.setattr(torch_internals, "profiled", lambda: observed)
+
+    def through_changed(change: Callable[[Tensor], Tensor]) -> tuple[Tensor | None, ...]:
+        out = function(*inputs).square().sum()
+        first = torch.autograd.grad(out, inputs, create_graph=True, allow_unused=True)
+        changed = [change(x).sin().sum() for x in (function(*inputs), *first) if x is not None]
+        return torch.autograd.grad(changed, inputs, allow_unused=True)
+
+    torch.testing.assert_close(through_changed(lambda x: x.mul_(3)), through_changed(lambda x: x * 3))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", products() | moves())
 def test_checkpoints(name: str, use_reentrant: bool) -> None:

@@ -1138,7 +1138,7 @@ INSTEAD: dict[str, Callable[[Any], bool]] = {  # by name in torch._C: whether it
         x._key_included is not torch._C._dispatch_tls_is_dispatch_key_included
     ),
     "_dispatch_key_parse": lambda x: x._VMAP_MODE is None,
-    "_AutoDispatchBelowAutograd": lambda x: x.below_autograd is torch.no_grad,
+    "_AutoDispatchBelowADInplaceOrView": lambda x: x.below_autograd is torch.no_grad,
 }
 
 

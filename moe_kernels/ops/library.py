@@ -31,10 +31,15 @@ def define(
     transforms, an operator on lists calls `transformed` instead.
     """
     run = without_autocast(run)
+
+    def below_autograd(*args: Any) -> Any:
+        with torch_internals.below_autograd():
+            return run(*args)
+
     name = schema.partition("(")[0]
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(schema, tags=tags)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, below_autograd, "CompositeExplicitAutograd")
     _library.register_fake(f"moe_kernels::{name}", fake, lib=_LIBRARY)
     if backward is not None:
         _library.register_autograd(f"moe_kernels::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
@@ -56,7 +61,7 @@ def define(
         return (recorded if torch_internals.differentiated(*tensors) else run)(*args)
 
     if setup_context is not None and backward is not None and not takes_lists:
-        recorded = _recorded(name, run, setup_context, backward)
+        recorded = _recorded(name, below_autograd, setup_context, backward)
         in_transform = _transformed(name, operator, call, setup_context, backward)
     call.__name__ = name
     return call
@@ -82,8 +87,7 @@ def _recorded(
     """
 
     def forward(ctx: Any, *args: Any) -> Any:
-        with torch_internals.below_autograd():
-            output = run(*args)
+        output = run(*args)
         setup_context(ctx, args, output)
         return output
 

@@ -47,7 +47,8 @@ CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that autocast co
 # The mode in which torch.autograd.grad(is_grads_batched=True) runs a backward pass. It is no transform of torch.func.
 _VMAP_MODE = getattr(_C, "_dispatch_key_parse", _missing(None))("VmapMode")
 unpack_dual: Callable[..., Any] = _forward_ad.unpack_dual
-below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowAutograd", torch.no_grad)
+# Autograd does not see views that are taken there either, so results may be changed in place.
+below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowADInplaceOrView", torch.no_grad)
 _unsafe_view: Any = getattr(torch.ops.aten, "_unsafe_view", None)
 
 
