@@ -239,9 +239,25 @@ def test_opcheck(name: str, keep: bool) -> None:
     layer = (tensors["hidden"], IDS, tensors["topk_weights"], w_gate_up, w_down, w_up, *biases)
     opcheck(operators.moe_mlp.default, (*layer, transposed, keep, *form))
     opcheck(operators.moe_layer.default, (*(None if x is None else x.detach() for x in layer), transposed, *form))
+    opcheck(operators.moe_layer.default, (*layer, transposed, *form))
     rows, offsets = torch.randn(8, H, dtype=torch.float64), route(IDS, tensors["topk_weights"], E)[0]
     w_in, w_up = columns(w_gate_up, transposed), columns(w_up, transposed)
     opcheck(operators.swiglu_ffn.default, (rows, offsets, w_in, w_up, *biases[:2], keep, *form))
+
+
+def test_what_was_exported_without_gradients_has_them() -> None:
+    """Programs are often exported under no_grad or with frozen parameters, and later differentiated."""
+    module = MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.float64)
+    hidden = torch.randn(5, H, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        exported = torch.export.export(module, (torch.randn(5, H, dtype=torch.float64),)).module()
+    inputs, found = (hidden, *module.parameters()), (hidden, *exported.parameters())
+
+    def gradients(function: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        first = torch.autograd.grad(function(hidden).square().sum(), inputs, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(d.cos().sum() for d in first), inputs)]
+
+    torch.testing.assert_close(gradients(exported, found), gradients(module, inputs))
 
 
 def test_opcheck_of_the_activation() -> None:

@@ -19,10 +19,11 @@ except in fp8. Below, `to` is slot_to_row, w topk_weights, and d or dOut (dB of 
 `scaled_grouped_gemm` and `scaled_wgrad` are products of fp8 operands with scales, and `scaled_moe_mlp` is a layer with
 fp8 weights; they have no gradients. `quantized_moe_mlp` is moe_mlp with products in fp8, whose operands it quantises
 itself. Its gradient uses `quantized_grouped_gemm` and `quantized_wgrad`, and raises an error when differentiated.
-`moe_layer` is moe_mlp without a gradient; for one token it has kernels that do not sort. Second-order gradients of
-`activate` use plain PyTorch. The rest of the package calls the functions of these names here. In eager
-mode they bypass torch.library, which costs the host more time than some kernels take, unless a profiler is on, which
-shows operators by name. Under torch.func transforms and in forward mode each is an autograd.Function.
+`moe_layer` is moe_mlp of calls that autograd does not record; for one token it has kernels that do not sort. Its
+gradient, for programs that were traced in such a call, computes what moe_mlp saves. Second-order gradients of
+`activate` use plain PyTorch. The rest of the package calls the functions of these names here. In eager mode they bypass
+torch.library, which costs the host more time than some kernels take, unless a profiler is on, which shows operators by
+name. Under torch.func transforms and in forward mode each is an autograd.Function.
 """
 
 from moe_kernels.ops.batched import uniform_grouped_gemm, varied_grouped_gemm

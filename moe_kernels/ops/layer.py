@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec, columns
 from moe_kernels.ops.library import check_rows, define, free_saved, use_kernels
-from moe_kernels.ops.moves import combine_rows, dot_rows, route_fake, scatter_rows
+from moe_kernels.ops.moves import combine_rows, dot_rows, route, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.rules.layer import sorts
 from moe_kernels.runtime import cache
@@ -445,7 +445,10 @@ moe_mlp = define(
 
 
 def _moe_layer(*inputs: Any) -> Tensor:
-    """Return the layer's result `[T, H]` from the inputs of `_moe_mlp` without `save_preact`. It has no gradient."""
+    """Return the layer's result `[T, H]` from the inputs of `_moe_mlp` without `save_preact`.
+
+    For calls that autograd does not record. A program that was traced in one may be differentiated nonetheless.
+    """
     *tensors, transposed = inputs[:-SPEC_LENGTH]
     hidden, _, _, *weights, _, _, _ = tensors
     spec = inputs[-SPEC_LENGTH:]
@@ -461,4 +464,17 @@ def _moe_layer_fake(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, *oth
     return hidden.new_empty(hidden.shape, dtype=dtype)
 
 
-moe_layer = define(f"moe_layer({_LAYER}, {SPEC}) -> Tensor", _moe_layer, _moe_layer_fake)
+def _moe_layer_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden, topk_ids, topk_weights, *parameters, ctx.transposed = inputs[:-SPEC_LENGTH]
+    ctx.save_preact, ctx.spec = False, inputs[-SPEC_LENGTH:]
+    routing = route(topk_ids, parameters[0].size(0))
+    ctx.save_for_backward(hidden, topk_weights, *routing, *parameters, None, None)
+
+
+def _moe_layer_gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    return _moe_mlp_gradient(ctx, d_out, None, None)[:-1]  # that of `save_preact`
+
+
+moe_layer = define(
+    f"moe_layer({_LAYER}, {SPEC}) -> Tensor", _moe_layer, _moe_layer_fake, _moe_layer_setup, _moe_layer_gradient
+)
