@@ -219,6 +219,13 @@ def layer(**options: Any) -> MoE:
     return MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.bfloat16, **options)
 
 
+def test_no_gradients_of_an_exported_layer() -> None:
+    exported = torch.export.export(layer().quantize("fp8_block").requires_grad_(False), (torch.ones(5, H).bfloat16(),))
+    hidden = torch.randn(5, H).bfloat16().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"moe_mlp with fp8 weights has no gradients: .* torch\.no_grad\(\)"):
+        exported.module()(hidden).sum().backward()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_rowwise"])
 def test_quantize_a_layer(format: str) -> None:
