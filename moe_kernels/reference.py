@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks
-from .glu import CLAMPED, GLUSpec
+from .glu import CLAMPED, GLUSpec, columns
 from .packing import group_offsets_from_offs, group_sizes
 from .routing_maps import Routing
 from .scaled import BLOCK, ScaledTensor, scales_shape
@@ -456,13 +456,23 @@ def swiglu_ffn(
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     experts = checks.Experts(w_gate_up, None, w_up, gate_up_bias, up_bias, None, spec, transposed)
     checks.check_swiglu_ffn(rows, group_offsets, experts, reference=True)
+    w_in, w_up = columns(w_gate_up, transposed), columns(w_up, transposed)
+    return first_half(rows, group_offsets, w_in, w_up, gate_up_bias, up_bias, spec)[0]
 
-    def project(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-        return grouped_linear(rows, weight if transposed else weight.mT, group_offsets, bias, dtype)
 
-    preact = project(w_gate_up, gate_up_bias, None)
-    preact_up = None if w_up is None else project(w_up, up_bias, preact.dtype)
-    return activate(preact, preact_up, spec)
+def first_half(
+    rows: Tensor,  # [M, H]
+    group_offsets: Tensor,  # [E + 1]
+    w_in: Tensor,  # [E, H, 2I] or [E, H, I]
+    w_up: Tensor | None,  # [E, H, I]
+    b_in: Tensor | None,  # [E, 2I] or [E, I]
+    b_up: Tensor | None,  # [E, I]
+    spec: GLUSpec,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute act `[M, I]`, and return also its preactivations, that of up only with `w_up`."""
+    preact = grouped_linear(rows, w_in, group_offsets, b_in, None)
+    preact_up = None if w_up is None else grouped_linear(rows, w_up, group_offsets, b_up, preact.dtype)
+    return activate(preact, preact_up, spec), preact, preact_up
 
 
 def moe_mlp(
@@ -487,12 +497,11 @@ def moe_mlp(
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     experts = checks.Experts(w_gate_up, w_down, w_up, gate_up_bias, up_bias, down_bias, spec, transposed)
     checks.check_moe_mlp(hidden, topk_ids, topk_weights, experts, reference=True)
+    w_in, w_out, w_up = (columns(w, transposed) for w in (w_gate_up, w_down, w_up))
     routing = route(topk_ids, topk_weights, len(w_gate_up))
-    rows = permute(hidden, routing)
-    weights: dict[str, Any] = {"w_up": w_up, "gate_up_bias": gate_up_bias, "up_bias": up_bias}
-    act = swiglu_ffn(rows, w_gate_up, routing.group_offsets, **weights, transposed=transposed, **spec._asdict())
-    down = w_down if transposed else w_down.mT
-    return unpermute(grouped_linear(act, down, routing.group_offsets, down_bias, None), routing)
+    rows, offsets = permute(hidden, routing), routing.group_offsets
+    act, *_ = first_half(rows, offsets, w_in, w_up, gate_up_bias, up_bias, spec)
+    return unpermute(grouped_linear(act, w_out, offsets, down_bias, None), routing)
 
 
 def scaled_moe_mlp(

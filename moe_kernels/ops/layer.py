@@ -188,13 +188,14 @@ def _swiglu_ffn(
 
 
 def _reference_first_half(
-    rows: Tensor, group_offsets: Tensor, parameters: Any, save_preact: bool, spec: GLUSpec
+    rows: Tensor,  # [M, H]
+    group_offsets: Tensor,  # [E + 1]
+    parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],  # w_in, w_up, b_in, b_up
+    save_preact: bool,
+    spec: GLUSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    w_in, w_up, b_in, b_up = parameters
-    preact = reference.grouped_linear(rows, w_in, group_offsets, b_in, None)
-    preact_up = None if w_up is None else reference.grouped_linear(rows, w_up, group_offsets, b_up, preact.dtype)
-    act = reference.activate(preact, preact_up, spec)
-    saved = [x if save_preact and x is not None else act.new_empty(0) for x in (preact, preact_up)]
+    act, *preacts = reference.first_half(rows, group_offsets, *parameters, spec)
+    saved = [x if save_preact and x is not None else act.new_empty(0) for x in preacts]
     return act, saved[0], saved[1]
 
 
