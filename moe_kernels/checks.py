@@ -768,13 +768,15 @@ def check_varied(
             raise ValueError(f"out[{p}]: expected shape {[a.shape[0], b.shape[1]]}, got {list(out[p].shape)}")
         if _may_overlap(out[p]):
             raise ValueError(f"out[{p}]: expected every element in memory of its own, got strides {out[p].stride()}")
-    if out is not None and torch_internals.has_tangent(*group_A, *group_B, *out):
+    if out is None:
+        return
+    if torch_internals.has_tangent(*group_A, *group_B, *out):
         raise RuntimeError(
             "out: a result that is written to out= has no forward-mode derivatives, but a tensor has a tangent"
         )
-    if out is not None and not reference and torch_internals.transformed() and torch_internals.forward_level() < 0:
+    if not reference and torch_internals.transformed() and torch_internals.forward_level() < 0:
         raise RuntimeError("out: expected None in torch.vmap and transforms of torch.func, got a list; omit out=")
-    if out is not None and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         for name, tensors in lists.items():
             for p, tensor in enumerate(tensors):
                 if tensor.requires_grad:
