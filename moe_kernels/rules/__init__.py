@@ -5,7 +5,7 @@ The rule was derived from measurements on an H200 and, for GPUs with slower memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -482,14 +482,14 @@ def bucket_of(problem: Problem) -> entries.Bucket:
     return entries.Bucket(dtype, problem.transposed, problem.rows, problem.N, problem.K, problem.G)
 
 
-def candidates(gpu: Gpu | None, bucket: entries.Bucket) -> Sequence[entries.Found]:
-    """The tuned entries for this GPU, the nearest to `bucket` first; none for the interpreter, or without a GPU."""
-    return () if gpu is None or gpu.backend != "cuda" else entries.near(gpu, bucket)
-
-
 def nearest(gpu: Gpu | None, bucket: entries.Bucket, adapted: Callable[[entries.Found], _C | None]) -> _C | None:
-    """The first choice, not discarded, that `adapted` makes of the tuned entries near `bucket`, the nearest first."""
-    for found in candidates(gpu, bucket):
+    """The first choice, not discarded, that `adapted` makes of the tuned entries near `bucket`, the nearest first.
+
+    There are no entries for the interpreter, or without a GPU.
+    """
+    if gpu is None or gpu.backend != "cuda":
+        return None
+    for found in entries.near(gpu, bucket):
         choice = adapted(found)
         if choice is not None and not discarded(choice):
             return choice

@@ -42,7 +42,7 @@ columns = pytest.mark.parametrize("transposed", [False, True], ids=["rows", "col
 def _tf32_by_rule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    monkeypatch.setattr(rules, "candidates", lambda *_: ())
+    monkeypatch.setattr(rules.entries, "near", lambda *_: [])
     monkeypatch.setattr(uniform, "choose", uniform.by_kernel)
     monkeypatch.setattr(layer, "fuses", lambda *_: True)
     yield
