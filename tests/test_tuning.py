@@ -376,7 +376,6 @@ def test_check_close_sees_one_wrong_element_and_changes_nothing(dtype: torch.dty
 def workload(choices: Sequence[int], calls: Callable[[int], list[Callable[[], torch.Tensor]]]) -> search.Workload:
     """Return a workload whose choices are numbers."""
     return search.Workload(
-        problem=None,
         rows=1,
         choices=choices,
         calls=calls,

@@ -200,7 +200,6 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
 class Workload:
     """The parts of an operator that tuning needs. A choice is a `Choice` of the operator's rules."""
 
-    problem: Any
     rows: int  # in total
     choices: Sequence[Any]  # to try; the first is the rule's
     calls: Callable[[Any], Sequence[Call]]  # choice -> its calls, one per routing; each returns the result
@@ -396,7 +395,6 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
             return []
 
     return Workload(
-        problem=problem,
         rows=M,
         choices=[rules.rule(problem), rules.choose(problem), *alternatives(problem)],
         calls=lambda choice: calls_under(choice, inputs),
@@ -596,7 +594,6 @@ def uniform_workload(task: Task, device: torch.device) -> Workload:
         return {"kernel": choice.kernel, "block_m": blocks[0], "tma": choice.addressing.tma, "config": config}
 
     return Workload(
-        problem=problem,
         rows=task.G * task.M,
         choices=[uniform.rule(problem), uniform.choose(problem), *uniform_grid(problem)],
         calls=lambda choice: [partial(run_under(choice, UNIFORM_GROUPED_GEMM, tensors, options), *tensors)],
@@ -651,7 +648,6 @@ def varied_workload(task: Task, device: torch.device) -> Workload:
         return [call]
 
     return Workload(
-        problem=problem,
         rows=task.G * task.M,
         choices=[varied.rule(problem), varied.choose(problem), *varied_grid(problem)],
         calls=calls,

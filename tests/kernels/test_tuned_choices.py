@@ -144,15 +144,17 @@ def test_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, 
     assert (made.us, made.rule_us, made.bucket) == (1.0, 3.0, search.bucket(task, where))
     options = "" if op == "grouped_gemm" else f"--op {op} "
     assert f"tune {options}--shapes 3,{task.M},32,48 --dtype float32" in made.command
-    work = search.WORKLOADS[op](task, where)
+    with rules.record() as made_for:
+        work = search.WORKLOADS[op](task, where)
+    problem, _ = made_for[-1]
     if op == "grouped_gemm":
-        choice: Any = rules._adapted(entries.Found(made, file, 0.0), work.problem)
-        assert rules.why_illegal(choice, work.problem) is None
-        assert rules.bucket_of(work.problem) == made.bucket
+        choice: Any = rules._adapted(entries.Found(made, file, 0.0), problem)
+        assert rules.why_illegal(choice, problem) is None
+        assert rules.bucket_of(problem) == made.bucket
     else:
         operators: Any = uniform if op == "uniform" else varied
-        choice = operators.adapted(made, work.problem, str(file))
-        assert operators.bucket_of(work.problem) == made.bucket
+        choice = operators.adapted(made, problem, str(file))
+        assert operators.bucket_of(problem) == made.bucket
     assert choice.source == str(file) and work.stored(choice) != work.stored(work.choices[0])
     for call, right in zip(work.calls(choice), work.calls(work.choices[0]), strict=True):
         expected = right().clone()
