@@ -224,9 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     del meta["ceilings"]  # not reliable while other processes share the GPU
     training = asdict(sizes) | {"steps": steps, "bytes": len(text), "held_out_bytes": len(held_out)}
     meta |= {"python": platform.python_version(), "training": training}
-    file, folder = options.json, run.folder(meta)
-    if file is None and folder and not options.tiny:
-        file = folder / "convergence.json"
+    file = run.file_of(options, meta, "convergence.json")
     results = run.Results(meta)
     for seed, compute in options.only:
         if file is not None:

@@ -185,10 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         words = f" --rounds {options.rounds}{' --tiny' * options.tiny}"
         command = f"NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N -m benchmarks.expert_parallel{words}"
         results = run.Results(run.meta(device, command), records)
-        file, folder = options.json, run.folder(results.meta)
-        if file is None and folder and not options.tiny:
-            file = folder / "expert_parallel.json"
-        if file is not None:
+        if (file := run.file_of(options, results.meta, "expert_parallel.json")) is not None:
             results.keep(file, "ranks")
             results.write(file)
         print(tables.markdown(results), flush=True)

@@ -356,9 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 done.exception()
         print(f"compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
     results = run.Results(meta)
-    file, folder = options.json, run.folder(meta)
-    if file is None and folder and not options.tiny:
-        file = folder / ("fp8-load.json" if options.load else "fp8.json")
+    file = run.file_of(options, meta, "fp8-load.json" if options.load else "fp8.json")
     measures = {"product": measure_product, "layer": measure_layer, "training": measure_training}
     for part, case in jobs:
         record = measures[part](case, options.rounds, device, options.load)

@@ -123,6 +123,12 @@ def folder(meta: dict[str, Any]) -> Path | None:
     return None if meta["gpu"] == NO_GPU else Path(__file__).parent / "results" / name
 
 
+def file_of(options: argparse.Namespace, meta: dict[str, Any], name: str) -> Path | None:
+    """Return --json of a script, by default the file `name` for results of this GPU; None on a CPU or with --tiny."""
+    place = None if options.tiny else folder(meta)
+    return options.json or (place and place / name)
+
+
 def _version_of(package: str, distributions: Mapping[str, list[str]]) -> str | None:
     """Return the version of the distribution that a package belongs to, or None."""
     found = distributions.get(package)

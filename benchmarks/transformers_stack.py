@@ -167,10 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for r in records:
                 said = r["error"] or f"{r['tokens_per_s']:.0f} tokens/s, first call {r['first_s']} s"
                 print(f"[{run.elapsed(begun)}] {part} {batch} x {length}, {r['implementation']}: {said}", flush=True)
-    file, folder = options.json, run.folder(meta)
-    if file is None and folder and not options.tiny:
-        file = folder / "transformers.json"
-    if file is not None:
+    if (file := run.file_of(options, meta, "transformers.json")) is not None:
         results.keep(file, "part")
         results.write(file)
     print(f"\n{tables.markdown(results)}")

@@ -283,10 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nThe GPU does not answer any more, so the rest is left out: {error}", file=sys.stderr)
         code = 1
     results = run.Results({**meta, "runs": len(metas) + 1}, records)
-    target = options.json
-    if target is None and not options.tiny and (folder := run.folder(meta)) is not None:
-        target = folder / "wide.json"
-    if target is not None:
+    if (target := run.file_of(options, meta, "wide.json")) is not None:
         results.write(target)
     print(f"\n{tables.markdown(results)}\n{run.elapsed(begun)} in all.")
     return code or int(any(_PROVIDERS["ours"].label in record["errors"] for record in records))
