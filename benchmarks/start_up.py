@@ -14,7 +14,6 @@ import argparse
 import datetime
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -143,16 +142,9 @@ def host() -> dict[str, Any]:
 
 
 def _host_us(calls: Sequence[Callable[[], Any]], at_once: int = 5) -> float:
-    """Return median microseconds until a call returns; the device is synchronised before every `at_once` calls."""
-    times = []
-    for i, call in enumerate(calls):
-        if i % at_once == 0:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - begin))
-    torch.cuda.synchronize()
-    return round(statistics.median(times), 1)
+    from moe_kernels.timing import host_microseconds
+
+    return round(host_microseconds(calls, torch.device("cuda"), at_once), 1)
 
 
 def _imported() -> dict[str, bool]:

@@ -39,15 +39,15 @@ def interleaved(
     return {key: statistics.median(values) for key, values in times.items()}
 
 
-def host_microseconds(calls: Iterable[Call], device: torch.device) -> float:
+def host_microseconds(calls: Iterable[Call], device: torch.device, at_once: int = 5) -> float:
     """Return median microseconds until a call returns, without waiting for the device.
 
-    Takes five calls at a time from the iterator `calls`. The device is synchronized before these five, so that none
+    Takes `at_once` calls at a time from the iterator `calls`. The device is synchronized before these, so that none
     waits for space in the launch queue.
     """
     times: list[float] = []
     remaining = iter(calls)
-    while batch := list(itertools.islice(remaining, 5)):
+    while batch := list(itertools.islice(remaining, at_once)):
         _synchronize(device)
         times += _host_round(batch)
     _synchronize(device)
