@@ -40,7 +40,7 @@ class Stacked(NamedTuple):
 
     w_gate_up: Tensor  # [E, 2I, H], gate first; [E, I, H] if not gated
     w_down: Tensor  # [E, H, I]
-    gated: bool
+    layout: Layout  # of the experts
 
 
 def listed(experts: Iterable[nn.Module]) -> list[nn.Module]:
@@ -88,7 +88,7 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
             _check_alike(f"experts[{e}].{name}.weight", weight, shape, first[0], "experts[0]")
     with torch.no_grad():
         w_gate_up = torch.cat([w for expert in weights for w in expert[:-1]]).view(len(experts), -1, H)
-        return Stacked(w_gate_up, torch.stack([expert[-1] for expert in weights]), gated)
+        return Stacked(w_gate_up, torch.stack([expert[-1] for expert in weights]), layout)
 
 
 def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> Tensor:  # [E, H]
@@ -123,7 +123,7 @@ def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
 
     All are called with the same random weights, each in its current train or eval mode.
     """
-    into, back, gated = _layout("experts[0]", experts[0])
+    into, back, gated = stacked.layout
     with torch.no_grad():
         device = torch.device("cpu") if stacked.w_down.is_meta else stacked.w_down.device
         generator = torch.Generator(device).manual_seed(0)
@@ -138,17 +138,17 @@ def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
     weights = dict(zip((*into, back), map(nn.Parameter, (*w_in.chunk(len(into)), w_out)), strict=True))
     first = None
     for e, expert in enumerate(experts):
-        failure, matching = None, []
+        failure, matching, random = None, [], False
         try:
-            got = _call(expert, weights, x)
+            got, random = _call(expert, weights, x)
             matching = [name for name, want in results.items() if _close(got, want)]
-        except _DrawsRandomNumbers:
+        except Exception as error:
+            failure = error
+        if random:
             raise ValueError(
                 f"experts[{e}]: this {type(expert).__name__} draws random numbers when it is called, such as for "
                 f"dropout, which MoE does not have; {_WITHOUT_DROPOUT}"
-            ) from None
-        except Exception as error:
-            failure = error
+            )
         if len(matching) != 1:
             formula = "down(f(gate(x)) * up(x))" if gated else "down(f(up(x)))"
             raise ValueError(
@@ -163,20 +163,16 @@ def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
     return first
 
 
-class _DrawsRandomNumbers(Exception):
-    pass
-
-
 @torch.no_grad()
-def _call(expert: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> Tensor:
-    """Return the result of a float64 copy of the expert, with these weights, for `x [_, H]`."""
+def _call(expert: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> tuple[Tensor, bool]:
+    """Return the result of a float64 copy of the expert, with these weights, for `x [_, H]`; and whether it drew random
+    numbers.
+    """
     instead = {id(_weight(expert, name)): weight for name, weight in weights.items()}
     copied = copy.deepcopy(expert, instead).double()
     before = _random_state(x.device)
     got: Tensor = copied(x)
-    if not torch.equal(before, _random_state(x.device)):
-        raise _DrawsRandomNumbers
-    return got
+    return got, not torch.equal(before, _random_state(x.device))
 
 
 def _close(got: Tensor, want: Tensor) -> bool:

@@ -136,7 +136,7 @@ class MoE(nn.Module):
         if activation is None:
             activation = expert_modules.activation_of(modules, stacked)
         E, H, I = stacked.w_down.shape  # noqa: E741
-        options: dict[str, Any] = {"activation": activation, "gated": stacked.gated, "renormalize": renormalize}
+        options: dict[str, Any] = {"activation": activation, "gated": stacked.layout.gated, "renormalize": renormalize}
         options |= {"alpha": alpha, "limit": limit, "compute": compute, "fp8_wgrad": fp8_wgrad}
         layer = cls(H, I, E, top_k, **options, fast_accumulation=fast_accumulation, device="meta")
         layer.w_gate_up, layer.w_down = nn.Parameter(stacked.w_gate_up), nn.Parameter(stacked.w_down)
