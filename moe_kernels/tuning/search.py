@@ -373,7 +373,7 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
     if (G, M) != (task.G, task.M):
         print(f"  reduced to G={G} M={M}, so that the weights fit into memory")
     inputs = Inputs(replace(task, G=G, M=M), device)
-    problem = replace(problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options), transposed=task.transposed)
+    problem = problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
 
     def near(best: Sequence[rules.Choice], until: float) -> list[rules.Choice]:
         # `jagged_tails` and `jagged_tall` have a single config, so the search starts from another kernel's.
