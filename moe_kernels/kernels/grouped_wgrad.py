@@ -221,7 +221,7 @@ def multiply_persistent(
 def searchable(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> tuple[SymbolicTensor, int]:
     """Return the offsets and `width` for `bounds_of`; ordered offsets and 0 from MOST_OFFSETS groups on."""
     G = group_offsets.size(0) - 1
-    if G < wgrad_rules.MOST_OFFSETS:
+    if G < rules.MOST_OFFSETS:
         return group_offsets, max(2, 1 << G.bit_length())
     return _ordered(builder, group_offsets, M), 0
 

@@ -106,7 +106,7 @@ TAILS_HEIGHT, TAILS_WIDTH = 128, 256
 NARROW_FROM_ROWS = 1024  # of 128 columns; half as many for 64. With fewer, tails of all groups save as much.
 UNSPLIT = 384  # Up to this many rows, reading a group's weight once more for a tail costs more than half a tile.
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM share, from sm90 on
-MAX_BLOCK_G = 1024  # the most offsets that a program processes at once
+MOST_OFFSETS = 1024  # that a program processes at once
 ROW_MAJOR = Config(block_sizes=[64, 64], num_warps=4)  # of the kernel that copies a matrix to row-major order
 
 
@@ -456,7 +456,12 @@ def fitting(block: int, extent: int) -> int:
 
 
 def offsets_block(G: int) -> int:
-    return min(1 << G.bit_length(), MAX_BLOCK_G)  # at least G + 1, up to the limit
+    return min(1 << G.bit_length(), MOST_OFFSETS)  # at least G + 1, up to the limit
+
+
+def bounds_loads(G: int) -> list[bool]:
+    """How `inline.bounds_of` loads offsets: all at once, or from MOST_OFFSETS groups on two that are in order."""
+    return [False] * (1 if G < MOST_OFFSETS else 2)
 
 
 def offsets_of(G: int) -> Config:

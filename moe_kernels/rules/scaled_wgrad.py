@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_kernels.rules import block_for, indexing
+from moe_kernels.rules import block_for, bounds_loads, indexing
 from moe_kernels.rules.config import Config
-from moe_kernels.rules.wgrad import MOST_OFFSETS
 from moe_kernels.scaled import BLOCK
 
 HALF = 64  # rows of half a tile of the result
@@ -21,9 +20,9 @@ def columns(squares: bool) -> Config:
 
 def product(Q: int, G: int, tma: bool, block_scaled: bool) -> Config:
     """The config of `scaled_wgrad` for results of Q columns, like those of promoted products in `rules.scaled`."""
-    offsets, scales = [False] * (1 if G < MOST_OFFSETS else 2), [False] * 3
+    scales = [False] * 3
     first = scales if block_scaled else []
-    options: dict[str, Any] = indexing(*offsets, *first, tma, tma, tma, *scales, False, False)
+    options: dict[str, Any] = indexing(*bounds_loads(G), *first, tma, tma, tma, *scales, False, False)
     block_q, num_warps, num_stages = (128, 4, 3) if tma else (32, 8, 2)
     return Config(
         block_sizes=[block_for(Q, block_q)],

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_kernels.rules import block_for, indexing, offsets_block
+from moe_kernels.rules import block_for, bounds_loads, indexing, offsets_block
 from moe_kernels.rules.config import Config
-
-MOST_OFFSETS = 1024  # the most that a program processes at once; more are clamped beforehand
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ def rule(problem: Problem) -> Choice:
         return Choice(True, PERSISTENT_BLOCK_M, True, index, persistent(problem.G, tma=True))
     # Tiles that hold whole rows or columns are small: many programs share an SM, and have many loads in flight.
     thin = min(problem.P, problem.Q) <= 64 and rows >= (128 if tma else 256)
-    offsets = [False] * (1 if problem.G < MOST_OFFSETS else 2)
-    options = indexing(*offsets, tma, tma, tma_out)
+    options = indexing(*bounds_loads(problem.G), tma, tma, tma_out)
     if problem.dtype == torch.float32:
         block_m, block_p, block_q, num_warps, num_stages = 32, 64, 64, 4, 3
     elif thin:

@@ -221,7 +221,7 @@ def test_extents_of_zero(variant: str, M: int, K: int, N: int, G: int, device: s
 @variants
 @pytest.mark.usefixtures("fresh_plans")
 def test_offsets_read_in_chunks(variant: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "MAX_BLOCK_G", 16)
+    monkeypatch.setattr(rules, "MOST_OFFSETS", 16)
     sizes = group_sizes_for("zipf", 20, 60)
     sizes[16] = 0
     A, B, group_offsets = make_inputs(sizes, 16, 16, dtype=torch.float16, device=device)

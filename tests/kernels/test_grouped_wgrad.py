@@ -12,10 +12,9 @@ from building import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, reference
+from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, reference, rules
 from moe_kernels.checks import clamp_offsets
 from moe_kernels.kernels.grouped_wgrad import multiply_persistent, plan_grouped_gemm_wgrad
-from moe_kernels.rules import wgrad as rules
 from moe_kernels.runtime import cache
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Builder
