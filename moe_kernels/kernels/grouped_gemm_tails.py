@@ -33,8 +33,7 @@ from moe_kernels.runtime.symbolic import SymbolicTensor
 
 def _preset(*arguments: Any) -> Config:
     A, _, _, bias, _, _, out, _, _, _, narrow, *_ = arguments
-    by_pointers = rules.Addressing(False, False, False, int64_index=False)
-    return rules.tails(out.size(1), A.size(1), bias is not None, by_pointers, narrow)
+    return rules.tails(out.size(1), A.size(1), bias is not None, rules.BY_POINTERS, narrow)
 
 
 @kernel(_preset, static_shapes=True)

@@ -26,7 +26,7 @@ from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
 def _preset(A: Tensor, B: Any, tiles: Any, bias: Any, *_: Any) -> Config:
-    return rules.tall(A.size(1), bias is not None, rules.Addressing(False, False, False, int64_index=False))
+    return rules.tall(A.size(1), bias is not None, rules.BY_POINTERS)
 
 
 @kernel(_preset, static_shapes=True)

@@ -82,6 +82,7 @@ class Choice:
     entry: entries.Entry | None = field(default=None, compare=False, repr=False)
 
 
+BY_POINTERS = Addressing(False, False, False, int64_index=False)
 _Presets = dict[int, tuple[int, int, int, int]]
 # block_m: (block_n, block_k, num_warps, num_stages); the first two tables are for 16-bit types read by TMA
 _BASIC: _Presets = {16: (128, 128, 4, 4), 32: (128, 128, 4, 3), 64: (128, 64, 4, 4), 128: (256, 64, 8, 4)}

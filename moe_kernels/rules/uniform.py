@@ -35,15 +35,12 @@ class Problem(rules.Access):
     gpu: Gpu | None = None  # None leaves the choice to the rule
 
 
-_BY_POINTERS = rules.Addressing(False, False, False, int64_index=False)
-
-
 @dataclass(frozen=True)
 class Choice:
     """How a problem is computed."""
 
     kernel: str  # "folded" or "batched"; or "bmm" for torch.bmm, which ignores the rest
-    addressing: rules.Addressing = _BY_POINTERS
+    addressing: rules.Addressing = rules.BY_POINTERS
     config: Config = field(default_factory=Config)
     source: str = "rule"  # or the file that the entry is from
     entry: entries.Entry | None = field(default=None, compare=False, repr=False)
