@@ -1084,9 +1084,9 @@ def test_an_outer_record_hears_of_what_an_inner_one_did() -> None:
     problem, choice = object(), object()
     with rules.record() as outer:
         with rules.record() as inner:
-            rules.note(problem, choice)
-        rules.with_fallback(lambda: rules.note(problem, None))
-    rules.note(problem, choice)
+            rules.chosen(problem, lambda: choice)
+        rules.with_fallback(lambda: rules.chosen(problem, lambda: None))
+    rules.chosen(problem, lambda: choice)
     assert inner == [(problem, choice)] and outer == [(problem, choice), (problem, None)]
 
 

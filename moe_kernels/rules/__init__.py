@@ -113,15 +113,15 @@ ROW_MAJOR = Config(block_sizes=[64, 64], num_warps=4)  # of the kernel that copi
 
 def choose(problem: Problem, variant: str = "auto") -> Choice:
     """Return the kernel and config for `problem`. A `variant` other than "auto" restricts the choice of the kernel."""
-    choice: Choice = forced() or _tuned(problem, variant) or rule(problem, variant)
-    note(problem, choice)
-    return choice
+    return chosen(problem, lambda: _tuned(problem, variant) or rule(problem, variant))
 
 
-def note(problem: Any, choice: Any) -> None:
-    """Add a choice, of any operator, to the list of the enclosing `record`."""
+def chosen(problem: Any, choose: Callable[[], _C]) -> _C:
+    """The choice of `force`, or else `choose()`, of any operator. The enclosing `record` lists it."""
+    choice: _C = forced() or choose()
     if (made := _made.get()) is not None:
         made.append((problem, choice))
+    return choice
 
 
 def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) -> Choice:

@@ -53,9 +53,7 @@ _SMS = 132
 
 def choose(problem: Problem) -> Choice:
     """How `problem` is computed."""
-    choice: Choice = rules.forced() or _tuned(problem) or rule(problem)
-    rules.note(problem, choice)
-    return choice
+    return rules.chosen(problem, lambda: _tuned(problem) or rule(problem))
 
 
 def rule(problem: Problem) -> Choice:

@@ -89,9 +89,7 @@ class Layout(NamedTuple):
 
 def choose(problem: Problem) -> Choice:
     """The blocks and config for `problem`."""
-    choice: Choice = rules.forced() or _tuned(problem) or rule(problem)
-    rules.note(problem, choice)
-    return choice
+    return rules.chosen(problem, lambda: _tuned(problem) or rule(problem))
 
 
 def rule(problem: Problem) -> Choice:
