@@ -20,8 +20,10 @@ import torch
 from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails, grouped_gemm_tall
 from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
+from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import (
     BY_ROW,
+    block_of,
     clamped,
     decode_odd,
     int32,
@@ -114,10 +116,7 @@ def jagged(
                         a = hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end)[:, None])
                     else:
                         a = unmasked(hl.load(A_packed, [load0 + hl.arange(block_m), tile_k]))
-                    if transposed:
-                        b = B[weight, tile_n, tile_k].T
-                    else:
-                        b = B[weight, tile_k, tile_n]
+                    b = block_of(B, weight, tile_k, tile_n, transposed)
                     acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
                 if bias is not None:
                     acc = acc + bias[group, tile_n].to(torch.float32)[None, :]
@@ -153,15 +152,8 @@ def jagged_persistent(
         end = tiles[t, 2]
         acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
         for tile_k in hl.tile(K):
-            if tma_A:
-                a = unmasked(hl.load(A_packed, [row0 + hl.arange(block_m), tile_k]))
-            else:
-                rows = row0.to(torch.int64) + hl.arange(block_m)
-                a = hl.load(A_packed, [rows, tile_k], extra_mask=(rows < end)[:, None])
-            if transposed:
-                b = B[weight, tile_n, tile_k].T
-            else:
-                b = B[weight, tile_k, tile_n]
+            a = load_rows(A_packed, row0, end, tile_k, block_m, tma_A)
+            b = block_of(B, weight, tile_k, tile_n, transposed)
             acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
         if bias is not None:
             acc = acc + bias[group, tile_n].to(torch.float32)[None, :]

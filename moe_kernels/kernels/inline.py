@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import helion.language as hl
 import torch
 
@@ -37,6 +39,13 @@ def unmasked(tile: torch.Tensor) -> torch.Tensor:
     Helion does not know that, and would load a tile that it has to mask through pointers.
     """
     return hl.inline_triton(SAME, args=(tile,), output_like=tile)
+
+
+def block_of(B: torch.Tensor, g: Any, rows: Any, columns: Any, transposed: bool) -> torch.Tensor:
+    """Return a block of matrix g of B `[G, R, C]`, which is stored as `[G, C, R]` if `transposed`."""
+    if transposed:
+        return hl.load(B, [g, columns, rows]).T
+    return hl.load(B, [g, rows, columns])
 
 
 def histogram(values: torch.Tensor, width: int, counted: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

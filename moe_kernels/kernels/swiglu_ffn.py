@@ -18,6 +18,7 @@ from moe_kernels.kernels.activation import activated
 from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
 from moe_kernels.kernels.inline import (
     BY_ROW,
+    block_of,
     clamped,
     decode_odd,
     divide,
@@ -98,12 +99,8 @@ def swiglu(
                         a = hl.load(A, [source, tile_h], extra_mask=inside[:, None])
                     else:
                         a = unmasked(hl.load(A, [load0 + hl.arange(block_m), tile_h]))
-                    if transposed:
-                        w_gate = gate[group, tile_i, tile_h].T
-                        w_up = up[group, tile_i, tile_h].T
-                    else:
-                        w_gate = gate[group, tile_h, tile_i]
-                        w_up = up[group, tile_h, tile_i]
+                    w_gate = block_of(gate, group, tile_h, tile_i, transposed)
+                    w_up = block_of(up, group, tile_h, tile_i, transposed)
                     acc_gate = hl.dot(a.to(dtype), w_gate.to(dtype), acc=acc_gate)
                     acc_up = hl.dot(a.to(dtype), w_up.to(dtype), acc=acc_up)
                 if gate_bias is not None:

@@ -15,7 +15,7 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
-from moe_kernels.kernels.inline import unmasked
+from moe_kernels.kernels.inline import block_of, unmasked
 from moe_kernels.rules import uniform as uniform_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
@@ -87,16 +87,10 @@ def uniform(
         g = tile_g.begin
         acc = hl.zeros([tile_m, tile_n], dtype=torch.float32)
         for tile_k in hl.tile(K):
-            if a_columns:
-                a = A[g, tile_k, tile_m].T
-            else:
-                a = A[g, tile_m, tile_k]
+            a = block_of(A, g, tile_m, tile_k, a_columns)
             if tma_A:
                 a = unmasked(a)
-            if b_columns:
-                b = B[g, tile_n, tile_k].T
-            else:
-                b = B[g, tile_k, tile_n]
+            b = block_of(B, g, tile_k, tile_n, b_columns)
             if tma_B:
                 b = unmasked(b)
             acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
