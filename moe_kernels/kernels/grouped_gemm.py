@@ -33,7 +33,7 @@ from moe_kernels.kernels.inline import (
     unmasked,
 )
 from moe_kernels.kernels.row_major import row_major
-from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
+from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, most, needs_int64
@@ -145,11 +145,8 @@ def jagged_persistent(
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
     hl.pdl_wait()  # launched while tile_table still runs
     for tile_t, tile_n in hl.tile([num_tiles, N], block_size=[1, None]):
-        t = tile_t.id + 1
-        group = tiles[t, 0].to(torch.int64)
+        group, row0, end = listed(tiles, tile_t.id + 1)
         weight = group * (not shared)
-        row0 = tiles[t, 1]
-        end = tiles[t, 2]
         acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
         for tile_k in hl.tile(K):
             a = load_rows(A_packed, row0, end, tile_k, block_m, tma_A)

@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import decode_odd, divide, int32, unmasked
-from moe_kernels.kernels.tiles import ALONE, place, plan_table, shares, windows
+from moe_kernels.kernels.tiles import ALONE, listed, place, plan_table, shares, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
@@ -78,9 +78,7 @@ def jagged_tails(
             position = int32(tile_w.id, row_tiles) + int32(tile_i.id, row_tiles) * tail_workers
             t = divide(position, columns)
             n = position - t * columns
-            group = tiles[1 + row_tiles + t, 0].to(torch.int64)
-            row0 = tiles[1 + row_tiles + t, 1]
-            end = tiles[1 + row_tiles + t, 2]
+            group, row0, end = listed(tiles, 1 + row_tiles + t)
             matrix = group * (not shared)
             tail = hl.zeros([64, 256], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):
@@ -92,11 +90,9 @@ def jagged_tails(
 
         if narrow_out is not None:
             for tile_c in hl.tile(num_narrow, block_size=1):
-                listed = 1 + first_narrow + int32(tile_c.id, row_tiles) * narrow_workers
-                last = listed * 0 + columns
-                group = tiles[listed, 0].to(torch.int64)
-                row0 = tiles[listed, 1]
-                end = tiles[listed, 2]
+                t = 1 + first_narrow + int32(tile_c.id, row_tiles) * narrow_workers
+                last = t * 0 + columns
+                group, row0, end = listed(tiles, t)
                 matrix = group * (not shared)
                 sums = hl.zeros([128, narrow], dtype=torch.float32)
                 for tile_c_k in hl.tile(K, block_size=narrow_k):
@@ -111,9 +107,7 @@ def jagged_tails(
             j = int32(tile_j.id, row_tiles)
             position = torch.where(j < num_early, first + j * others, first_late + (j - num_early) * workers)
             t, n = place(position, row_tiles, columns, log2_group_m)
-            group = tiles[1 + t, 0].to(torch.int64)
-            row0 = tiles[1 + t, 1]
-            end = tiles[1 + t, 2]
+            group, row0, end = listed(tiles, 1 + t)
             matrix = group * (not shared)
             acc = hl.zeros([128, 256], dtype=torch.float32)
             for tile_k in hl.tile(K, block_size=block_k):

@@ -19,7 +19,7 @@ from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_gemm_tails import load_bias, load_rows, load_weight, store_columns
 from moe_kernels.kernels.inline import decode_odd, int32
-from moe_kernels.kernels.tiles import MERGED, max_num_tiles, place, plan_table
+from moe_kernels.kernels.tiles import MERGED, listed, max_num_tiles, place, plan_table
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
@@ -53,9 +53,7 @@ def jagged_tall(
         position = int32(tile_i.id, row_tiles)
         if position < row_tiles * columns:
             t, n = place(position, row_tiles, columns, decode_odd(odd_log2_group_m, row_tiles))
-            group = tiles[1 + t, 0].to(torch.int64)
-            row0 = tiles[1 + t, 1]
-            end = tiles[1 + t, 2]
+            group, row0, end = listed(tiles, 1 + t)
             matrix = group * (not shared)
             if end > row0 + 128:
                 upper = hl.zeros([128, 256], dtype=torch.float32)

@@ -34,7 +34,7 @@ from moe_kernels.kernels.inline import (
     running_max,
     unmasked,
 )
-from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
+from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import scaled as scaled_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
@@ -190,11 +190,8 @@ def fast_persistent(
     N = out.size(1)
     hl.pdl_wait()
     for tile_t, tile_n in hl.tile([num_tiles, N], block_size=[1, None]):
-        t = tile_t.id + 1
-        group = tiles[t, 0].to(torch.int64)
+        group, row0, end = listed(tiles, tile_t.id + 1)
         weight = group * (not shared)
-        row0 = tiles[t, 1]
-        end = tiles[t, 2]
         rows = row0.to(torch.int64) + hl.arange(block_m)
         acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
         for tile_k in hl.tile(K):
@@ -240,11 +237,8 @@ def promoted_persistent(
     steps = (K + 127) // 128
     hl.pdl_wait()
     for tile_t, tile_n in hl.tile([num_tiles, N], block_size=[1, None]):
-        t = tile_t.id + 1
-        group = tiles[t, 0].to(torch.int64)
+        group, row0, end = listed(tiles, tile_t.id + 1)
         weight = group * (not shared)
-        row0 = tiles[t, 1]
-        end = tiles[t, 2]
         upper = row0.to(torch.int64) + hl.arange(half)
         lower = row0.to(torch.int64) + half + hl.arange(half)
         # Rows past the end are not stored; they use the scale of row0, which exists.

@@ -29,7 +29,7 @@ from moe_kernels.kernels.inline import (
     unmasked,
 )
 from moe_kernels.kernels.row_major import row_major
-from moe_kernels.kernels.tiles import plan_table, tile_count, tile_numbers, windows
+from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import swiglu as swiglu_rules
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, needs_int64
@@ -148,10 +148,7 @@ def swiglu_persistent(
     dtype = torch.promote_types(A.dtype, pairs.dtype)
     hl.pdl_wait()  # launched while tile_table still runs
     for tile_t, tile_i in hl.tile([num_tiles, I], block_size=[1, block_i]):
-        t = tile_t.id + 1
-        expert = tiles[t, 0].to(torch.int64)
-        row0 = tiles[t, 1]
-        end = tiles[t, 2]
+        expert, row0, end = listed(tiles, tile_t.id + 1)
         rows = row0.to(torch.int64) + hl.arange(block_m)
         source = rows
         if row_to_slot is not None:

@@ -89,6 +89,11 @@ def tile_table(
     return tiles
 
 
+def listed(tiles: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the group of a listed tile in int64, its first row and its end row."""
+    return hl.load(tiles, [index, 0]).to(torch.int64), hl.load(tiles, [index, 1]), hl.load(tiles, [index, 2])
+
+
 def _unsplit(rows: torch.Tensor, block_m: int, unsplit: torch.Tensor) -> torch.Tensor:
     """Whether a group of `rows` rows has only whole tiles, however few rows are in the last one."""
     few = torch.where(unsplit == MERGED, rows <= block_m, (rows > block_m // 2) & (rows <= unsplit))
