@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel, tma_readable
+from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import (
     BY_ROW,
     clamped,
@@ -148,10 +149,7 @@ def scaled_jagged(
                 weight = group * (not shared)
                 n_block = tile_n.begin // 128
                 for tile_k in hl.tile(K):
-                    if tma_A:
-                        a = unmasked(hl.load(A, [row0 + hl.arange(block_m), tile_k]))
-                    else:
-                        a = hl.load(A, [rows, tile_k], extra_mask=inside[:, None])
+                    a = load_rows(A, row0, end, tile_k, block_m, tma_A)
                     b = B[weight, tile_n, tile_k]
                     if block_scaled:
                         scale_a = hl.load(scales_A, [rows, tile_k.id], extra_mask=inside)
@@ -195,10 +193,7 @@ def fast_persistent(
         rows = row0.to(torch.int64) + hl.arange(block_m)
         acc = hl.zeros([block_m, tile_n], dtype=torch.float32)
         for tile_k in hl.tile(K):
-            if tma_A:
-                a = unmasked(hl.load(A, [row0 + hl.arange(block_m), tile_k]))
-            else:
-                a = hl.load(A, [rows, tile_k], extra_mask=(rows < end)[:, None])
+            a = load_rows(A, row0, end, tile_k, block_m, tma_A)
             acc = dot(a, B[weight, tile_n, tile_k].T, acc)
         scale_a = hl.load(scales_A, [rows, 0], extra_mask=rows < end)
         acc = acc * scale_a[:, None] * scales_B[weight, tile_n, 0][None, :]
