@@ -38,6 +38,18 @@ def operands(format: str, dtype: torch.dtype = E4M3) -> tuple[ScaledTensor, Scal
     return A, W.mT, group_offsets_from_sizes(torch.tensor([4, 0, 6]))
 
 
+def test_no_gradients_of_a_traced_product() -> None:
+    A, B, group_offsets = operands("rowwise")
+
+    class Product(torch.nn.Module):
+        def forward(self, scales: torch.Tensor) -> torch.Tensor:
+            return grouped_gemm(A._replace(scales=scales), B, group_offsets)
+
+    exported = torch.export.export(Product(), (A.scales,))
+    with pytest.raises(RuntimeError, match=r"grouped_gemm of fp8 operands has no gradients: .* torch\.no_grad\(\)"):
+        exported.module()(A.scales.requires_grad_()).sum().backward()
+
+
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_rows_whose_number_depends_on_values() -> None:
     """The product compiles and exports, with scales stored column by column."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -65,6 +65,20 @@ def define(
         in_transform = _transformed(name, operator, call, setup_context, backward)
     call.__name__ = name
     return call
+
+
+def no_gradient(what: str) -> tuple[Callable[..., None], Callable[..., NoReturn]]:
+    """Return a `setup_context` and a `backward` that refuses, for programs that were traced without gradients.
+
+    Other calls are refused by the checks of the public functions.
+    """
+
+    def backward(*_: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{what} has no gradients: run this program under torch.no_grad(), or trace one with bfloat16 operands"
+        )
+
+    return lambda ctx, inputs, output: None, backward
 
 
 def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference
-from moe_kernels.ops.library import check_rows, define, use_kernels
+from moe_kernels.ops.library import check_rows, define, no_gradient, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.torch_internals import PLAIN
@@ -87,6 +87,7 @@ scaled_grouped_gemm = define(
     " ScalarType out_dtype, str variant, bool fast_accumulation) -> Tensor",
     _scaled_grouped_gemm,
     _scaled_grouped_gemm_fake,
+    *no_gradient("grouped_gemm of fp8 operands"),
 )
 
 
@@ -118,4 +119,5 @@ scaled_wgrad = define(
     " bool fast_accumulation) -> Tensor",
     _scaled_wgrad,
     _scaled_wgrad_fake,
+    *no_gradient("scaled_grouped_mm"),
 )

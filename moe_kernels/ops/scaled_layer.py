@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import SPEC, layer_operator, run_layer
-from moe_kernels.ops.library import define, use_kernels
+from moe_kernels.ops.library import define, no_gradient, use_kernels
 from moe_kernels.scaled import ScaledTensor
 
 SCALED_MOE_MLP = layer_operator(
@@ -45,24 +45,11 @@ def _scaled_moe_mlp(
     return run_layer(SCALED_MOE_MLP, (hidden, topk_ids, topk_weights), parameters, options)[0]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
-
-
-def _no_gradient(*_: Any) -> NoReturn:
-    """Refuse to differentiate a program that was traced without gradients; `moe_mlp` refuses other calls."""
-    raise RuntimeError(
-        "moe_mlp with fp8 weights has no gradients: run this program under torch.no_grad(), or trace one with "
-        "bfloat16 weights"
-    )
-
-
 scaled_moe_mlp = define(
     "scaled_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor scales_gate_up,"
     " Tensor w_down, Tensor scales_down, Tensor? gate_up_bias, Tensor? down_bias, bool rowwise,"
     f" bool fast_accumulation, {SPEC}) -> Tensor",
     _scaled_moe_mlp,
     lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
-    _setup,
-    _no_gradient,
+    *no_gradient("moe_mlp with fp8 weights"),
 )
