@@ -99,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("page", nargs="*", type=Path, default=[ROOT / page for page in PAGES], help=f"default: {pages}")
     parser.add_argument("--check", action="store_true", help="only say, by the exit status, whether all is as it is")
     options = parser.parse_args(argv)
+    for page in options.page:
+        if not page.is_file():
+            parser.error(f"argument page: no file {page}")
     changed = [write_page(page, options.check) for page in options.page]
     return int(any(changed) and options.check)
 

@@ -43,6 +43,12 @@ def test_the_report_finds_the_pages_from_any_folder(tmp_path: Path, monkeypatch:
     assert report.main(["--check"]) == 0
 
 
+def test_the_report_names_a_page_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        report.main([str(tmp_path / "none.md")])
+    assert f"argument page: no file {tmp_path / 'none.md'}" in capsys.readouterr().err
+
+
 def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
     """A check writes nothing."""
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
