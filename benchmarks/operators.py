@@ -72,12 +72,13 @@ def launch_alone(
     return lambda: kernel(*tensors, *memory), memory
 
 
-def _grouped(per_group: bool, layouts: dict[str, str], baseline: str, providers: dict[str, Provider]) -> Operator:
+def _grouped(per_group: bool, baseline: str, providers: dict[str, Provider]) -> Operator:
+    groups = "G, " if per_group else ""
     return Operator(
         providers,
         baseline,
         "ours",
-        layouts,
+        {"gkn": f"[{groups}K, N]", "gnk": f"[{groups}N, K] transposed"},
         weights=lambda case, device: given.weights(case, device, per_group),
         inputs=given.packed,
         longer=given.longer,
@@ -145,7 +146,6 @@ _OURS = {
 OPERATORS = {
     "grouped_gemm": _grouped(
         True,
-        {"gkn": "[G, K, N]", "gnk": "[G, N, K] transposed"},
         "torch",
         {
             "torch": Provider("torch._grouped_mm", baselines.grouped_mm),
@@ -158,20 +158,17 @@ OPERATORS = {
     ),
     "float32": _grouped(
         True,
-        {"gkn": "[G, K, N]", "gnk": "[G, N, K] transposed"},
         "loop",
         {"loop": Provider("loop of torch.mm", baselines.loop), **_OURS},
     ),
     "shared_gemm": _grouped(
         False,
-        {"gkn": "[K, N]", "gnk": "[N, K] transposed"},
         "mm",
         {"mm": Provider("torch.mm", baselines.dense), **_OURS},
     ),
     "uniform": replace(
         _grouped(
             True,
-            {"gkn": "[G, K, N]", "gnk": "[G, N, K] transposed"},
             "bmm",
             {
                 "bmm": Provider("torch.bmm", _bmm(None), result=_packed),

@@ -23,7 +23,7 @@ from moe_kernels.runtime.torch_internals import PLAIN
 from moe_kernels.scaled import BLOCK, FORMATS, FP8_COMPUTE, FP8_DTYPES, ScaledTensor, scales_shape
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ALL_DTYPES = (*_CUDA_DTYPES, torch.float64)
+DTYPES = (*_CUDA_DTYPES, torch.float64)
 _FP8 = "float8_e4m3fn or float8_e5m2"
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _INTS = (int, torch.SymInt)
@@ -133,7 +133,7 @@ def check_kernel_dtype(name: str, dtype: torch.dtype) -> None:
 
 def check_parameter_dtype(dtype: torch.dtype | None, in_fp8: bool) -> None:
     """Check the dtype of the parameters of a layer, whose products may be `in_fp8`. None is PyTorch's default."""
-    _check_dtype(torch.get_default_dtype() if dtype is None else dtype, _CUDA_DTYPES if in_fp8 else _ALL_DTYPES)
+    _check_dtype(torch.get_default_dtype() if dtype is None else dtype, _CUDA_DTYPES if in_fp8 else DTYPES)
 
 
 def _check_dtype(dtype: torch.dtype, supported: Sequence[torch.dtype]) -> None:
@@ -524,7 +524,7 @@ def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
         raise TypeError(f"scaled: expected a ScaledTensor, got {type(scaled).__name__}")
     data, scales, format = scaled
     _check_scaled("scaled.data", "scaled.scales", scaled)
-    _check_dtype(dtype, _ALL_DTYPES)
+    _check_dtype(dtype, DTYPES)
     _check_format("scaled.format", format)
     if data.dim() < 2:
         raise ValueError(f"scaled.data: expected shape [..., R, K], got {list(data.shape)}")
@@ -1041,7 +1041,7 @@ def _check_same_device(name: str, value: Tensor, other_name: str, other: Tensor)
 
 
 def _supported(A: Tensor, reference: bool) -> tuple[torch.dtype, ...]:
-    return _CUDA_DTYPES if A.is_cuda and not reference else _ALL_DTYPES
+    return _CUDA_DTYPES if A.is_cuda and not reference else DTYPES
 
 
 def _dtype_error(name: str, got: object, A: Tensor, reference: bool) -> str:

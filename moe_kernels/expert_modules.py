@@ -29,7 +29,6 @@ LAYOUTS = (
     Layout(("fc1",), "fc2", gated=False),
     Layout(("0",), "2", gated=False),  # nn.Sequential(Linear, activation, Linear)
 )
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WITHOUT_DROPOUT = "turn it off, or call .eval() on the experts first if they are not to be trained"
 _PLAIN = tuple(name for name in ACTIVATIONS if name not in CLAMPED)  # those without alpha and limit
@@ -67,7 +66,7 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
     first = [_weight(experts[0], name) for name in names]
     H, I = first[-1].shape  # noqa: E741
     rows = 2 * I if gated and len(into) == 1 else I
-    if first[0].dtype not in _DTYPES:
+    if first[0].dtype not in checks.DTYPES:
         raise TypeError(
             f"experts[0].{into[0]}.weight: expected bfloat16, float16, float32 or float64, got {first[0].dtype}; "
             "dequantize the experts first"

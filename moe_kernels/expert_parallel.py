@@ -19,8 +19,6 @@ from moe_kernels.routing import permute, route, unpermute
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 class Exchange(NamedTuple):
     """The state of a `dispatch` that `combine` needs.
@@ -100,14 +98,14 @@ def dispatch(
 
     to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
     # An exchange of rows of different sizes would hang or abort, and of other dtypes give wrong values.
-    kind = rows.size(1) * len(_DTYPES) + _DTYPES.index(rows.dtype)
+    kind = rows.size(1) * len(checks.DTYPES) + checks.DTYPES.index(rows.dtype)
     message = F.pad(to_send, (0, 1), value=kind)
     answer = torch.empty_like(message)
     dist.all_to_all_single(answer, message, group=group)
     to_receive = answer[:, :-1]
     sent, received, kinds = torch.stack((to_send.sum(1), to_receive.sum(1), answer[:, -1])).tolist()
     if kinds != [kind] * P:
-        each = [(k // len(_DTYPES), _DTYPES[k % len(_DTYPES)]) for k in kinds]
+        each = [(k // len(checks.DTYPES), checks.DTYPES[k % len(checks.DTYPES)]) for k in kinds]
         raise ValueError(
             f"hidden: expected H = {rows.size(1)} and {rows.dtype} on all ranks as on this one; on ranks 0 to {P - 1} "
             f"of the group, rows have {[H * dtype.itemsize for H, dtype in each]} bytes, in "

@@ -67,16 +67,11 @@ def define(
     return call
 
 
-def no_gradient(what: str) -> tuple[Callable[..., None], Callable[..., NoReturn]]:
-    """Return a `setup_context` and a `backward` that refuses, for programs that were traced without gradients.
-
-    Other calls are refused by the checks of the public functions.
-    """
+def refusing(message: str) -> tuple[Callable[..., None], Callable[..., NoReturn]]:
+    """Return `setup_context` and `backward` of an operator whose derivatives are a RuntimeError with this message."""
 
     def backward(*_: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{what} has no gradients: run this program under torch.no_grad(), or trace one with bfloat16 operands"
-        )
+        raise RuntimeError(message)
 
     return lambda ctx, inputs, output: None, backward
 

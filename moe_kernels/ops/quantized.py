@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_kernels import reference
-from moe_kernels.ops.library import check_rows, define, use_kernels
+from moe_kernels.ops.library import check_rows, define, refusing, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 
@@ -97,44 +97,36 @@ def _quantized_wgrad_fake(X: Tensor, Y: Tensor, group_offsets: Tensor, *others: 
     return X.new_empty((G, P, Q), dtype=out_dtype)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-def _no_second_order(*_: Any) -> NoReturn:
-    """Refuse second-order gradients and forward-mode derivatives."""
-    raise RuntimeError(
-        "moe_mlp: with compute there are neither gradients of gradients nor forward-mode derivatives; "
-        "pass compute=None for them"
-    )
+_FIRST_ORDER_ONLY = refusing(
+    "moe_mlp: with compute there are neither gradients of gradients nor forward-mode derivatives; "
+    "pass compute=None for them"
+)
 
 
 def differentiable_once(gradient: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
     """Wrap an operator's gradient so that differentiating its results raises RuntimeError."""
 
-    def refusing(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         found = gradient(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
         return tuple(None if x is None else _first_order(x) for x in found)
 
-    return refusing
+    return once
 
 
-_first_order = define("first_order(Tensor x) -> Tensor", torch.clone, torch.empty_like, _setup, _no_second_order)
+_first_order = define("first_order(Tensor x) -> Tensor", torch.clone, torch.empty_like, *_FIRST_ORDER_ONLY)
 quantized_grouped_gemm = define(
     "quantized_grouped_gemm(Tensor A, Tensor B, Tensor? scales_B, Tensor group_offsets, Tensor? slot_to_row,"
     " Tensor? bias, bool rowwise, bool fast_accumulation, ScalarType out_dtype) -> Tensor",
     _quantized_grouped_gemm,
     _quantized_grouped_gemm_fake,
-    _setup,
-    _no_second_order,
+    *_FIRST_ORDER_ONLY,
 )
 quantized_wgrad = define(
     "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_slots, Tensor? y_slots, bool transposed,"
     " ScalarType out_dtype) -> Tensor",
     _quantized_wgrad,
     _quantized_wgrad_fake,
-    _setup,
-    _no_second_order,
+    *_FIRST_ORDER_ONLY,
 )

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference
-from moe_kernels.ops.library import check_rows, define, no_gradient, use_kernels
+from moe_kernels.ops.library import check_rows, define, refusing, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.torch_internals import PLAIN
 from moe_kernels.scaled import ScaledTensor
 
+# Of programs that were traced without gradients; the checks of the public functions refuse other calls.
+NO_GRADIENTS = "{} has no gradients: run this program under torch.no_grad(), or trace one with bfloat16 operands"
 SCALED_GROUPED_GEMM = Operator(
     "scaled_grouped_gemm",
     planner="moe_kernels.kernels.scaled_gemm",
@@ -87,7 +89,7 @@ scaled_grouped_gemm = define(
     " ScalarType out_dtype, str variant, bool fast_accumulation) -> Tensor",
     _scaled_grouped_gemm,
     _scaled_grouped_gemm_fake,
-    *no_gradient("grouped_gemm of fp8 operands"),
+    *refusing(NO_GRADIENTS.format("grouped_gemm of fp8 operands")),
 )
 
 
@@ -119,5 +121,5 @@ scaled_wgrad = define(
     " bool fast_accumulation) -> Tensor",
     _scaled_wgrad,
     _scaled_wgrad_fake,
-    *no_gradient("scaled_grouped_mm"),
+    *refusing(NO_GRADIENTS.format("scaled_grouped_mm")),
 )

@@ -10,7 +10,8 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import SPEC, layer_operator, run_layer
-from moe_kernels.ops.library import define, no_gradient, use_kernels
+from moe_kernels.ops.library import define, refusing, use_kernels
+from moe_kernels.ops.scaled import NO_GRADIENTS
 from moe_kernels.scaled import ScaledTensor
 
 SCALED_MOE_MLP = layer_operator(
@@ -51,5 +52,5 @@ scaled_moe_mlp = define(
     f" bool fast_accumulation, {SPEC}) -> Tensor",
     _scaled_moe_mlp,
     lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
-    *no_gradient("moe_mlp with fp8 weights"),
+    *refusing(NO_GRADIENTS.format("moe_mlp with fp8 weights")),
 )
