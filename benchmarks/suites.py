@@ -134,7 +134,7 @@ _FLOAT32 = (
 _LOW_RANK = tuple(
     Case(f"{name}, {step} rank {r}", G, M, *extents)
     for name, G, M, H in (("qwen3", 128, 65536, 2048), ("mixtral", 8, 16384, 4096))
-    for r in (8, 16, 64)
+    for r in (8, 16, 64, 128)
     for step, extents in (("to", (r, H)), ("from", (H, r)))
 )
 _SHARED = ("dsv3_ep_up", "qwen3_up", "qwen3_down", "mixtral_down", "decode_qwen3")

@@ -16,7 +16,7 @@ from helion.runtime.settings import default_autotuner_fn
 from moe_kernels import requirements, rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
-from moe_kernels.runtime.symbolic import SymbolicTensor
+from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor
 from moe_kernels.runtime.targets import Gpu
 
 
@@ -86,6 +86,16 @@ def left_operand(builder: Builder, A: SymbolicTensor, other: torch.dtype) -> Sym
     if A.dtype == dtype or not rules.tf32_allowed(dtype):
         return A
     return builder.call("cast", (A,), (A.shape, dtype), dtype)
+
+
+def whole_blocks(x: SymbolicTensor) -> SymbolicTensor:
+    """Return `x`, 2-D or 3-D, with an example shape that blocks fit into. Helion drops TMA for tensors of over 2^31
+    elements, and for blocks larger than the tensor, though TMA returns zeros outside of it.
+    """
+    *groups, rows, columns = x.shape
+    few = [n if isinstance(n, SymbolicInt) else min(2, n) for n in groups]
+    blocks = [n if isinstance(n, SymbolicInt) else rules.fitting(256, n) for n in (rows, columns)]
+    return replace(x, example_shape=(*few, *blocks))
 
 
 def tma_readable(gpu: Gpu, tensor: SymbolicTensor) -> bool:

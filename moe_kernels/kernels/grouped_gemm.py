@@ -19,7 +19,7 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails, grouped_gemm_tall
-from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
+from moe_kernels.kernels.declare import kernel, left_operand, tma_readable, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import (
     BY_ROW,
@@ -32,7 +32,7 @@ from moe_kernels.kernels.inline import (
     running_max,
     unmasked,
 )
-from moe_kernels.kernels.row_major import row_major
+from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
 from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
@@ -195,9 +195,10 @@ def multiply(
     if G == 0 or (K == 0 and bias is None):
         builder.zero(out)
         return
-    A_packed = row_major(builder, left_operand(builder, A_packed, B.dtype))
+    (A_packed,) = row_major(builder, left_operand(builder, A_packed, B.dtype), shortest=LONG)
     shared, transposed = B.size(0) == 1, lies_transposed(B)
-    B = replace(B.transpose(1, 2) if transposed else B, few_groups=True)
+    B = weights_row_major(builder, A_packed, B.transpose(1, 2) if transposed else B, G)
+    B = replace(B, few_groups=True)
     problem = _problem(builder, A_packed, B, G, bias, out, transposed, needs_int64(group_offsets, bias))
     choice = rules.choose(problem, variant)
     if choice.variant in ("tails", "tall"):
@@ -205,7 +206,9 @@ def multiply(
         kernel_file.multiply(builder, choice, A_packed, B, group_offsets, bias, out, problem)
         return
     block_m = choice.block_m
-    tma_A, _, tma_out, int64_index = choice.addressing
+    tma_A, tma_B, tma_out, int64_index = choice.addressing
+    A_packed = whole_blocks(A_packed) if tma_A else A_packed
+    B = whole_blocks(B) if tma_B else B
     if choice.variant == "basic":
         numbers = tile_numbers(M, G, block_m, problem.rows == 0)
         arguments = (A_packed, B, group_offsets, bias, out, *numbers, shared, transposed, not tma_A)
@@ -215,7 +218,7 @@ def multiply(
     if tma_A:
         A_packed = replace(A_packed, tma_clipped=True)
     if tma_out:
-        out = windows(out, block_m)
+        out = windows(whole_blocks(out), block_m)
     arguments = (A_packed, B, tiles, tile_count(tiles), bias, out, shared, transposed, block_m, tma_A, tma_out)
     builder.launch(jagged_persistent, arguments, choice.config, int64_index=int64_index, precision=problem.precision)
 
@@ -241,9 +244,8 @@ def _problem(
         G=G,
         dtype=dtype,
         tf32=rules.tf32_allowed(dtype),
-        # A block has at least 16 elements in each dimension, and a descriptor's must fit into the tensor.
-        tma_A=not int64_vectors and K >= 16 and tma_readable(gpu, A_packed),
-        tma_B=min(K, N) >= 16 and tma_readable(gpu, B),
+        tma_A=not int64_vectors and tma_readable(gpu, A_packed),
+        tma_B=tma_readable(gpu, B),
         tma_out=N >= 16 and tma_readable(gpu, out),
         # These apply to pointers only: TMA takes 32-bit coordinates whatever the extent.
         int64_A=int64_vectors or needs_int64(A_packed),

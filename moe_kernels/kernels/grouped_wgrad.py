@@ -18,7 +18,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
+from moe_kernels.kernels.declare import kernel, left_operand, tma_readable, whole_blocks
 from moe_kernels.kernels.inline import bounds_of, clamped, decode_odd, divide, int32, running_max, unmasked
 from moe_kernels.kernels.row_major import row_major
 from moe_kernels.rules import wgrad as wgrad_rules
@@ -167,7 +167,7 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     out = builder.alloc((group_offsets.size(0) - 1, X.size(1), Y.size(1)), dtype)
     if is_trivial(builder, X.size(0), out):
         return out
-    X, Y = row_major(builder, left_operand(builder, X, Y.dtype)), row_major(builder, Y)
+    X, Y = row_major(builder, left_operand(builder, X, Y.dtype), Y)
     M = X.size(0)
     problem = _problem(builder, X, Y, out)
     if needs_int64(group_offsets):
@@ -179,7 +179,7 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     block_m, tma = choice.block_m, choice.tma
     group_offsets, width = searchable(builder, group_offsets, M)
     if tma:
-        X, Y = _windows(X, block_m), _windows(Y, block_m)
+        X, Y, out = whole_blocks(_windows(X, block_m)), whole_blocks(_windows(Y, block_m)), whole_blocks(out)
     # `few_groups`, because the kernel indexes groups of the result in 64 bits.
     arguments = (X, Y, group_offsets, replace(out, few_groups=True), M * 2 + 1, width, block_m, tma)
     precision = "tf32" if problem.tf32 else "ieee"  # "tf32x3" is slower where operands are contracted along rows
@@ -245,8 +245,8 @@ def _problem(builder: Builder, X: SymbolicTensor, Y: SymbolicTensor, out: Symbol
         G=G,
         dtype=dtype,
         tf32=rules.tf32_allowed(dtype),
-        tma=min(P, Q) >= 16 and tma_readable(gpu, X) and tma_readable(gpu, Y),
-        tma_out=min(P, Q) >= 16 and out.element_size() == 2 and tma_readable(gpu, out),
+        tma=tma_readable(gpu, X) and tma_readable(gpu, Y),
+        tma_out=out.element_size() == 2 and tma_readable(gpu, out),
         # `int64_rows` applies to pointers only: TMA takes 32-bit coordinates whatever the extent.
         int64_rows=needs_int64(X, Y),
         int64_out=needs_int64(out.select(0, 0)),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import kernel, tma_readable
+from moe_kernels.kernels.declare import kernel, tma_readable, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import (
     BY_ROW,
@@ -35,6 +35,7 @@ from moe_kernels.kernels.inline import (
     running_max,
     unmasked,
 )
+from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
 from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import scaled as scaled_rules
 from moe_kernels.rules.config import Config
@@ -320,13 +321,15 @@ def multiply(
         builder.zero(out)
         return
     shared = B.size(0) == 1
+    (A,) = row_major(builder, A, shortest=LONG)
+    B = weights_row_major(builder, A, B, G)
     B, scales_B = replace(B, few_groups=True), replace(scales_B, few_groups=True)
     problem = _problem(builder, A, scales_A, B, scales_B, group_offsets, bias, out, fast)
     choice = scaled_rules.rule(problem, variant)
     block_m = choice.block_m
-    tma_A, _, tma_out, int64_index = choice.addressing
-    if tma_A:
-        A = replace(A, tma_clipped=True)
+    tma_A, tma_B, tma_out, int64_index = choice.addressing
+    A = whole_blocks(replace(A, tma_clipped=True)) if tma_A else A
+    B = whole_blocks(B) if tma_B else B
     operands, inline_ptx = (A, scales_A, B, scales_B), builder.gpu.backend == "cuda"
     if choice.variant == "basic":
         numbers = tile_numbers(M, G, block_m, problem.rows == 0)
@@ -337,7 +340,7 @@ def multiply(
     tiles = plan_table(builder, group_offsets, out, block_m)
     listed = (*operands, tiles, tile_count(tiles), bias)
     if fast:
-        arguments = (*listed, windows(out, block_m) if tma_out else out, shared, block_m, tma_A, tma_out)
+        arguments = (*listed, windows(whole_blocks(out), block_m) if tma_out else out, shared, block_m, tma_A, tma_out)
         builder.launch(fast_persistent, arguments, choice.config, int64_index=int64_index)
     else:
         arguments = (*listed, out, shared, block_m // 2, problem.block_scaled, inline_ptx, tma_A)
@@ -367,7 +370,7 @@ def _problem(
         fast=fast,
         out_dtype=out.dtype,
         tma_A=not int64_vectors and tma_readable(gpu, A),
-        tma_B=N >= 16 and tma_readable(gpu, B),
+        tma_B=tma_readable(gpu, B),
         tma_out=N >= 16 and tma_readable(gpu, out),
         # TMA takes 32-bit coordinates for any extent.
         int64_A=int64_vectors or needs_int64(A),

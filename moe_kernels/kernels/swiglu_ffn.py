@@ -15,7 +15,7 @@ import torch
 from moe_kernels import rules
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels.activation import activated
-from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
+from moe_kernels.kernels.declare import kernel, left_operand, tma_readable, whole_blocks
 from moe_kernels.kernels.inline import (
     BY_ROW,
     block_of,
@@ -28,7 +28,7 @@ from moe_kernels.kernels.inline import (
     running_max,
     unmasked,
 )
-from moe_kernels.kernels.row_major import row_major
+from moe_kernels.kernels.row_major import LONG, row_major
 from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import swiglu as swiglu_rules
 from moe_kernels.runtime.plan import Builder
@@ -230,7 +230,7 @@ def multiply_activated(
     spec: GLUSpec,
 ) -> None:
     """Write the activation, and the preactivations if given. No tensor may be empty."""
-    A = row_major(builder, left_operand(builder, A, gate.dtype))
+    (A,) = row_major(builder, left_operand(builder, A, gate.dtype), shortest=LONG)
     M, E = act.size(0), gate.size(0)
     pairs, transposed = _pairs(A, gate, up, builder), lies_transposed(gate)
     if transposed:
@@ -241,7 +241,8 @@ def multiply_activated(
     tma_A, tma_B, tma_out, int64_index = choice.addressing
     options = (spec.activation, spec.alpha, spec.limit)
     if not choice.persistent:
-        weights = replace(gate, few_groups=True), replace(up, few_groups=True)
+        A = whole_blocks(A) if tma_A else A
+        weights = [whole_blocks(w) if tma_B else replace(w, few_groups=True) for w in (gate, up)]
         numbers = tile_numbers(M, E, block_m, problem.rows == 0)
         tensors = (A, *weights, group_offsets, row_to_slot, *biases, act, *preacts)
         arguments = (*tensors, *numbers, top_k, transposed, not tma_A, *options)
@@ -287,8 +288,8 @@ def _problem(
         biases=sum(bias is not None for bias in biases),
         paired=paired,
         slow_memory=gpu.slow_memory,
-        tma_A=not int64_vectors and H >= 16 and row_to_slot is None and tma_readable(gpu, A),
-        tma_B=min(H, I) >= 16 and tma_readable(gpu, gate) and tma_readable(gpu, up),
+        tma_A=not int64_vectors and row_to_slot is None and tma_readable(gpu, A),
+        tma_B=tma_readable(gpu, gate) and tma_readable(gpu, up),
         tma_out=I >= 16 and all(tma_readable(gpu, out) for out in outs if out is not None),
         # These apply to pointers only: TMA takes 32-bit coordinates whatever the extent.
         int64_A=int64_vectors or needs_int64(A, row_to_slot),

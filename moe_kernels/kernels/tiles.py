@@ -204,7 +204,8 @@ def windows(out: SymbolicTensor, block_m: int) -> SymbolicTensor:
     """
     row, column = out.strides
     view = out.as_strided((block_m, out.size(1), out.size(0) + 1), (row, column, row), -block_m * row)
-    return replace(view, tma_clipped=True)
+    example = None if out.example_shape is None else (block_m, out.example_shape[1], out.size(0) + 1)
+    return replace(view, tma_clipped=True, example_shape=example)
 
 
 def max_num_tiles(M: Any, G: int, block_m: int) -> Any:

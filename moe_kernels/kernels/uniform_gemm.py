@@ -7,14 +7,13 @@ that exceeds its group, so rows of the next group are not read.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import helion.language as hl
 import torch
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import kernel, left_operand, tma_readable
+from moe_kernels.kernels.declare import kernel, left_operand, tma_readable, whole_blocks
 from moe_kernels.kernels.inline import block_of, unmasked
 from moe_kernels.rules import uniform as uniform_rules
 from moe_kernels.rules.config import Config
@@ -124,7 +123,7 @@ def plan_uniform_grouped_gemm(builder: Builder, tensors: Operands, options: tupl
     if choice.kernel == "folded":
         operands, kernel = [_flat(x) for x in operands], uniform_folded
         constants = (G, M, N, K, a_columns, b_columns)
-    by_tma = [_with_whole_blocks(x) if tma else x for x, tma in zip(operands, choice.addressing[:3], strict=True)]
+    by_tma = [whole_blocks(x) if tma else x for x, tma in zip(operands, choice.addressing[:3], strict=True)]
     int64_index = choice.addressing.int64_index
     precision = "tf32" if problem.tf32 else "ieee"
     builder.launch(kernel, (*by_tma, *constants), choice.config, int64_index=int64_index, precision=precision)
@@ -175,15 +174,6 @@ def _has_rows(x: SymbolicTensor) -> bool:
 def _groups(x: SymbolicTensor, G: int) -> SymbolicTensor:
     """Return `x` as `[G, _, _]`; the groups of a 2-D `x` are stacked along its rows."""
     return x if x.dim() == 3 else x.unflatten(0, (G, x.size(0) // max(G, 1)))
-
-
-def _with_whole_blocks(x: SymbolicTensor) -> SymbolicTensor:
-    """Return `x` with an example shape that blocks fit into. Helion drops TMA for tensors of over 2^31 elements, and
-    for blocks larger than the tensor, though TMA returns zeros outside of it.
-    """
-    *groups, rows, columns = x.shape
-    blocks = (min(256, max(16, 1 << (n - 1).bit_length())) for n in (rows, columns))
-    return replace(x, example_shape=(*(min(2, G) for G in groups), *blocks))
 
 
 def _flat(x: SymbolicTensor) -> SymbolicTensor:

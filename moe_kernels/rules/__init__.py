@@ -108,7 +108,9 @@ NARROW_FROM_ROWS = 1024  # of 128 columns; half as many for 64. With fewer, tail
 UNSPLIT = 384  # Up to this many rows, reading a group's weight once more for a tail costs more than half a tile.
 SHARED_MEMORY = 227 << 10  # bytes that the programs of an SM share, from sm90 on
 MOST_OFFSETS = 1024  # that a program processes at once
-ROW_MAJOR = Config(block_sizes=[64, 64], num_warps=4)  # of the kernel that copies a matrix to row-major order
+# Of the kernel that copies matrices to row-major order, from column-major order and from any other.
+TRANSPOSED_ROWS, WHOLE_ROWS = (Config(block_sizes=block, num_warps=4) for block in ([64, 64], [8, 512]))
+ROW_MAJOR_WEIGHTS_FROM_ROWS = 128  # mean rows per group from which weights that TMA cannot read are copied
 
 
 def choose(problem: Problem, variant: str = "auto") -> Choice:
@@ -165,7 +167,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
         num_warps, num_stages = 4, 3
     if variant == "persistent" and problem.out_dtype == torch.float32:
         block_n = min(block_n, 128)  # the result's tile shares the memory with the next tile's loads
-    block_n, block_k = block_for(problem.N, block_n), block_for(problem.K, block_k)
+    block_n, block_k = fitting(block_n, problem.N), fitting(block_k, problem.K)
 
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [4]}
     if variant == "persistent":
@@ -295,7 +297,7 @@ def _waits_for_weights(problem: Problem) -> bool:
 def tall(K: int, has_bias: bool, addressing: Addressing) -> Config:
     """The config of `jagged_tall`."""
     options = indexing_of("tall", has_bias, addressing)
-    return Config(block_sizes=[block_for(K, 64)], num_warps=8, num_stages=4, pid_type="flat", **options)
+    return Config(block_sizes=[fitting(64, K)], num_warps=8, num_stages=4, pid_type="flat", **options)
 
 
 def narrow_column(problem: Problem) -> int:
@@ -319,7 +321,7 @@ def tails(N: int, K: int, has_bias: bool, addressing: Addressing, narrow: int) -
         if narrow == 128:
             options["range_num_stages"] = [0, 0, 0, 6, 0, 0]  # these loads take as much memory as four of a whole tile
     options |= indexing_of("tails", has_bias, addressing, tail_pieces(N, narrow), narrow)
-    return Config(block_sizes=[block_for(K, 64), block_for(K, 128 if narrow == 64 else 64)], **options)
+    return Config(block_sizes=[fitting(64, K), fitting(128 if narrow == 64 else 64, K)], **options)
 
 
 def tail_pieces(N: int, narrow: int) -> int:
@@ -382,7 +384,8 @@ def _addressing(problem: Problem, variant: str, block_m: int) -> Addressing:
         fits = problem.N >= TAILS_WIDTH and problem.N % 64 == 0 and problem.K >= 64 and not problem.out_dtype
         tma_A = tma_B = tma_out = tma_out and fits
     elif variant == "tall":  # TMA for both operands, or for none
-        tma_A = tma_B = tma_A and tma_B and problem.N >= TAILS_WIDTH and problem.dtype != torch.float32
+        fits = problem.N >= TAILS_WIDTH and problem.K >= 64 and problem.dtype != torch.float32
+        tma_A = tma_B = tma_A and tma_B and fits
         tma_out = False
     return addressing(problem, tma_A, tma_B, tma_out)
 
@@ -446,11 +449,6 @@ def floor_power_of_2(n: int) -> int:
     return 1 << (n.bit_length() - 1) if n else 0
 
 
-def block_for(n: int, most: int) -> int:
-    """The block for a descriptor, or mask, of `n` elements: the largest power of two up to it, within 16 and `most`."""
-    return min(max(16, floor_power_of_2(n)), most)
-
-
 def fitting(block: int, extent: int) -> int:
     """The smaller of `block` and the least power of two, from 16 on, that covers `extent`."""
     return min(block, max(16, 1 << (extent - 1).bit_length()))
@@ -472,7 +470,7 @@ def offsets_of(G: int) -> Config:
 
 def tile_table(G: int, N: int | None) -> Config:
     """The config of the kernel that lists the persistent kernel's tiles, and sets rows of N columns to zero."""
-    zeros = [] if N is None else [block_for(N, 64)]
+    zeros = [] if N is None else [fitting(64, N)]
     return Config(block_sizes=[offsets_block(G), *zeros], num_warps=1)
 
 

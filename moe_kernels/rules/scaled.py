@@ -54,12 +54,12 @@ def _at_once(problem: Problem) -> bool:
 
 def _basic(problem: Problem) -> rules.Choice:
     block_m = 16 if problem.rows < 16 else 32 if problem.rows < 32 else HEIGHT
-    addressing = _addressing(problem, block_m, _block_k(problem), tma_out=False)
+    addressing = _addressing(problem, block_m, tma_out=False)
     if problem.tma_A and addressing.tma_B:
         num_warps, (block_n, num_stages) = 4, _width_and_stages(problem, block_m)
     else:  # pointers read odd strides byte by byte, which takes registers
         num_warps, block_n, num_stages = 8, 64, 2
-    blocks = [block_m, rules.block_for(problem.N, block_n), rules.offsets_block(problem.G), _block_k(problem)]
+    blocks = [block_m, rules.fitting(block_n, problem.N), rules.offsets_block(problem.G), _block_k(problem)]
     scales = [False] * 2
     options = rules.indexing(False, *addressing[:2], *scales, *[False] * problem.has_bias, False)
     config = Config(block_sizes=blocks, num_warps=num_warps, num_stages=num_stages, l2_groupings=[4], **options)
@@ -82,9 +82,9 @@ def _width_and_stages(problem: Problem, block_m: int) -> tuple[int, int]:
 def _persistent(problem: Problem) -> rules.Choice:
     block_m = 128
     addressing = (
-        _addressing(problem, block_m, _block_k(problem), tma_out=True)
+        _addressing(problem, block_m, tma_out=True)
         if problem.fast
-        else _addressing(problem, block_m // 2, BLOCK_K, tma_out=False)
+        else _addressing(problem, block_m // 2, tma_out=False)
     )
     by_tma = addressing.tma_A and addressing.tma_B
     options: dict[str, Any] = {"pid_type": "persistent_interleaved", "l2_groupings": [8]}
@@ -101,14 +101,14 @@ def _persistent(problem: Problem) -> rules.Choice:
         if out:
             options["epilogue_subtile"] = 2  # whole tiles leave too little shared memory for these stages
         options |= rules.indexing(*tables, a, b, False, False, *bias, out)
-        blocks = [rules.block_for(problem.N, block_n), _block_k(problem)]
+        blocks = [rules.fitting(block_n, problem.N), _block_k(problem)]
     else:
         block_n, num_warps, num_stages = (128, 4, 3) if by_tma else (32, 8, 2)
         options["num_sm_multiplier"] = 2
         scales = [False] * 3
         loads = [*scales, b, a, a, *scales] if problem.block_scaled else [b, a, a, *scales]
         options |= rules.indexing(*tables, *loads, *bias, False, False)
-        blocks = [rules.block_for(problem.N, block_n)]
+        blocks = [rules.fitting(block_n, problem.N)]
     config = Config(block_sizes=blocks, num_warps=num_warps, num_stages=num_stages, **options)
     return rules.Choice("persistent", block_m, addressing, config)
 
@@ -116,11 +116,10 @@ def _persistent(problem: Problem) -> rules.Choice:
 def _block_k(problem: Problem) -> int:
     if problem.block_scaled:
         return BLOCK_K
-    return max(LEAST_BLOCK_K, rules.block_for(problem.K, BLOCK_K))
+    return max(LEAST_BLOCK_K, rules.fitting(BLOCK_K, problem.K))
 
 
-def _addressing(problem: Problem, block_m: int, block_k: int, tma_out: bool) -> rules.Addressing:
-    # A descriptor's block may not be larger than its tensor.
-    fits = block_k <= problem.K
-    tma_A, tma_B = problem.tma_A and fits and block_m <= problem.M, problem.tma_B and fits
+def _addressing(problem: Problem, block_m: int, tma_out: bool) -> rules.Addressing:
+    # A descriptor's block may not have more rows than its tensor.
+    tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
     return rules.addressing(problem, tma_A, tma_B, tma_out and tma_A and tma_B and problem.tma_out)

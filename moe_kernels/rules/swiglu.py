@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from moe_kernels.rules import Access, Addressing, addressing, basic_height, block_for, indexing, offsets_block
+from moe_kernels.rules import (
+    Access,
+    Addressing,
+    addressing,
+    basic_height,
+    fitting,
+    floor_power_of_2,
+    indexing,
+    offsets_block,
+)
 from moe_kernels.rules.config import Config
 
 
@@ -76,7 +85,7 @@ def basic(problem: Problem) -> Choice:
     tma_A, tma_B, *_ = by_tma
     presets = _FP32 if problem.dtype == torch.float32 else _TMA if tma_B else _POINTERS
     block_i, block_k, num_warps, num_stages = _TF32X3 if problem.precision == "tf32x3" else presets[block_m]
-    block_i, block_k = block_for(problem.I, block_i), block_for(problem.H, block_k)
+    block_i, block_k = fitting(block_i, problem.I), fitting(block_k, problem.H)
     blocks = [block_m, block_i, offsets_block(problem.E), block_k]
     before, after = [False] * (1 + problem.gathered), [False] * (problem.biases + _results(problem))
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [8 if tall else 4]}
@@ -87,7 +96,9 @@ def basic(problem: Problem) -> Choice:
 
 def persistent(problem: Problem) -> Choice:
     """The rule's config of `swiglu_persistent`."""
-    block_m, block_i, block_k = 128, block_for(problem.I, 128), block_for(problem.H, 64)
+    # Its shapes are static, so blocks must fit into them.
+    block_i, block_k = (min(max(16, floor_power_of_2(n)), most) for n, most in ((problem.I, 128), (problem.H, 64)))
+    block_m = 128
     tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
     by_tma = addressing(problem, tma_A, tma_B, problem.tma_out and tma_B)
     tma_A, tma_B, tma_out, _ = by_tma

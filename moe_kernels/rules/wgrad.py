@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_kernels.rules import block_for, bounds_loads, indexing, offsets_block
+from moe_kernels.rules import bounds_loads, fitting, indexing, offsets_block
 from moe_kernels.rules.config import Config
 
 
@@ -50,30 +50,34 @@ def rule(problem: Problem) -> Choice:
     # A persistent program stores a tile by TMA while it loads for the next one.
     tma_out = tma and problem.tma_out
     index = problem.int64_out or (problem.int64_rows and not tma)
-    if tma_out and problem.P % 128 == 0 and problem.Q % 256 == 0 and rows >= PERSISTENT_FROM_ROWS:
+    narrow = min(problem.P, problem.Q)
+    whole = tma_out and problem.P % 128 == 0 and problem.Q % 256 == 0
+    if whole and narrow > 128 and rows >= PERSISTENT_FROM_ROWS:
         return Choice(True, PERSISTENT_BLOCK_M, True, index, persistent(problem.G, tma=True))
-    # Tiles that hold whole rows or columns are small: many programs share an SM, and have many loads in flight.
-    thin = min(problem.P, problem.Q) <= 64 and rows >= (128 if tma else 256)
+    # Tiles that hold whole rows or columns are small: many programs share an SM, and have many loads in flight. If 128
+    # wide, they also divide the result of the largest group among more programs.
+    thin = rows >= (128 if tma else 256) if narrow <= 64 else tma and 96 < narrow <= 128 and rows >= 256
     options = indexing(*bounds_loads(problem.G), tma, tma, tma_out)
     if problem.dtype == torch.float32:
         block_m, block_p, block_q, num_warps, num_stages = 32, 64, 64, 4, 3
     elif thin:
         block_m, num_stages = (64, 4) if tma else (128, 3)
-        block_p, block_q, num_warps = 64, 64, 4
+        block_p, block_q = (128 if n == narrow else 64 for n in (problem.P, problem.Q))
+        num_warps = 4
     elif not tma:
         block_m, block_p, block_q, num_warps, num_stages = 32, 64, 128, 4, 3
     elif not tma_out:
         block_m, block_p, block_q, num_warps, num_stages = 64, 128, 256, 8, 4
         if problem.Q < 256 <= problem.P:
             block_p, block_q = 256, 128
-    elif rows >= LARGE_FROM_ROWS and problem.Q >= 256:
+    elif rows >= LARGE_FROM_ROWS and problem.Q >= 256 and narrow > 128:
         block_m, block_p, block_q, num_warps, num_stages = 64, 128, 256, 8, 3
     else:  # two programs per SM: sums are short, and one program stores while the other multiplies
         block_m, block_p, block_q, num_warps, num_stages = 32, 128, 128, 4, 5
         options["num_sm_multiplier"] = 2
     if tma_out and not thin:
         options["pid_type"] = "persistent_interleaved"
-    blocks = [block_for(problem.Q, block_q), block_for(problem.P, block_p)]
+    blocks = [fitting(block_q, problem.Q), fitting(block_p, problem.P)]
     config = Config(block_sizes=blocks, num_warps=num_warps, num_stages=num_stages, l2_groupings=[16], **options)
     return Choice(False, block_m, tma, index, config)
 

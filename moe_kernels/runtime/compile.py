@@ -256,11 +256,12 @@ def _example_of(x: Any, static: bool) -> Any:
         return _EXAMPLE_NUMBER
     if not isinstance(x, SymbolicTensor):
         return x
-    shape = [_EXAMPLE_ROWS if isinstance(n, SymbolicInt) else n for n in x.shape]
+    shape = [_EXAMPLE_ROWS if isinstance(n, SymbolicInt) else n for n in x.example_shape or x.shape]
     # The example of a symbolic stride is not a multiple of 16 bytes.
     strides = tuple(_EXAMPLE_ROWS + 1 if isinstance(n, SymbolicInt) else n for n in x.strides)
     if x.example_shape is not None:
-        return _Example(x.dtype, x.example_shape, strides)
+        assert not static, "static shapes are those of the call"
+        return _Example(x.dtype, tuple(shape), strides)
     first = [min(2, n) if x.few_groups else max(2, n) for n in shape[:1]]
     return _Example(x.dtype, (*first, *(n if static else max(2, n) for n in shape[1:])), strides)
 

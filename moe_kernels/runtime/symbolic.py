@@ -145,7 +145,7 @@ class SymbolicTensor:
     offset: int = 0  # in bytes from the variable's address; below 0 only for `tma_clipped`
     tma_clipped: bool = False  # read or written out of bounds on purpose; TMA returns zeros, or writes nothing
     few_groups: bool = False  # kernels are compiled for a first extent of min(2, n), not n
-    example_shape: tuple[int, ...] | None = None  # the shape that kernels are compiled for, if not `shape`
+    example_shape: tuple[Any, ...] | None = None  # the shape that kernels are compiled for, if not `shape`
     device: str = field(default="cuda", repr=False)
 
     def dim(self) -> int:

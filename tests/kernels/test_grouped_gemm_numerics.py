@@ -81,7 +81,11 @@ def test_extents_that_no_tile_divides(variant: str, K: int, N: int, device: str)
 @pytest.mark.parametrize("transposed", [True, False], ids=["B [G, N, K] viewed", "B [G, K, N]"])
 @pytest.mark.parametrize(
     ("K", "N"),
-    [(1, 768), (4, 768), (8, 520), (36, 768), (64, 768), (256, 264), (512, 1), (512, 8), (512, 20), (1024, 36)],
+    [
+        *[(1, 768), (4, 768), (8, 520), (36, 768), (64, 768), (256, 264), (512, 1), (512, 8), (512, 20), (1024, 36)],
+        # No power of two, so blocks are larger than the operands; 20 and 132 elements are no multiples of 16 bytes.
+        *[(24, 264), (48, 520), (72, 264), (20, 264), (132, 72), (256, 24), (256, 72), (256, 96), (256, 160)],
+    ],
 )
 def test_adapters_of_low_rank(K: int, N: int, transposed: bool, device: str) -> None:
     """Few columns, or a small K. On a GPU the groups are large enough for the kernels that the rule has for these."""

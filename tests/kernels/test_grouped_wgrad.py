@@ -129,7 +129,7 @@ def test_extents_that_no_tile_divides(K: int, N: int, device: str) -> None:
     assert_wgrad_close(grouped_gemm_wgrad(A, D, group_offsets), A, D, group_offsets)
 
 
-@pytest.mark.parametrize("rank", [1, 4, 8, 16, 36, 64])
+@pytest.mark.parametrize("rank", [1, 4, 8, 16, 20, 24, 36, 64, 72, 128, 160])
 @pytest.mark.parametrize("first", [True, False], ids=["K is small", "N is small"])
 def test_adapters_of_low_rank(rank: int, first: bool, device: str) -> None:
     sizes = group_sizes_for("softmax", 16, 8192) if device == "cuda" else [70, 0, 40]

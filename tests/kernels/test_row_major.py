@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,50 +10,56 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, rules, swiglu_ffn
-from moe_kernels.kernels.row_major import copy_row_major
+from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, swiglu_ffn
+from moe_kernels.kernels.row_major import row_major_copy
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.signature import Counts, Operator
-from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
+from moe_kernels.runtime.symbolic import SymbolicTensor
+from moe_kernels.testing import assert_grouped_gemm_close, assert_within_budget, make_inputs
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda x: x.T.contiguous().T,
-    "rows of odd strides": lambda x: torch.nn.functional.pad(x, (0, 3))[:, : x.size(1)],
-    "every second column": lambda x: torch.stack([x, x + 1], dim=2)[..., 0],
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "rows of odd strides": lambda x: torch.nn.functional.pad(x, (0, 3))[..., : x.size(-1)],
+    "every second column": lambda x: torch.stack([x, x + 1], dim=-1)[..., 0],
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def copied(x: Tensor) -> Tensor:
-    """Return the copy that a plan makes of `x`."""
+    """Return the copy that a plan makes of `x`, without the columns that fill its rows."""
 
     def draw(builder: Builder, inputs: Any, _: Any) -> SymbolicTensor:
-        (source,) = inputs
-        copy = builder.alloc(source.shape, source.dtype)
-        builder.launch(copy_row_major, (source, copy), rules.ROW_MAJOR, int64_index=needs_int64(source, copy))
-        return copy
+        return row_major_copy(builder, inputs[0])
 
     globals()["plan_copied"] = draw
     operator = Operator("copied", __name__, ("x",), ("x",), lambda tensors, _: Counts(len(tensors[0])))
     with cache.isolated():
         made: Tensor = cache.call(operator, (x,), ())
-    return made
+    return made[..., : x.size(-1)]
 
 
 @layouts
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_bit_for_bit(layout: str, dtype: torch.dtype, device: str, fresh_plans: None) -> None:
-    x = torch.randint(-(2**15), 2**15, (150, 72), dtype=torch.int16, device=device).view(dtype)
-    source = LAYOUTS[layout](x)
-    copy = copied(source)
-    assert copy.is_contiguous()
-    assert torch.equal(copy.view(torch.int16), source.contiguous().view(torch.int16))
+    for shape, strides in (((150, 80), (80, 1)), ((150, 67), (80, 1)), ((3, 150, 67), (150 * 80, 80, 1))):
+        x = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device).view(dtype)
+        source = LAYOUTS[layout](x)
+        copy = copied(source)
+        assert copy.stride() == strides and copy.data_ptr() % 16 == 0
+        assert torch.equal(copy.view(torch.int16), source.contiguous().view(torch.int16))
 
 
 def test_of_an_expanded_operand(device: str, fresh_plans: None) -> None:
     x = torch.randn((), device=device).half()
     assert torch.equal(copied(x.expand(150, 72)), x.expand(150, 72))
+
+
+def test_of_other_element_sizes(device: str, fresh_plans: None) -> None:
+    x = torch.randint(256, (150, 67), dtype=torch.uint8, device=device)
+    copy = copied(x.view(torch.float8_e4m3fn))
+    assert copy.stride() == (80, 1)
+    assert torch.equal(copy.view(torch.uint8), x)
 
 
 @pytest.mark.gpu
@@ -87,6 +94,24 @@ def test_products_have_the_bits_of_row_major_operands(layout: str, device: str) 
     expanded = torch.ones((), dtype=torch.bfloat16, device=device).expand(M, N)
     expected = grouped_gemm_wgrad(A, expanded.contiguous(), offsets)
     assert torch.equal(grouped_gemm_wgrad(A, expanded, offsets), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("K", "N"), [(131, 512), (512, 259), (1003, 1001), (100, 72)])
+@pytest.mark.parametrize("layout", ["[G, N, K]", "[G, K, N]", "every second column"])
+def test_products_of_rows_of_any_length(K: int, N: int, layout: str, device: str) -> None:
+    """Rows and weights are copied, because their rows are no multiples of 16 bytes or have holes."""
+    sizes = [700, 0, 900, 33]
+    transposed = layout == "[G, N, K]"
+    A, B, offsets = make_inputs(sizes, N, K, dtype=torch.bfloat16, device=device, transposed=transposed)
+    if layout == "every second column":
+        B = LAYOUTS[layout](B)
+    assert_grouped_gemm_close(grouped_gemm(A, B, offsets), A, B, offsets)
+    d_out = torch.randn(sum(sizes), N, dtype=torch.bfloat16, device=device)
+    for out in (grouped_gemm_wgrad(A, d_out, offsets), grouped_gemm_wgrad(d_out, A, offsets).mT):
+        exact = torch.stack([A[a:b].double().T @ d_out[a:b].double() for a, b in itertools.pairwise(offsets.tolist())])
+        plain = torch.stack([A[a:b].T @ d_out[a:b] for a, b in itertools.pairwise(offsets.tolist())])
+        assert_within_budget(out, plain, exact)
 
 
 @pytest.mark.gpu

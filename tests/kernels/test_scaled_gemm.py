@@ -349,6 +349,15 @@ def test_sizes_of_models(kernel: tuple[str, str, bool], device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [KERNELS[i] for i in (2, 3, 5)], ids=str)
+@pytest.mark.parametrize(("K", "N"), [(203, 136), (96, 200), (112, 24), (70, 331)])
+def test_rows_of_any_length(kernel: tuple[str, str, bool], K: int, N: int, device: str) -> None:
+    """With many rows, rows that are no multiple of 16 bytes are copied, and TMA reads blocks larger than K or N."""
+    A, B, group_offsets = operands([700, 0, 900, 33], N, K, kernel[0], device)
+    assert_scaled_grouped_gemm_close(product(kernel, A, B, group_offsets), A, B, group_offsets)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
 @pytest.mark.parametrize("K", [7168, 14336])
 def test_exact_sums_are_closer_than_fast_ones(K: int, variant: str, device: str) -> None:

@@ -160,16 +160,20 @@ def test_results_of_another_dtype(
     "shape", [(8, 4096, 97, 259), (64, 64, 97, 259), (8, 5, 16, 16), (128, 100_000, 9, 3)], ids=str
 )
 def test_what_tma_cannot_read(monkeypatch: pytest.MonkeyPatch, variant: str, shape: tuple[int, int, int, int]) -> None:
-    for report in compiled(monkeypatch, variant, shape, misaligned=True).values():
+    _, M, _, K = shape
+    copied = M > 128 and K >= 16
+    reports = compiled(monkeypatch, variant, shape, misaligned=True)
+    assert ("copy_row_major" in reports) == copied
+    for name, report in reports.items():
         assert_lean(report)
-        assert "A_packed_desc.load(" not in report["code"]
+        assert ("A_packed_desc.load(" in report["code"]) == (copied and name.startswith("jagged"))
         assert "out_desc.store(" not in report["code"]
 
 
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
-@pytest.mark.parametrize(("M", "unaligned", "aligned"), [(128, "A_packed", "B"), (4096, "B", "A_packed")])
+@pytest.mark.parametrize(("M", "unaligned", "aligned"), [(128, "A_packed", "B"), (1016, "B", "A_packed")])
 def test_odd_addresses(monkeypatch: pytest.MonkeyPatch, variant: str, M: int, unaligned: str, aligned: str) -> None:
-    """Weights, and a few rows, at an odd address are read neither by TMA nor 16 bytes at a time."""
+    """Few rows, or weights for few rows, at an odd address are read neither by TMA nor 16 bytes at a time."""
     reports = compiled(monkeypatch, variant, (8, M, 1536, 2048), unaligned=(unaligned,))
     reports.pop("tile_table", None)
     (report,) = reports.values()
@@ -198,18 +202,46 @@ def test_many_rows_that_tma_cannot_read_are_copied(strides: Any) -> None:
         assert reports[-1]["tma_load"] >= 2 and reports[-1]["cp_async"] == 0
 
 
+@pytest.mark.parametrize(("K", "N"), [(2047, 1536), (2048, 1535), (2042, 1530)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_of_any_length_are_copied_for_tma(K: int, N: int, transposed: bool) -> None:
+    """Copies have rows that begin at multiples of 16 bytes, so TMA reads operands with any number of columns.
+
+    Weights are copied from 128 rows per group on, because a copy takes as long for few rows as for many.
+    """
+    of_rows, of_weights = K % 8 != 0, (K if transposed else N) % 8 != 0
+    for rows in (128, 127):
+        B = empty(8, N, K).mT if transposed else empty(8, K, N)
+        tensors = (empty(8 * rows, K), B, empty(9, dtype=torch.int32), None)
+        reports = [lowered(request) for request in requests(GROUPED_GEMM, tensors, (torch.bfloat16, "auto"))]
+        copies = [report for report in reports if report["name"] == "copy_row_major"]
+        read_by_tma = {"A_packed", "B"} if rows == 128 or not of_weights else {"A_packed"}
+        assert len(copies) == of_rows + (of_weights and rows == 128)
+        assert set(re.findall(r"\b(\w+)_desc\.load\(", reports[-1]["code"])) == read_by_tma
+        for report in copies:
+            assert set(re.findall(r"st\.global[\w.:]*", report["ptx"])) == {"st.global.v4.b32"}
+            assert_lean(report)
+    tensors = (empty(1024, K), empty(1024, N), empty(9, dtype=torch.int32))
+    *copies, report = [lowered(request) for request in requests(GROUPED_GEMM_WGRAD, tensors, (torch.bfloat16,))]
+    assert [copy["name"] for copy in copies] == ["copy_row_major"] * ((K % 8 != 0) + (N % 8 != 0))
+    assert report["tma_load"] >= 2
+
+
 @pytest.mark.parametrize(
     ("shape", "transposed", "name", "loads", "stores"),
     [
         ((64, 32768, 2048, 64), True, "jagged_persistent", 2, 2),
         ((64, 32768, 2880, 256), False, "jagged_persistent", 2, 2),
-        ((64, 32768, 2048, 8), True, "jagged_persistent", 0, 2),
-        ((64, 32768, 2048, 8), False, "jagged_persistent", 0, 2),
+        ((64, 32768, 2048, 8), True, "jagged_persistent", 2, 2),
+        ((64, 32768, 2048, 8), False, "jagged_persistent", 2, 2),
         ((64, 32768, 2880, 36), True, "jagged_persistent", 0, 2),
         ((64, 32768, 2880, 36), False, "jagged_persistent", 1, 2),
-        ((64, 32768, 8, 2048), True, "jagged", 1, 0),
-        ((64, 32768, 8, 2048), False, "jagged", 1, 0),
+        ((64, 32768, 8, 2048), True, "jagged", 2, 0),
+        ((64, 32768, 8, 2048), False, "jagged", 2, 0),
+        ((64, 32768, 24, 2048), True, "jagged", 2, 0),
         ((64, 32768, 36, 2048), False, "jagged", 1, 0),
+        ((64, 32768, 96, 2048), False, "jagged_persistent", 2, 2),
+        ((64, 32768, 2048, 48), True, "jagged_persistent", 2, 2),
     ],
     ids=str,
 )
@@ -229,13 +261,16 @@ def test_adapters_of_low_rank(
     assert len(re.findall(r"out_desc\w*\.store\(", report["code"])) == stores
 
 
-@pytest.mark.parametrize("rank", [8, 16, 36, 64])
+@pytest.mark.parametrize("rank", [4, 8, 16, 24, 36, 64, 96, 128])
 def test_weight_gradients_of_low_rank(rank: int) -> None:
+    """A block may be larger than an operand. Rows that are no multiple of 16 bytes are copied if TMA can read them."""
     rows, few, offsets = empty(32768, 2048), empty(32768, rank), empty(65, dtype=torch.int32)
     for tensors in ((rows, few, offsets), (few, rows, offsets)):
-        (report,) = (lowered(request) for request in requests(GROUPED_GEMM_WGRAD, tensors, (torch.bfloat16,)))
+        *copies, report = [lowered(request) for request in requests(GROUPED_GEMM_WGRAD, tensors, (torch.bfloat16,))]
         assert_lean(report)
-        assert (report["tma_load"] > 0) == (rank % 16 == 0)
+        assert report["name"] == "wgrad"
+        assert (report["tma_load"] > 0) == (rank >= 8)
+        assert [copy["name"] for copy in copies] == ["copy_row_major"] * (rank == 36)
 
 
 def test_weights_of_more_than_2_to_the_31_elements_keep_tma(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +286,8 @@ def test_weights_of_more_than_2_to_the_31_elements_keep_tma(monkeypatch: pytest.
 
 def test_large_spans_without_tma_are_addressed_in_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for variant, name in (("basic", "jagged"), ("persistent", "jagged_persistent")):
-        report = compiled(monkeypatch, variant, (4, 600_000, 4099, 4095))[name]
+        assert "tl.int64" in compiled(monkeypatch, variant, (4, 600_000, 4096, 4095))["copy_row_major"]["code"]
+        report = compiled(monkeypatch, variant, (4, 600_000, 4099, 4095), dtype=torch.float32)[name]
         assert "tl.int64" in report["code"]
         assert "_desc.load(" not in report["code"]
         assert report["shared"] <= SHARED_MEMORY

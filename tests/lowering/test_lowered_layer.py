@@ -106,11 +106,11 @@ def test_wgrad(M: int, P: int, Q: int, G: int) -> None:
 @pytest.mark.parametrize(
     ("M", "P", "Q", "dtype"),
     [
-        (4096, 97, 259, torch.bfloat16),
+        (128, 97, 259, torch.bfloat16),
         (40, 512, 512, torch.bfloat16),
         (4096, 1, 512, torch.bfloat16),
         (4096, 512, 512, torch.float32),
-        (600_000, 4099, 4095, torch.bfloat16),
+        (600_000, 4099, 12, torch.bfloat16),
     ],
 )
 def test_wgrad_without_tma(M: int, P: int, Q: int, dtype: torch.dtype) -> None:
