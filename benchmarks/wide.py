@@ -7,8 +7,9 @@ Tuned entries are not used. First each result is compared with a loop of `torch.
 timed. Then the providers take turns with a cold L2 cache, as CUDA-graph replays; a case in which `grouped_gemm` is
 slower than another library is timed again with more rounds.
 
-FILE gets a line of JSON for each case as soon as it is measured. Cases in FILE are skipped, so the same command
-completes a run that was interrupted or ran out of budget. The results of all lines are written to --json at the end.
+FILE gets a line of JSON for each case as soon as it is measured. Cases that FILE has with all providers are skipped, so
+the same command completes a run that was interrupted or ran out of budget. A case measured with fewer providers is
+measured again, and its last line counts. The results are written to --json at the end.
 """
 
 from __future__ import annotations
@@ -260,7 +261,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for key in options.providers:
         if key not in keys:
             print(f"{_PROVIDERS[key].label}: left out, {_PROVIDERS[key].package} is not installed")
-    done = {key_of(record) for record in records}
+    by_case = {key_of(record): record for record in records}
+    labels = {_PROVIDERS[key].label for key in keys}
+    done = {key for key, record in by_case.items() if labels <= record["us"].keys() | record["errors"].keys()}
     wanted = _TINY if options.tiny else cases_of(options.models, options.rows)
     cases = [case for case in wanted if key_of(case) not in done]
     print(f"{len(cases)} cases, {len(wanted) - len(cases)} done before; ", end="")
@@ -271,22 +274,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
     if options.compile_only:
         return 0
-    _write(options.file, [*({"meta": old} for old in (*metas, meta)), *records])
+    _write(options.file, [*({"meta": old} for old in (*metas, meta)), *by_case.values()])
     code = 0
     try:
         with untuned():
-            _run(cases, keys, device, options, records, begun)
+            _run(cases, keys, device, options, by_case, begun)
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         code = 130
     except run.GpuLostError as error:
         print(f"\nThe GPU does not answer any more, so the rest is left out: {error}", file=sys.stderr)
         code = 1
-    results = run.Results({**meta, "runs": len(metas) + 1}, records)
+    results = run.Results({**meta, "runs": len(metas) + 1}, list(by_case.values()))
     if (target := run.file_of(options, meta, "wide.json")) is not None:
         results.write(target)
     print(f"\n{tables.markdown(results)}\n{run.elapsed(begun)} in all.")
-    return code or int(any(_PROVIDERS["ours"].label in record["errors"] for record in records))
+    return code or int(any(_PROVIDERS["ours"].label in record["errors"] for record in results.records))
 
 
 def _run(
@@ -294,10 +297,10 @@ def _run(
     keys: Sequence[str],
     device: torch.device,
     options: argparse.Namespace,
-    records: list[run.Record],
+    by_case: dict[tuple[Any, ...], run.Record],
     begun: float,
 ) -> None:
-    """Measure `cases` into `records` and `options.file` until the budget is spent."""
+    """Measure `cases` into `by_case` and `options.file` until the budget is spent."""
     left = len(cases)
     for (M, *_), sharing in groupby(cases, lambda case: (case.M, *case.weights)):
         B, found = None, list[run.Record]()
@@ -307,7 +310,7 @@ def _run(
                 return
             B = given.weights(case, device, per_group=True) if B is None else B
             record = measure(case, B, keys, device, options.load)
-            records.append(record)
+            by_case[key_of(case)] = record
             found.append(record)
             with options.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

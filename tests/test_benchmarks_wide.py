@@ -174,6 +174,18 @@ def test_a_run_takes_up_where_another_ended(
     assert "| half-empty | 2 |" in text and "Times are of eager calls" in text
 
 
+def test_cases_of_fewer_providers_are_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wide.main([*command(tmp_path), "--providers", "ours"]) == 0
+    assert wide.main([*command(tmp_path), "--providers", "torch", "ours"]) == 0
+    assert "10 cases, 0 done before" in capsys.readouterr().out
+    records = run.Results.read(tmp_path / "wide.json").records
+    assert [wide.key_of(record) for record in records] == list(map(wide.key_of, wide._TINY))
+    assert all(record["us"].keys() == {LABELS["torch"], LABELS["ours"]} for record in records)
+    assert wide.main([*command(tmp_path), "--providers", "torch"]) == 0
+    assert "0 cases, 10 done before" in capsys.readouterr().out
+    assert run.Results.read(tmp_path / "wide.json").records == records
+
+
 def test_a_spent_budget_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(wide.time, "monotonic", lambda: next(clock))
