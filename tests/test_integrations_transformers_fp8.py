@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import dequantize, quantize, reference
+from moe_kernels import ahead, dequantize, quantize, reference
 from moe_kernels.ahead import collect, layers_of
 from moe_kernels.integrations import transformers as integration
+from moe_kernels.runtime import cache, targets
 
 if integration._default_apply_gate is None:
     pytest.skip("transformers 5 is not installed: pip install -e '.[transformers]'", allow_module_level=True)
@@ -314,16 +315,24 @@ def test_refusals(make: Make) -> None:
 
 
 def test_plans_ahead(make: Make) -> None:
-    from moe_kernels.ahead import _calls
-
     _, fp8 = make("Qwen3Moe")
     assert len(layers_of(fp8)) == 1
     for dtype in (None, torch.float32):
         experts_of(fp8).config.dtype = dtype
-        wanted = collect(_calls(fp8, [1, 40], False))
+        wanted = collect(ahead._calls(fp8, [1, 40], False))
         assert {one.operator for one in wanted} == {"scaled_moe_mlp"}
         hidden = [one.inputs[0] for one in wanted]
         assert {x.dtype for x in hidden if x is not None} == {dtype or torch.bfloat16}
+
+
+def test_plans_ahead_of_another_gate(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fp8 = make("Qwen3Moe")
+    experts_of(fp8).act_fn = nn.Tanh()
+    made: list[str] = []
+    monkeypatch.setattr(cache, "plan_of", lambda operator, *_: made.append(operator.name))
+    for one in collect(ahead._calls(fp8, [40], False)):
+        ahead._make(one, targets.KNOWN["h200"])
+    assert set(made) == {"route", "scatter_rows", "quantize", "scaled_grouped_gemm", "combine_rows"}
 
 
 def test_gradients_are_refused_or_not_asked_for(make: Make) -> None:
