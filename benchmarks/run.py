@@ -73,12 +73,12 @@ class Results:
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
     def keep(self, file: Path, field: str) -> None:
-        """Add the records of `file` whose `field` differs from all of ours, if they have the same GPU and versions."""
+        """Add the records of `file` whose `field` differs from all of ours, if GPU, versions and load are the same."""
         if not file.exists():
             return
         other = Results.read(file)
-        of_a_run = ("date", "command", "ceilings", "peers")
-        if all(other.meta.get(name) == value for name, value in self.meta.items() if name not in of_a_run):
+        names = {*self.meta, *other.meta} - {"date", "command", "ceilings", "peers"}
+        if all(other.meta.get(name) == self.meta.get(name) for name in names):
             ours = {record[field] for record in self.records}
             self.records = [record for record in other.records if record[field] not in ours] + self.records
 

@@ -168,15 +168,22 @@ def child(part: str, folders: dict[str, str]) -> dict[str, Any]:
 def _folders(root: str, state: str) -> dict[str, str]:
     names = ("MOE_KERNELS_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     folders = {name: f"{root}/{state}/{name.lower()}" for name in names}
-    return folders | {"PYTHONPYCACHEPREFIX": f"{root}/bytecode"}
+    # No plans but those of these folders are read.
+    return folders | {"MOE_KERNELS_CACHE_READONLY": "", "PYTHONPYCACHEPREFIX": f"{root}/bytecode"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.start_up", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.start_up",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--part", choices=PARTS, help="run this part in this process, and print what it took")
     parser.add_argument("--compiled", help="a folder that `python -m moe_kernels compile` made")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
+    if options.json and options.json.is_dir():
+        parser.error(f"argument --json: expected a file, got the folder {str(options.json)!r}")
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     if options.part:

@@ -152,6 +152,28 @@ def test_start_up_asks_for_a_gpu(
     assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
+def test_start_up_refuses_a_folder_to_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["start_up", "--json", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        start_up.main()
+    assert "expected a file, got the folder" in capsys.readouterr().err
+
+
+def test_start_up_reads_plans_of_its_own_folders_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "elsewhere")
+    environments: list[dict[str, str]] = []
+
+    def started(*_: Any, env: dict[str, str], **__: Any) -> subprocess.CompletedProcess[str]:
+        environments.append(env)
+        return subprocess.CompletedProcess([], 0, "{}", "")
+
+    monkeypatch.setattr(subprocess, "run", started)
+    start_up.child("layer", start_up._folders("root", "layer"))
+    assert environments[0]["MOE_KERNELS_CACHE_READONLY"] == ""
+
+
 @pytest.mark.parametrize("compiled", [[], ["--compiled", "folder"]], ids=["alone", "compiled"])
 def test_start_up_is_shown_with_the_states_it_measured(
     compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -315,6 +337,15 @@ def test_a_wrong_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
             "expected SEED:COMPUTE with one of bfloat16, fp8_rowwise, fp8_rowwise_fast, fp8_block"
             in capsys.readouterr().err
         )
+
+
+def test_results_under_another_load_are_not_kept(tmp_path: Path) -> None:
+    file, meta, before = tmp_path / "fp8.json", {"gpu": "A"}, [{"part": "layer"}]
+    for there, here in ((meta, meta | {"load": True}), (meta | {"load": True}, meta)):
+        run.Results(there, before).write(file)
+        results = run.Results(here)
+        results.keep(file, "part")
+        assert results.records == []
 
 
 def test_results_of_another_gpu_are_not_kept(tmp_path: Path) -> None:
