@@ -224,11 +224,14 @@ def _num_experts(module: Any) -> int:
 
 
 def _top_k(module: Any) -> int:
+    """Return the number of experts per token; if a config lists those of all layers, the largest."""
     if isinstance(module, MoE):
         return module.top_k
-    config = module.config
-    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k")
-    return int(next(getattr(config, name) for name in names if hasattr(config, name)))
+    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "top_k")
+    found = [value for name in names if (value := getattr(module.config, name, None)) is not None]
+    if not found:
+        raise ValueError(f"what: {type(module).__name__}: its config has none of {', '.join(names)}")
+    return int(max(found[0]) if isinstance(found[0], (list, tuple)) else found[0])
 
 
 def _meta(x: Tensor, gradient: bool) -> Tensor:

@@ -316,6 +316,28 @@ def test_families_are_made_ahead(family: str) -> None:
     assert wanted.limit == limit or limit is None
 
 
+@pytest.mark.parametrize(
+    ("config", "top_k"),
+    [
+        ("Qwen3MoeConfig", {"num_experts_per_tok": 3}),
+        ("AriaTextConfig", {"moe_topk": 3}),
+        ("HunYuanMoEV1Config", {"moe_topk": [3, 3]}),  # of each layer
+        ("Gemma4TextConfig", {"top_k_experts": 3}),
+    ],
+)
+def test_experts_per_token_of_a_config(config: str, top_k: dict[str, Any]) -> None:
+    if not hasattr(transformers, config):
+        pytest.skip(f"transformers {transformers.__version__} has no {config}")
+    assert ahead._top_k(SimpleNamespace(config=getattr(transformers, config)(**top_k))) == 3
+
+
+def test_a_config_without_experts_per_token() -> None:
+    with pytest.raises(ValueError, match="what: Linear: its config has none of num_experts_per_tok, moe_topk"):
+        experts = nn.Linear(2, 2)
+        experts.config = SimpleNamespace()
+        ahead._top_k(experts)
+
+
 def test_a_model_is_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache filled for the shape of a model's layers has all plans of the model."""
     asked: list[int] = []
