@@ -54,6 +54,8 @@ def run(args: Sequence[str] | None = None) -> int:
         problem = "no CUDA GPU can be used here: add --device cpu, which checks the installation on small inputs"
     elif known.device == "cpu" and known.cudagraph and not known.help:
         problem = "--cudagraph: there are no CUDA graphs with --device cpu"
+    elif known.output_dir and os.path.exists(known.output_dir) and not os.path.isdir(known.output_dir):
+        problem = f"--output-dir: expected a folder, got the file {known.output_dir!r}"
     if problem:
         print(f"python -m tritonbench_ops: {problem}", file=sys.stderr)
         return 2
