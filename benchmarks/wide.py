@@ -251,6 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "benchmarks.wide", *(sys.argv[1:] if argv is None else argv)])
     meta = run.meta(device, command) | ({"load": True} if options.load else {})
     metas, records = read_lines(options.file)
+    if not metas and options.file.exists() and options.file.stat().st_size:
+        print(f"{options.file} was not written by this command: name another file", file=sys.stderr)
+        return 2
     if unlike := [f"{name} {old.get(name)}" for old in metas for name in _SAME if old.get(name) != meta.get(name)]:
         print(f"{options.file} is of {', '.join(dict.fromkeys(unlike))}: name another file", file=sys.stderr)
         return 2

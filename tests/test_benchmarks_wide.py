@@ -209,6 +209,16 @@ def test_results_of_another_gpu_are_not_added_to(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "wide.json").exists()
 
 
+def test_other_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as the results that --json has written."""
+    assert wide.main(command(tmp_path)) == 0
+    results = (tmp_path / "wide.json").read_text()
+    (tmp_path / "wide.jsonl").write_text(results)
+    assert wide.main(command(tmp_path)) == 2
+    assert "wide.jsonl was not written by this command" in capsys.readouterr().err
+    assert (tmp_path / "wide.jsonl").read_text() == results
+
+
 def test_without_a_provider_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
