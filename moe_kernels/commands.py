@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import os
 import subprocess
 import sys
@@ -53,6 +54,8 @@ _SIZES_ONLY = (
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Exit with the code that `main` returns, or with 1 if the reader of the output has enough, as in `info | head`."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a folder may not fit into the locale's encoding
     try:
         code = main()
         print(end="", flush=True)

@@ -272,6 +272,13 @@ def test_a_reader_that_has_enough(arguments: list[str], tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_folder_whose_name_the_locale_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "caf\xe9"))
+    done = run("cache")
+    assert done.returncode == 0 and "/caf\\xe9: not there yet" in done.stdout
+
+
 def test_importing_the_package_leaves_triton_alone() -> None:
     """Triton reads TRITON_INTERPRET when imported, so the demo has to set it before."""
     code = "import sys, moe_kernels; sys.exit('triton' in sys.modules or 'helion' in sys.modules)"
