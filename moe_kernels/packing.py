@@ -14,7 +14,12 @@ from torch.nn import ParameterList
 
 from .checks import check_index_vector, check_matrix, no_list, validate_offsets
 from .runtime.symbolic import INT32_MAX
-from .runtime.torch_internals import break_graph
+from .runtime.torch_internals import break_graph, has_no_values, transformed
+
+_READS = (
+    "unpack_groups reads group_offsets on the host, as its results' shapes depend on them, which fullgraph=True, "
+    "torch.export and a torch.vmap over them rule out: call it outside"
+)
 
 
 def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -61,19 +66,24 @@ def unpack_groups(packed: Tensor, group_offsets: Tensor) -> list[Tensor]:
 
     Raises:
         TypeError: an argument is not a tensor, or `group_offsets` is neither int32 nor int64.
-        ValueError: wrong rank; `group_offsets` is empty, or a meta tensor, which has no values; its first entry is not
-            0, or an entry is below the one before it or above M.
+        ValueError: wrong rank; `group_offsets` is empty, or a meta or fake tensor, which has no values; its first entry
+            is not 0, or an entry is below the one before it or above M.
+        RuntimeError: torch.vmap vectorizes the call over `group_offsets`.
     """
     check_matrix("packed", packed, "[M, N]")
     check_index_vector("group_offsets", group_offsets, min_length=1)
-    if group_offsets.is_meta:
-        raise ValueError("group_offsets: expected values, which the groups' shapes depend on, got a meta tensor")
-    break_graph(
-        "unpack_groups reads group_offsets on the host, as its results' shapes depend on them, which fullgraph=True "
-        "and torch.export rule out: call it outside"
-    )
+    if has_no_values(group_offsets):
+        raise ValueError(
+            "group_offsets: expected values, which the groups' shapes depend on, got a meta or fake tensor"
+        )
+    break_graph(_READS)
+    try:
+        offsets = group_offsets.tolist()
+    except RuntimeError as error:
+        if not transformed():
+            raise
+        raise RuntimeError(_READS) from error
     validate_offsets(group_offsets, packed.shape[0])
-    offsets = group_offsets.tolist()
     sizes = [end - start for start, end in pairwise(offsets)]
     # One split instead of G slices: its backward writes each row of the gradient once, not G times.
     return list(torch.split(packed[: offsets[-1]], sizes))

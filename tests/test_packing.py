@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_kernels.packing import (
@@ -172,6 +173,17 @@ def test_unpack_gradient_is_zero_outside_the_groups() -> None:
 def test_unpack_refuses(packed: Tensor, group_offsets: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         unpack_groups(packed, group_offsets)
+
+
+def test_unpack_under_transforms_and_without_values() -> None:
+    packed, group_offsets = torch.randn(2, 4, 3), torch.tensor([0, 1, 3])
+    unpacked = torch.func.vmap(lambda x: unpack_groups(x, group_offsets))(packed)
+    assert torch.equal(unpacked[1], packed[:, 1:3])
+    with pytest.raises(RuntimeError, match=r"^unpack_groups reads group_offsets on the host, .* call it outside$"):
+        torch.func.vmap(unpack_groups)(packed, group_offsets.expand(2, -1))
+    for without_values in (lambda x: x.to("meta"), FakeTensorMode().from_tensor):
+        with pytest.raises(ValueError, match=r"^group_offsets: expected values, .* got a meta or fake tensor$"):
+            unpack_groups(without_values(packed[0]), without_values(group_offsets))
 
 
 @pytest.mark.parametrize("dtype", INDEX_DTYPES)
