@@ -250,7 +250,7 @@ class MoE(nn.Module):
         return w_gate_up, ScaledTensor(self.w_down, self.get_buffer("w_down_scales"), format)
 
     def _accumulates_fast(self) -> bool:
-        return self.fast_accumulation and (self.format or self.compute) == "fp8_rowwise"
+        return self.fast_accumulation if (self.format or self.compute) == "fp8_rowwise" else False
 
     def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [..., H]
         """Route each hidden state to its top_k experts, and return the weighted sum of their results.

@@ -567,6 +567,13 @@ def layer_of_fp8(**options: Any) -> Tensor:
     return moe_mlp(torch.randn(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2), *weights, **options)
 
 
+def module_in_fp8(**attributes: Any) -> Tensor:
+    layer = MoE(8, 4, 4, 2, renormalize=True, compute="fp8_rowwise")
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer(torch.randn(3, 8))
+
+
 @pytest.mark.parametrize("value", ["2", None, True, torch.tensor(2.0)], ids=str)
 def test_options_that_are_no_numbers(value: Any) -> None:
     layer = layer_in(None)
@@ -600,6 +607,7 @@ def test_a_routing_with_other_offsets(offsets: Tensor) -> None:
         (layer_in(None), ["gated", "interleaved", "transposed", "fp8_wgrad"]),
         (layer_in("fp8_rowwise"), ["gated", "interleaved", "transposed", "fp8_wgrad", "fast_accumulation"]),
         (layer_of_fp8, ["gated", "interleaved", "transposed", "fp8_wgrad", "fast_accumulation"]),
+        (module_in_fp8, ["gated", "renormalize", "fp8_wgrad", "fast_accumulation"]),
     ],
 )
 def test_options_that_are_no_bools(call: Callable[..., Any], names: list[str], value: Any) -> None:
