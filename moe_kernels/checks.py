@@ -26,6 +26,7 @@ _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = (*_CUDA_DTYPES, torch.float64)
 _FP8 = "float8_e4m3fn or float8_e5m2"
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_BOOLS = (bool, torch.SymBool)
 _INTS = (int, torch.SymInt)
 _STRIDED = torch.strided
 _VALIDATION_READS = (
@@ -816,7 +817,7 @@ def check_int(
 def check_bools(**values: object) -> None:
     """Check that options are True or False, because any other value would count as one of these."""
     for name, value in values.items():
-        if value is not True and value is not False:
+        if type(value) not in _BOOLS:
             raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 

@@ -617,6 +617,19 @@ def test_options_that_are_no_bools(call: Callable[..., Any], names: list[str], v
             call(**{name: value})
 
 
+def test_options_that_depend_on_sizes_are_compiled() -> None:
+    """Comparisons of symbolic sizes are symbolic, too."""
+
+    def layer(hidden: Tensor, ids: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        options = {"gated": first.size(1) == 2 * second.size(2), "transposed": first.size(1) == hidden.size(1)}
+        return moe_mlp(hidden, ids, torch.ones_like(hidden[:, :2]), first, second, **options)
+
+    torch._dynamo.reset()
+    arguments = torch.randn(5, 8), torch.randint(3, (5, 2)), torch.randn(3, 6, 8), torch.randn(3, 8, 3)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(*arguments), layer(*arguments))
+
+
 class Wrapped(Tensor):
     """A tensor subclass that holds its values in inner tensors, like those of torchao and torch.distributed."""
 
