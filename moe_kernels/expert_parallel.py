@@ -94,6 +94,10 @@ def dispatch(
         raise ValueError(
             "topk_ids: expected values, which the numbers of rows to exchange depend on, got a meta or fake tensor"
         )
+    torch_internals.break_graph(
+        "dispatch reads the numbers of rows on the host, as its results' shapes depend on them, which fullgraph=True "
+        "and torch.export rule out: call it outside"
+    )
     rows = permute(hidden, routing)
 
     to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
@@ -151,7 +155,9 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.sent, ctx.received, ctx.group = inputs
+        _, sent, received, ctx.group = inputs
+        # Sums, because Dynamo may lose symbolic ints that are kept as they came.
+        ctx.sent, ctx.received = ([count + 0 for count in counts] for counts in (sent, received))
 
     @staticmethod
     def backward(ctx: Any, *d_out: Tensor) -> tuple[Tensor, None, None, None]:

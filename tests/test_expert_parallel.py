@@ -97,6 +97,26 @@ def spread(
     return combine(grouped_gemm(act, w_down.mT, exchange.group_offsets), exchange)
 
 
+def check_compiled(group: Any) -> None:
+    """Compare a layer of one rank with the same one compiled, for changing numbers of rows."""
+
+    def layer(topk_ids: Tensor, hidden: Tensor, *weights: Tensor) -> Tensor:
+        rows, exchange = dispatch(hidden, topk_ids, torch.ones_like(topk_ids, dtype=torch.float64), E, group)
+        ids = exchange.expert_ids
+        return combine(moe_mlp(rows, ids, torch.ones_like(ids, dtype=torch.float32), *weights), exchange)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    for case in CASES:
+        weights, (x, _) = make(case)
+        inputs = [v.requires_grad_() for v in (x["hidden"], *weights)]
+        results = [each(x["topk_ids"], *inputs) for each in (compiled, layer)]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(out, inputs, x["upstream"]) for out in results))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"dispatch reads the numbers of rows on the host"):
+        torch.compile(layer, fullgraph=True, backend="eager")(x["topk_ids"], *inputs)
+
+
 def in_fp8(x: dict[str, Tensor], w_gate_up: Tensor, w_down: Tensor) -> list[Tensor]:
     """Return the result of this rank's tokens, with its experts' products in fp8, and all gradients, in float32."""
     inputs = [v.detach().float().requires_grad_() for v in (x["hidden"], x["topk_weights"], w_gate_up, w_down)]
@@ -137,7 +157,9 @@ def run_rank(rank: int, folder: str) -> None:
         with pytest.raises(ValueError, match=r"^topk_ids: expected values, .* got a meta or fake tensor"):
             dispatch(*map(without_values, (torch.ones(1, H), *routed)), E)
     of_rank_0 = dist.new_group([0])
-    if rank != 0:
+    if rank == 0:
+        check_compiled(of_rank_0)
+    else:
         with pytest.raises(ValueError, match="group: expected a process group of which this rank is a member"):
             dispatch(torch.ones(1, H), *routed, E, of_rank_0)
     results["residuals"] = residuals_under_fsdp2(rank)
