@@ -138,7 +138,8 @@ class MoE(nn.Module):
         E, H, I = stacked.w_down.shape  # noqa: E741
         options: dict[str, Any] = {"activation": activation, "gated": stacked.layout.gated, "renormalize": renormalize}
         options |= {"alpha": alpha, "limit": limit, "compute": compute, "fp8_wgrad": fp8_wgrad}
-        layer = cls(H, I, E, top_k, **options, fast_accumulation=fast_accumulation, device="meta")
+        options |= {"fast_accumulation": fast_accumulation, "dtype": stacked.w_down.dtype}
+        layer = cls(H, I, E, top_k, **options, device="meta")
         layer.w_gate_up, layer.w_down = nn.Parameter(stacked.w_gate_up), nn.Parameter(stacked.w_down)
         if router is None:
             layer.router = nn.Parameter(stacked.w_down.new_empty(E, H))

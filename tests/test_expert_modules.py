@@ -311,3 +311,16 @@ def test_another_default_device() -> None:
     with torch.device("meta"):
         layer = MoE.from_experts(experts, None, top_k=1, renormalize=False)
     assert layer.w_down.device.type == "cpu" and layer.activation == "silu"
+
+
+def test_compute_depends_on_the_dtype_of_the_experts() -> None:
+    options: dict[str, Any] = {"top_k": 1, "renormalize": False, "activation": "silu", "compute": "fp8_block"}
+    experts = [ffn() for _ in range(E)]
+    with pytest.raises(TypeError, match=r"^dtype: expected one of torch.bfloat16, .*, got torch.float64$"):
+        MoE.from_experts(experts, **options)
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert MoE.from_experts([expert.float() for expert in experts], **options).w_down.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(default)
