@@ -139,6 +139,16 @@ def test_how_helion_is_asked(bench: Bench, tmp_path: Path, monkeypatch: pytest.M
     assert accepts(helion.Config(**{**seed, "block_sizes": [256, 64]})) is None  # more than N = 96
 
 
+def test_blocks_in_a_search_fit_into_the_operands(bench: Bench, tmp_path: Path) -> None:
+    """Helion's search accesses tensors smaller than a block by pointers, so rows of 8 elements are not searched."""
+    problem = problem_of(2048, 16384, 96, 40, 8, torch.bfloat16)
+    for variant, blocks in (("basic", [128, 64, 16, 32]), ("persistent", [64, 32])):
+        assert search.within(rules.rule(problem, variant, 128), problem).config.config["block_sizes"] == blocks
+    run(tmp_path / "f.json", todo=[replace(TASKS[0], K=8)])
+    assert not bench.searches
+    assert entries.read(tmp_path / "f.json", GPU.name)
+
+
 @pytest.mark.parametrize(("us", "replaced"), [(99.5, False), (98.5, True)])
 def test_a_gain_of_less_than_a_percent_is_none(bench: Bench, tmp_path: Path, us: float, replaced: bool) -> None:
     bench.find = found_with_9_stages

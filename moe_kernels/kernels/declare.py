@@ -94,7 +94,7 @@ def whole_blocks(x: SymbolicTensor) -> SymbolicTensor:
     """
     *groups, rows, columns = x.shape
     few = [n if isinstance(n, SymbolicInt) else min(2, n) for n in groups]
-    blocks = [n if isinstance(n, SymbolicInt) else rules.fitting(256, n) for n in (rows, columns)]
+    blocks = [n if isinstance(n, SymbolicInt) else 256 for n in (rows, columns)]
     return replace(x, example_shape=(*few, *blocks))
 
 

@@ -244,8 +244,8 @@ def _problem(
         G=G,
         dtype=dtype,
         tf32=rules.tf32_allowed(dtype),
-        tma_A=not int64_vectors and tma_readable(gpu, A_packed),
-        tma_B=tma_readable(gpu, B),
+        tma_A=not int64_vectors and K > 0 and tma_readable(gpu, A_packed),
+        tma_B=K > 0 and tma_readable(gpu, B),
         tma_out=N >= 16 and tma_readable(gpu, out),
         # These apply to pointers only: TMA takes 32-bit coordinates whatever the extent.
         int64_A=int64_vectors or needs_int64(A_packed),

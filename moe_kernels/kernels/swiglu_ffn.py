@@ -288,8 +288,8 @@ def _problem(
         biases=sum(bias is not None for bias in biases),
         paired=paired,
         slow_memory=gpu.slow_memory,
-        tma_A=not int64_vectors and row_to_slot is None and tma_readable(gpu, A),
-        tma_B=tma_readable(gpu, gate) and tma_readable(gpu, up),
+        tma_A=not int64_vectors and H > 0 and row_to_slot is None and tma_readable(gpu, A),
+        tma_B=H > 0 and tma_readable(gpu, gate) and tma_readable(gpu, up),
         tma_out=I >= 16 and all(tma_readable(gpu, out) for out in outs if out is not None),
         # These apply to pointers only: TMA takes 32-bit coordinates whatever the extent.
         int64_A=int64_vectors or needs_int64(A, row_to_slot),

@@ -297,7 +297,7 @@ def _waits_for_weights(problem: Problem) -> bool:
 def tall(K: int, has_bias: bool, addressing: Addressing) -> Config:
     """The config of `jagged_tall`."""
     options = indexing_of("tall", has_bias, addressing)
-    return Config(block_sizes=[fitting(64, K)], num_warps=8, num_stages=4, pid_type="flat", **options)
+    return Config(block_sizes=[block_for(K, 64)], num_warps=8, num_stages=4, pid_type="flat", **options)
 
 
 def narrow_column(problem: Problem) -> int:
@@ -321,7 +321,7 @@ def tails(N: int, K: int, has_bias: bool, addressing: Addressing, narrow: int) -
         if narrow == 128:
             options["range_num_stages"] = [0, 0, 0, 6, 0, 0]  # these loads take as much memory as four of a whole tile
     options |= indexing_of("tails", has_bias, addressing, tail_pieces(N, narrow), narrow)
-    return Config(block_sizes=[fitting(64, K), fitting(128 if narrow == 64 else 64, K)], **options)
+    return Config(block_sizes=[block_for(K, 64), block_for(K, 128 if narrow == 64 else 64)], **options)
 
 
 def tail_pieces(N: int, narrow: int) -> int:
@@ -447,6 +447,13 @@ def tf32_allowed(dtype: torch.dtype) -> bool:
 def floor_power_of_2(n: int) -> int:
     """The largest power of two up to `n`; 0 for 0."""
     return 1 << (n.bit_length() - 1) if n else 0
+
+
+def block_for(n: int, most: int) -> int:
+    """The largest power of two up to `n`, within 16 and `most`: a block that fits into n elements, as TMA needs it in
+    kernels of static shapes and in Helion's search.
+    """
+    return min(max(16, floor_power_of_2(n)), most)
 
 
 def fitting(block: int, extent: int) -> int:
@@ -585,10 +592,10 @@ def why_illegal(choice: Choice, problem: Problem) -> str | None:
         return f"block_m is {choice.block_m} and {blocks[0]}"
     if not 16 <= choice.block_m <= 128 or min(block_n, block_k) < 16:
         return "a block is too small or too large"
-    if (choice.addressing.tma_A and block_k > min(problem.K, 256)) or (
-        choice.addressing.tma_B and (block_k > min(problem.K, 256) or block_n > min(problem.N, 256))
-    ):
-        return "a block is larger than what TMA can read of the tensor"
+    by_tma = choice.addressing.tma_A or choice.addressing.tma_B
+    of_static_shapes = choice.variant in ("tails", "tall")  # whose blocks must fit into the tensors
+    if (by_tma and max(block_n, block_k) > 256) or (by_tma and of_static_shapes and block_k > problem.K):
+        return "a block is larger than what TMA can read"
     return None
 
 

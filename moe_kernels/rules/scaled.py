@@ -120,6 +120,7 @@ def _block_k(problem: Problem) -> int:
 
 
 def _addressing(problem: Problem, block_m: int, tma_out: bool) -> rules.Addressing:
-    # A descriptor's block may not have more rows than its tensor.
-    tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
+    # A descriptor's block may not have more rows than its tensor. Shorter rows were not timed by TMA.
+    long = problem.K > 64
+    tma_A, tma_B = problem.tma_A and long and block_m <= problem.M, problem.tma_B and long
     return rules.addressing(problem, tma_A, tma_B, tma_out and tma_A and tma_B and problem.tma_out)

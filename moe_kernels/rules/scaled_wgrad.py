@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_kernels.rules import bounds_loads, fitting, indexing
+from moe_kernels.rules import block_for, bounds_loads, indexing
 from moe_kernels.rules.config import Config
 from moe_kernels.scaled import BLOCK
 
@@ -25,7 +25,7 @@ def product(Q: int, G: int, tma: bool, block_scaled: bool) -> Config:
     options: dict[str, Any] = indexing(*bounds_loads(G), *first, tma, tma, tma, *scales, False, False)
     block_q, num_warps, num_stages = (128, 4, 3) if tma else (32, 8, 2)
     return Config(
-        block_sizes=[fitting(block_q, Q)],
+        block_sizes=[block_for(Q, block_q)],
         num_warps=num_warps,
         num_stages=num_stages,
         pid_type="persistent_interleaved",

@@ -7,16 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_kernels.rules import (
-    Access,
-    Addressing,
-    addressing,
-    basic_height,
-    fitting,
-    floor_power_of_2,
-    indexing,
-    offsets_block,
-)
+from moe_kernels.rules import Access, Addressing, addressing, basic_height, block_for, fitting, indexing, offsets_block
 from moe_kernels.rules.config import Config
 
 
@@ -96,9 +87,7 @@ def basic(problem: Problem) -> Choice:
 
 def persistent(problem: Problem) -> Choice:
     """The rule's config of `swiglu_persistent`."""
-    # Its shapes are static, so blocks must fit into them.
-    block_i, block_k = (min(max(16, floor_power_of_2(n)), most) for n, most in ((problem.I, 128), (problem.H, 64)))
-    block_m = 128
+    block_m, block_i, block_k = 128, block_for(problem.I, 128), block_for(problem.H, 64)
     tma_A, tma_B = problem.tma_A and block_m <= problem.M, problem.tma_B
     by_tma = addressing(problem, tma_A, tma_B, problem.tma_out and tma_B)
     tma_A, tma_B, tma_out, _ = by_tma

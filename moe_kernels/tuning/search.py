@@ -381,6 +381,8 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
         if start is None:
             return []
         seeds = [start, *neighbours(start, problem)]
+        if min(problem.N, problem.K) < 16:  # no block fits: see `within`
+            return seeds
         budget = int(0.75 * (until - time.monotonic())) - 10  # Helion exceeds its budget by up to one round
         if budget < _LEAST_SEARCH:
             print("  too little time for Helion's autotuner: only neighbours of that config")
@@ -448,13 +450,16 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
         # Helion copies arguments, which the overlapping windows of TMA stores forbid: search with masked stores.
         problem = replace(problem, tma_out=False)
         seeds = [storing(choice, tma_out=False) for choice in seeds]
+    seeds = [within(choice, problem) for choice in seeds]
     start = seeds[0]
     kernel, arg_sets = kernel_calls(start, inputs)
     kept = {name: start.config.config[name] for name in _ADDRESSING if name in start.config.config}
 
     def usable(config: helion.Config) -> helion.Config | None:
         # `block_m` is fixed by the arguments, as a constant or through the number of tiles.
-        return config if rules.why_illegal(replace(start, config=Config(**config.config)), problem) is None else None
+        choice = replace(start, config=Config(**config.config))
+        fits = rules.why_illegal(choice, problem) is None and within(choice, problem) == choice
+        return config if fits else None
 
     def baseline(*args: Any) -> Any:
         return tuned.bind(args).compile_config(helion.Config(**start.config.config))(*args)
@@ -489,6 +494,17 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
     parts = seed.config.config.get("epilogue_subtile")
     found = replace(start, config=Config(**config.config), entry=None, source="search")
     return storing(found, tma_out=True, epilogue_subtile=parts) if tma_out else found
+
+
+def within(choice: rules.Choice, problem: rules.Problem) -> rules.Choice:
+    """Return `choice` with blocks that fit into the operands. Helion's search accesses larger ones by pointers, where
+    the kernels rely on TMA for what is outside.
+    """
+    *others, block_k = choice.config.config["block_sizes"]
+    along_n = {"basic": 1, "persistent": 0}.get(choice.variant)
+    if along_n is not None:
+        others[along_n] = rules.block_for(problem.N, others[along_n])
+    return _with(choice, block_sizes=[*others, rules.block_for(problem.K, block_k)])
 
 
 def kernel_calls(choice: rules.Choice, inputs: Inputs) -> tuple[Any, list[tuple[Any, ...]]]:

@@ -103,7 +103,7 @@ def test_kernels_without_a_rule_never_search(monkeypatch: pytest.MonkeyPatch, de
     monkeypatch.setattr(declare, "default_autotuner_fn", _refuse)
     x = torch.ones(3, 5, device=device)
     with pytest.raises(RuntimeError, match="copy_row_major: expected a config"):
-        copy_row_major(x, torch.empty_like(x))
+        copy_row_major(x[None], torch.empty_like(x[None]))
 
 
 def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
