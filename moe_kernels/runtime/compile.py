@@ -156,9 +156,7 @@ def binary(specialized: Specialization, gpu: Gpu) -> store.Binary:
     """Return a binary from the store, or else compile and store it."""
     if (known := store.read_binary(specialized.key)) is not None:
         return known
-    compiled = compiled_kernel(specialized, gpu)
-    if compiled.metadata.shared > gpu.shared_memory:
-        raise triton.OutOfResources(compiled.metadata.shared, gpu.shared_memory, "shared memory")
+    compiled = _within_shared_memory(specialized, gpu)
     made = store.Binary(
         key=specialized.key,
         signature=specialized.signature,
@@ -168,6 +166,24 @@ def binary(specialized: Specialization, gpu: Gpu) -> store.Binary:
         code=compiled.kernel,
     )
     return store.write_binary(made)
+
+
+def _within_shared_memory(specialized: Specialization, gpu: Gpu) -> Any:
+    """Return a `compiled_kernel` with at most the given stages of loads, and as many as fit into the GPU's memory.
+
+    The same stages take more shared memory on some GPUs. On a B200, accumulators are in a memory of their own, and
+    results pass through shared memory that the loads cannot use.
+
+    Raises:
+        triton.OutOfResources: one stage needs more shared memory than a program can have.
+    """
+    compiled = compiled_kernel(specialized, gpu)
+    while compiled.metadata.shared > gpu.shared_memory:
+        if compiled.metadata.num_stages <= 1:
+            raise triton.OutOfResources(compiled.metadata.shared, gpu.shared_memory, "shared memory")
+        options = {**specialized.options, "num_stages": compiled.metadata.num_stages - 1}
+        compiled = compiled_kernel(replace(specialized, options=options), gpu)
+    return compiled
 
 
 def compiled_kernel(specialized: Specialization, gpu: Gpu) -> Any:

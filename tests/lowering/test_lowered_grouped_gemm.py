@@ -6,11 +6,13 @@ import itertools
 import re
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 from helion._compiler import inductor_lowering
 from helion._compiler.type_propagation import TypePropagation
 
@@ -19,7 +21,10 @@ from sm90 import empty, lowered, ptxas_says, requests
 
 from moe_kernels import rules
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from moe_kernels.runtime import cache, targets
 from moe_kernels.runtime import compile as compiler
+from moe_kernels.runtime.plan import Request
+from moe_kernels.runtime.signature import symbolic
 
 SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 
@@ -291,6 +296,32 @@ def test_large_spans_without_tma_are_addressed_in_64_bits(monkeypatch: pytest.Mo
         assert "tl.int64" in report["code"]
         assert "_desc.load(" not in report["code"]
         assert report["shared"] <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("gpu", ["b200", "h200"])
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [((8, 16384, 2048, 4096), "jagged_tails"), ((8, 16384, 2051, 4096), "jagged_persistent")],
+    ids=["tails", "persistent"],
+)
+def test_as_many_stages_as_fit_into_shared_memory(gpu: str, shape: tuple[int, int, int, int], name: str) -> None:
+    """On a B200, the results of the same tiles take more shared memory beside the loads."""
+    G, M, N, K = shape
+    target = targets.KNOWN[gpu]
+    given = symbolic(GROUPED_GEMM, (empty(M, K), empty(G, N, K).mT, empty(G + 1, dtype=torch.int32), None), None)
+    builder, _ = cache.build_steps(GROUPED_GEMM, given, (torch.bfloat16, "auto"), target)
+    request = [step for step in builder.steps if isinstance(step, Request)][-1]
+    assert request.kernel.name == name
+    source = compiler.lower(request, target)[1]
+    compiled = compiler._within_shared_memory(source, target)
+    assert compiled.metadata.shared <= target.shared_memory
+    assert compiled.metadata.num_stages == (4 if gpu == "h200" else 3)
+    smaller = replace(target, shared_memory=compiled.metadata.shared - 1)
+    fewer = compiler._within_shared_memory(source, smaller)
+    assert fewer.metadata.shared <= smaller.shared_memory
+    assert fewer.metadata.num_stages == compiled.metadata.num_stages - 1
+    with pytest.raises(triton.OutOfResources, match="shared memory"):
+        compiler._within_shared_memory(source, replace(target, shared_memory=4096))
 
 
 @pytest.mark.parametrize("shape", [(8, 64, 1536, 2048), (8, 4096, 1536, 2048)], ids=str)
