@@ -90,7 +90,8 @@ def left_operand(builder: Builder, A: SymbolicTensor, other: torch.dtype) -> Sym
 
 def whole_blocks(x: SymbolicTensor) -> SymbolicTensor:
     """Return `x`, 2-D or 3-D, with an example shape that blocks fit into. Helion drops TMA for tensors of over 2^31
-    elements, and for blocks larger than the tensor, though TMA returns zeros outside of it.
+    elements, and for blocks larger than the tensor, though TMA returns zeros outside of it. If an operand has such a
+    shape, all have: Helion 1.5.1 also drops TMA where a loop ends before the tensor.
     """
     *groups, rows, columns = x.shape
     few = [n if isinstance(n, SymbolicInt) else min(2, n) for n in groups]

@@ -207,8 +207,8 @@ def multiply(
         return
     block_m = choice.block_m
     tma_A, tma_B, tma_out, int64_index = choice.addressing
-    A_packed = whole_blocks(A_packed) if tma_A else A_packed
-    B = whole_blocks(B) if tma_B else B
+    if tma_A or tma_B:
+        A_packed, B, out = whole_blocks(A_packed), whole_blocks(B), whole_blocks(out)
     if choice.variant == "basic":
         numbers = tile_numbers(M, G, block_m, problem.rows == 0)
         arguments = (A_packed, B, group_offsets, bias, out, *numbers, shared, transposed, not tma_A)
@@ -218,7 +218,7 @@ def multiply(
     if tma_A:
         A_packed = replace(A_packed, tma_clipped=True)
     if tma_out:
-        out = windows(whole_blocks(out), block_m)
+        out = windows(out, block_m)
     arguments = (A_packed, B, tiles, tile_count(tiles), bias, out, shared, transposed, block_m, tma_A, tma_out)
     builder.launch(jagged_persistent, arguments, choice.config, int64_index=int64_index, precision=problem.precision)
 

@@ -179,8 +179,7 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     block_m, tma = choice.block_m, choice.tma
     group_offsets, width = searchable(builder, group_offsets, M)
     if tma:
-        X, Y = whole_blocks(_windows(X, block_m)), whole_blocks(_windows(Y, block_m))
-        out = whole_blocks(out) if problem.tma_out else out
+        X, Y, out = whole_blocks(_windows(X, block_m)), whole_blocks(_windows(Y, block_m)), whole_blocks(out)
     # `few_groups`, because the kernel indexes groups of the result in 64 bits.
     arguments = (X, Y, group_offsets, replace(out, few_groups=True), M * 2 + 1, width, block_m, tma)
     precision = "tf32" if problem.tf32 else "ieee"  # "tf32x3" is slower where operands are contracted along rows

@@ -328,8 +328,8 @@ def multiply(
     choice = scaled_rules.rule(problem, variant)
     block_m = choice.block_m
     tma_A, tma_B, tma_out, int64_index = choice.addressing
-    A = whole_blocks(replace(A, tma_clipped=True)) if tma_A else A
-    B = whole_blocks(B) if tma_B else B
+    if tma_A or tma_B:
+        A, B, out = whole_blocks(replace(A, tma_clipped=tma_A)), whole_blocks(B), whole_blocks(out)
     operands, inline_ptx = (A, scales_A, B, scales_B), builder.gpu.backend == "cuda"
     if choice.variant == "basic":
         numbers = tile_numbers(M, G, block_m, problem.rows == 0)
@@ -340,7 +340,7 @@ def multiply(
     tiles = plan_table(builder, group_offsets, out, block_m)
     listed = (*operands, tiles, tile_count(tiles), bias)
     if fast:
-        arguments = (*listed, windows(whole_blocks(out), block_m) if tma_out else out, shared, block_m, tma_A, tma_out)
+        arguments = (*listed, windows(out, block_m) if tma_out else out, shared, block_m, tma_A, tma_out)
         builder.launch(fast_persistent, arguments, choice.config, int64_index=int64_index)
     else:
         arguments = (*listed, out, shared, block_m // 2, problem.block_scaled, inline_ptx, tma_A)

@@ -241,10 +241,12 @@ def multiply_activated(
     tma_A, tma_B, tma_out, int64_index = choice.addressing
     options = (spec.activation, spec.alpha, spec.limit)
     if not choice.persistent:
-        A = whole_blocks(A) if tma_A else A
-        weights = [whole_blocks(w) if tma_B else replace(w, few_groups=True) for w in (gate, up)]
+        gate, up = replace(gate, few_groups=True), replace(up, few_groups=True)
         numbers = tile_numbers(M, E, block_m, problem.rows == 0)
-        tensors = (A, *weights, group_offsets, row_to_slot, *biases, act, *preacts)
+        operands = [A, gate, up, act, *preacts]
+        if tma_A or tma_B:
+            operands = [None if x is None else whole_blocks(x) for x in operands]
+        tensors = (*operands[:3], group_offsets, row_to_slot, *biases, *operands[3:])
         arguments = (*tensors, *numbers, top_k, transposed, not tma_A, *options)
         builder.launch(swiglu, arguments, choice.config, int64_index=int64_index, precision=problem.precision)
         return
