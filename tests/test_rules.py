@@ -1229,7 +1229,7 @@ def test_without_tritons_class_of_compiled_kernels(machine: Machine, error: type
     machine.monkeypatch.setattr(launch, "compiled_kernel", compiled_kernel)
     compiled: list[str] = []
     by_triton = lambda source, gpu: compiled.append(source.key) or source.key  # noqa: E731
-    machine.monkeypatch.setattr(compiler, "compiled_kernel", by_triton)
+    machine.monkeypatch.setattr(compiler, "within_shared_memory", by_triton)
     for _ in range(2):
         assert machine.run() == BY_RULE and machine.drawn == compiled == [BY_RULE]
         machine.begin_a_process()

@@ -652,6 +652,11 @@ def discard(choice: Any, reason: str) -> bool:
     return True
 
 
+def made_by_entry() -> bool:
+    """Whether a choice that the enclosing `record` lists is from a tuned entry."""
+    return any(getattr(choice, "entry", None) is not None for _, choice in _made.get() or ())
+
+
 def with_fallback(attempt: Callable[[], _T]) -> _T:
     """Return `attempt()`, which chooses configs, compiles and loads. If it fails, discard the tuned entries it used and
     repeat it. If there are none, under a forced choice, for lack of memory, or in the file system, the error is raised.

@@ -212,7 +212,7 @@ def _kernel(binary: store.Binary, source: Any, gpu: Gpu) -> Any:
             raise
         from moe_kernels.runtime import compile as compiler  # imports Helion
 
-        return compiler.compiled_kernel(source, gpu)
+        return compiler.within_shared_memory(source, gpu)
 
 
 def plan_of(
@@ -246,7 +246,8 @@ def plan_of(
 
         compiling = compiler.Compiling(gpu)
         plan, sources = make_plan(operator, inputs, options, gpu, compiling.begin)
-        binaries = compiling.binaries()
+        # A tuned or forced choice that does not fit is an error, so that another one replaces it.
+        binaries = compiling.binaries(fewer_stages=kept and not rules.made_by_entry())
         load(binaries, sources)
         if kept:
             store.write_plan(key, plan, binaries)

@@ -152,11 +152,13 @@ def _type_of(x: Any) -> str:
     return "fp32" if isinstance(x, float) else "constexpr"
 
 
-def binary(specialized: Specialization, gpu: Gpu) -> store.Binary:
-    """Return a binary from the store, or else compile and store it."""
+def binary(specialized: Specialization, gpu: Gpu, fewer_stages: bool = False) -> store.Binary:
+    """Return a binary from the store, or else compile and store it, if need be with `within_shared_memory`."""
     if (known := store.read_binary(specialized.key)) is not None:
         return known
-    compiled = _within_shared_memory(specialized, gpu)
+    compiled = (within_shared_memory if fewer_stages else compiled_kernel)(specialized, gpu)
+    if compiled.metadata.shared > gpu.shared_memory:
+        raise _too_large(compiled, gpu)
     made = store.Binary(
         key=specialized.key,
         signature=specialized.signature,
@@ -168,7 +170,7 @@ def binary(specialized: Specialization, gpu: Gpu) -> store.Binary:
     return store.write_binary(made)
 
 
-def _within_shared_memory(specialized: Specialization, gpu: Gpu) -> Any:
+def within_shared_memory(specialized: Specialization, gpu: Gpu) -> Any:
     """Return a `compiled_kernel` with at most the given stages of loads, and as many as fit into the GPU's memory.
 
     The same stages take more shared memory on some GPUs. On a B200, accumulators are in a memory of their own, and
@@ -180,10 +182,15 @@ def _within_shared_memory(specialized: Specialization, gpu: Gpu) -> Any:
     compiled = compiled_kernel(specialized, gpu)
     while compiled.metadata.shared > gpu.shared_memory:
         if compiled.metadata.num_stages <= 1:
-            raise triton.OutOfResources(compiled.metadata.shared, gpu.shared_memory, "shared memory")
+            raise _too_large(compiled, gpu)
         options = {**specialized.options, "num_stages": compiled.metadata.num_stages - 1}
         compiled = compiled_kernel(replace(specialized, options=options), gpu)
     return compiled
+
+
+def _too_large(compiled: Any, gpu: Gpu) -> Exception:
+    error: Exception = triton.OutOfResources(compiled.metadata.shared, gpu.shared_memory, "shared memory")
+    return error
 
 
 def compiled_kernel(specialized: Specialization, gpu: Gpu) -> Any:
@@ -209,16 +216,26 @@ class Compiling:
 
     def __init__(self, gpu: Gpu):
         self.gpu, self.pool = gpu, ThreadPoolExecutor(8)
-        self.begun: dict[str, Future[store.Binary]] = {}
+        self.begun: dict[str, tuple[Specialization, Future[store.Binary]]] = {}
 
     def begin(self, one: Specialization) -> None:
         if one.key not in self.begun:
-            self.begun[one.key] = self.pool.submit(binary, one, self.gpu)
+            self.begun[one.key] = one, self.pool.submit(binary, one, self.gpu)
 
-    def binaries(self) -> dict[str, store.Binary]:
-        """Wait for all compilations that have begun, and return the binaries by key."""
+    def binaries(self, fewer_stages: bool) -> dict[str, store.Binary]:
+        """Wait for all compilations that have begun, and return the binaries by key. With `fewer_stages`, what needs
+        too much shared memory is compiled `within_shared_memory`.
+        """
+        made = {}
         try:
-            return {key: future.result() for key, future in self.begun.items()}
+            for key, (one, future) in self.begun.items():
+                try:
+                    made[key] = future.result()
+                except triton.OutOfResources:
+                    if not fewer_stages:
+                        raise
+                    made[key] = binary(one, self.gpu, fewer_stages)
+            return made
         finally:
             self.pool.shutdown()
 

@@ -313,15 +313,15 @@ def test_as_many_stages_as_fit_into_shared_memory(gpu: str, shape: tuple[int, in
     request = [step for step in builder.steps if isinstance(step, Request)][-1]
     assert request.kernel.name == name
     source = compiler.lower(request, target)[1]
-    compiled = compiler._within_shared_memory(source, target)
+    compiled = compiler.within_shared_memory(source, target)
     assert compiled.metadata.shared <= target.shared_memory
     assert compiled.metadata.num_stages == (4 if gpu == "h200" else 3)
     smaller = replace(target, shared_memory=compiled.metadata.shared - 1)
-    fewer = compiler._within_shared_memory(source, smaller)
+    fewer = compiler.within_shared_memory(source, smaller)
     assert fewer.metadata.shared <= smaller.shared_memory
     assert fewer.metadata.num_stages == compiled.metadata.num_stages - 1
     with pytest.raises(triton.OutOfResources, match="shared memory"):
-        compiler._within_shared_memory(source, replace(target, shared_memory=4096))
+        compiler.within_shared_memory(source, replace(target, shared_memory=4096))
 
 
 @pytest.mark.parametrize("shape", [(8, 64, 1536, 2048), (8, 4096, 1536, 2048)], ids=str)

@@ -27,7 +27,7 @@ from test_lowered_varied_gemm import compiled as compiled_varied
 from moe_kernels import rules
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.rules import uniform, varied
-from moe_kernels.runtime import cache, store
+from moe_kernels.runtime import cache, store, targets
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Plan
 from moe_kernels.runtime.signature import Operator, portable, signature, symbolic
@@ -258,3 +258,28 @@ def test_an_entry_of_more_shared_memory_than_there_is(monkeypatch: pytest.Monkey
     assert make().to_json() == plan.to_json()  # the stored plan is the rule's
     monkeypatch.undo()
     rules.reload()
+
+
+def test_a_rule_of_more_shared_memory_than_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its kernels have fewer stages, here or ahead; under a forced choice it is an error."""
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "plans"))
+    monkeypatch.setattr(cache, "plans", cache.PlanCache())
+    gpu = targets.KNOWN["b200"]
+    tensors = (empty(16384, 4096), empty(8, 2048, 4096).mT, empty(9, dtype=torch.int32), None)
+    options = (torch.bfloat16, "auto")
+    inputs, text = symbolic(GROUPED_GEMM, tensors, options), portable(signature(GROUPED_GEMM, tensors, options))
+
+    def make() -> Plan:
+        return cache.plan_of(GROUPED_GEMM, inputs, options, text, gpu)[0]
+
+    with rules.record() as made, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no config has been tuned")
+        plan = rules.with_fallback(make)
+    metadata = [json.loads(binary.metadata) for key in plan.binaries if (binary := store.read_binary(key))]
+    assert len(metadata) == 2 and all(values["shared"] <= gpu.shared_memory for values in metadata)
+    assert {values["num_stages"] for values in metadata if values["shared"] > 100_000} == {3}
+    (choice,) = [choice for _, choice in made if isinstance(choice, rules.Choice)]
+    assert choice.config.config["num_stages"] == 4
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "others"))
+    with rules.force(choice), pytest.raises(Exception, match="shared memory"):
+        make()
