@@ -81,11 +81,7 @@ def _width_and_stages(problem: Problem, block_m: int) -> tuple[int, int]:
 
 def _persistent(problem: Problem) -> rules.Choice:
     block_m = 128
-    addressing = (
-        _addressing(problem, block_m, tma_out=True)
-        if problem.fast
-        else _addressing(problem, block_m // 2, tma_out=False)
-    )
+    addressing = _addressing(problem, block_m if problem.fast else block_m // 2, tma_out=problem.fast)
     by_tma = addressing.tma_A and addressing.tma_B
     options: dict[str, Any] = {"pid_type": "persistent_interleaved", "l2_groupings": [8]}
     bias, tables = [False] * problem.has_bias, [False] * 3
