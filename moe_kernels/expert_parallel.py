@@ -115,7 +115,7 @@ def dispatch(
             f"of the group, rows have {[H * dtype.itemsize for H, dtype in each]} bytes, in "
             f"{', '.join(str(dtype).removeprefix('torch.') for _, dtype in each)}"
         )
-    rows = _AllToAll.apply(rows[: sum(sent)], sent, received, group)  # type: ignore[no-untyped-call]
+    rows = _exchange_rows(rows[: sum(sent)], sent, received, group)
 
     local_ids = torch.arange(num_experts // P, device=hidden.device).repeat(P)
     ids = local_ids.repeat_interleave(to_receive.flatten(), output_size=sum(received))[:, None]
@@ -141,9 +141,25 @@ def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
         raise TypeError(f"exchange: expected the Exchange that dispatch returns, got {type(exchange).__name__}")
     routing, arrival, sent, received, group = exchange
     rows = unpermute(rows, arrival, weighted=False)
-    rows = _AllToAll.apply(rows, received, sent, group)  # type: ignore[no-untyped-call]
+    rows = _exchange_rows(rows, received, sent, group)
     dropped = routing.slot_to_row.size(0) - sum(sent)
     return unpermute(F.pad(rows, (0, 0, 0, dropped)) if dropped else rows, routing)
+
+
+def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Exchange rows among the ranks, outside of compiled graphs.
+
+    PyTorch 2.11 gives zeros as the gradient of a collective in an autograd.Function that it compiles, and says nothing.
+    """
+    torch_internals.break_graph(
+        "dispatch and combine exchange rows outside of compiled graphs, which fullgraph=True and torch.export rule "
+        "out: call them outside"
+    )
+    apply: Any = _AllToAll.apply
+    if torch.compiler.is_dynamo_compiling():  # after the end of a graph, Dynamo goes on with the next one
+        apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
+    out: Tensor = apply(rows, sent, received, group)
+    return out
 
 
 class _AllToAll(torch.autograd.Function):
@@ -155,11 +171,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, sent, received, ctx.group = inputs
-        # Sums, because Dynamo may lose symbolic ints that are kept as they came.
-        ctx.sent, ctx.received = ([count + 0 for count in counts] for counts in (sent, received))
+        _, ctx.sent, ctx.received, ctx.group = inputs
 
     @staticmethod
     def backward(ctx: Any, *d_out: Tensor) -> tuple[Tensor, None, None, None]:
-        d_rows = _AllToAll.apply(d_out[0], ctx.received, ctx.sent, ctx.group)  # type: ignore[no-untyped-call]
-        return d_rows, None, None, None
+        return _exchange_rows(d_out[0], ctx.received, ctx.sent, ctx.group), None, None, None

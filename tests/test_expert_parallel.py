@@ -115,6 +115,9 @@ def check_compiled(group: Any) -> None:
         torch.testing.assert_close(*(torch.autograd.grad(out, inputs, x["upstream"]) for out in results))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"dispatch reads the numbers of rows on the host"):
         torch.compile(layer, fullgraph=True, backend="eager")(x["topk_ids"], *inputs)
+    rows, exchange = dispatch(inputs[0], x["topk_ids"], torch.ones_like(x["topk_ids"], dtype=torch.float64), E, group)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"combine exchange rows outside of compiled graphs"):
+        torch.compile(combine, fullgraph=True, backend="eager")(rows, exchange)
 
 
 def in_fp8(x: dict[str, Tensor], w_gate_up: Tensor, w_down: Tensor) -> list[Tensor]:
