@@ -22,6 +22,7 @@ from . import checks
 from .glu import CLAMPED, GLUSpec, columns
 from .packing import group_offsets_from_offs, group_sizes
 from .routing_maps import Routing
+from .rules.quantize import saves_amax
 from .scaled import BLOCK, ScaledTensor, scales_shape
 
 
@@ -538,8 +539,8 @@ def scaled_moe_mlp(
 
 def quantized_grouped_gemm(
     A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
-    B: Tensor,  # [G, K, N], in fp8 if it has scales
-    scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)]
+    B: Tensor,  # [G, K, N]
+    scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)] of a B in fp8
     group_offsets: Tensor,  # [G + 1]
     slot_to_row: Tensor | None,  # [M]
     bias: Tensor | None,  # [G, N]
@@ -548,13 +549,16 @@ def quantized_grouped_gemm(
 ) -> Tensor:  # [M, N]
     """Compute `scaled_grouped_gemm` of operands that this quantises along K, as "rowwise" or as "1x128" and "128x128".
 
-    If B has scales, it is already quantised.
+    A B in fp8 is already quantised. The scales of another one are found here.
     """
     formats = ("rowwise", "rowwise") if rowwise else ("1x128", "128x128")
     if slot_to_row is not None:
         A = scatter_rows(A, None, slot_to_row, group_offsets, len(slot_to_row) // max(len(A), 1), A.dtype)
     a = quantize(A, formats[0])
-    b = quantize(B.mT, formats[1]).mT if scales_B is None else ScaledTensor(B, scales_B, formats[1])
+    if scales_B is not None and B.dtype == torch.float8_e4m3fn:
+        b = ScaledTensor(B, scales_B, formats[1])
+    else:
+        b = quantize(B.mT, formats[1]).mT
     return grouped_linear(dequantize(a), dequantize(b), group_offsets, bias, out_dtype)
 
 
@@ -601,20 +605,24 @@ def quantized_moe_mlp(
 
     Returns:
         The result `[T, H]`; the preactivation `[R, 2I]` or `[R, I]`; and of each weight the fp8 data, contiguous in the
-        weight's shape, and the scales of its transpose. All but the result are empty if not `save`, fp8 data and scales
-        also if `rowwise`.
+        weight's shape, and the scales of its transpose. All but the result are empty if not `save`. With `rowwise` the
+        fp8 data are empty, and amax over the weight's last dimension stands for the scales, as the bits of float32 in
+        int32 `[E, H]` and `[E, I]`; it is empty unless `saves_amax`.
     """
     dtype, top_k = hidden.dtype, topk_weights.shape[1]
     weights: list[tuple[Tensor, Tensor | None]] = []
     saved: list[Tensor] = []
     for w in (w_in, w_out):
+        weights.append((w, None))
+        data = w.new_empty(0, dtype=torch.float8_e4m3fn)
+        kept = w.new_empty(0, dtype=torch.int32 if rowwise else torch.float32)
         if save and not rowwise:
-            data, scales, _ = quantize(w.mT, "128x128")
-            weights.append((data.mT, scales.mT))
-            saved += data.mT.contiguous(), scales
-        else:
-            weights.append((w, None))
-            saved += w.new_empty(0, dtype=torch.float8_e4m3fn), w.new_empty(0, dtype=torch.float32)
+            quantized, kept, _ = quantize(w.mT, "128x128")
+            data = quantized.mT.contiguous()
+            weights[-1] = quantized.mT, kept.mT
+        elif save and saves_amax(w.mT):
+            kept = w.float().abs().amax(2).view(torch.int32)
+        saved += data, kept
     preact = quantized_grouped_gemm(hidden, *weights[0], group_offsets, slot_to_row, b_in, rowwise, dtype)
     act = activate(preact.float(), None, spec)
     rows = quantized_grouped_gemm(act, *weights[1], group_offsets, None, b_out, rowwise, dtype)

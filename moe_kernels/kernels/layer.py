@@ -18,9 +18,10 @@ from moe_kernels.kernels.activation import plan_activate, write_scaled_activatio
 from moe_kernels.kernels.grouped_gemm import multiply
 from moe_kernels.kernels.one_token import multiply_one_token
 from moe_kernels.kernels.permute import plan_combine_rows, plan_scatter_rows, scatter_scaled
-from moe_kernels.kernels.quantize import plan_quantize
+from moe_kernels.kernels.quantize import plan_quantize, plan_quantize_and_amax, plan_quantize_transposed
 from moe_kernels.kernels.route import plan_route
 from moe_kernels.kernels.swiglu_ffn import fuses, multiply_activated
+from moe_kernels.rules import quantize as quantize_rules
 from moe_kernels.rules.layer import one_token_is_faster
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, most
@@ -92,14 +93,19 @@ def plan_quantized_moe_mlp(
     (group_offsets, _, slot_to_row), computed = _routing(builder, topk_ids, routing, w_down.size(0))
     weights: list[Any] = []
     saved: list[SymbolicTensor] = []
-    for w in (w_gate_up.mT, w_down.mT):
-        other_order = builder.alloc(w.shape, _E4M3) if save and not rowwise else None
-        data, scales = _scaled_weight(builder, w, rowwise, other_order)
-        weights.append((data, scales))
-        if other_order is None:
-            saved += builder.alloc((0,), _E4M3), builder.alloc((0,), torch.float32)
+    for w in (w_gate_up, w_down):
+        data = other_order = builder.alloc((0,), _E4M3)
+        if save and rowwise and quantize_rules.saves_amax(w):
+            data, scales, kept = plan_quantize_and_amax(builder, w)
+        elif save and not rowwise:
+            other_order = builder.alloc(w.mT.shape, _E4M3)
+            data, scales = _scaled_weight(builder, w.mT, rowwise, other_order)
+            kept = scales
         else:
-            saved += other_order, scales
+            data, scales = _scaled_weight(builder, w.mT, rowwise)
+            kept = builder.alloc((0,), torch.int32 if rowwise else torch.float32)
+        weights.append((data, scales))
+        saved += other_order, kept
     order = hidden, topk_weights, group_offsets, slot_to_row
     out, preact = _scaled_layer(builder, *order, weights, (b_in, b_out), rowwise, fast, spec)
     return out, preact if save else builder.alloc((0,), preact.dtype), *saved, *computed
@@ -110,7 +116,8 @@ def plan_quantized_grouped_gemm(
 ) -> SymbolicTensor:
     """Plan the fp8 product of A `[M, K]`, or tokens `[T, K]` with slot_to_row, and B `[G, K, N]`.
 
-    Both operands are quantised, except a B with scales, which is in fp8 already.
+    Both operands are quantised, except a B in fp8. For a B in another dtype `scales_B` is None, or amax `[G, N]` of its
+    columns as int32.
     """
     A, B, scales_B, group_offsets, slot_to_row, bias = tensors
     rowwise, fast, dtype, top_k = options
@@ -123,7 +130,12 @@ def plan_quantized_grouped_gemm(
         data, scales = plan_quantize(builder, (A,), (format, _E4M3, False))
         scales = scales if rowwise else scales.as_strided((M, -(-A.size(1) // BLOCK)), (1, M), 0)
     out = builder.alloc((M, B.size(2)), dtype)
-    right, scales_B = _scaled_weight(builder, B, rowwise) if scales_B is None else (B.mT, scales_B.mT)
+    if scales_B is None:
+        right, scales_B = _scaled_weight(builder, B, rowwise)
+    elif B.dtype == _E4M3:
+        right, scales_B = B.mT, scales_B.mT
+    else:
+        right, scales_B = plan_quantize_transposed(builder, B, scales_B)
     scaled_gemm.multiply(builder, data, scales, right, scales_B, group_offsets, bias, out, fast=fast)
     return out
 

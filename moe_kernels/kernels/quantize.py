@@ -22,6 +22,7 @@ from moe_kernels.scaled import BLOCK, scales_shape
 
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _SMALLEST = 0x0D800000  # 2**-100
+_E4M3 = torch.float8_e4m3fn
 
 
 def magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -41,18 +42,19 @@ def largest_of(tile: torch.Tensor, like: torch.Tensor, dim: int | None = None) -
     return hl.inline_triton(text, args=(magnitude(tile),), output_like=like)
 
 
-def largest_of_four(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude at each position of four tiles of one shape.
+def largest_of_tiles(*tiles: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude at each position of tiles of one shape, two or four.
 
     The bits of 16-bit types are compared without conversion, two in one instruction.
     """
-    if a.dtype == torch.float32:
+    if tiles[0].dtype == torch.float32:
         bits = "{%d}.to(tl.int32, bitcast=True) & 0x7fffffff"
     else:
         bits = "{%d}.to(tl.int16, bitcast=True) & 0x7fff"
-    first, second = f"tl.maximum({bits % 0}, {bits % 1})", f"tl.maximum({bits % 2}, {bits % 3})"
-    text = f"tl.maximum({first}, {second}).to({{0}}.dtype, bitcast=True)"
-    return hl.inline_triton(text, args=(a, b, c, d), output_like=a)
+    terms = [bits % i for i in range(len(tiles))]
+    while len(terms) > 1:
+        terms = [f"tl.maximum({a}, {b})" for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return hl.inline_triton(f"{terms[0]}.to({{0}}.dtype, bitcast=True)", args=tiles, output_like=tiles[0])
 
 
 def columns_of(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -151,6 +153,57 @@ def quantize_rows(
     return data
 
 
+@kernel()
+def quantize_rows_and_amax(
+    data: torch.Tensor,  # [G, R, K], written
+    scales: torch.Tensor,  # [G * R], written
+    amax: torch.Tensor,  # [G, K] int32, zeros; written: the bits of the largest magnitude of each column
+    x: torch.Tensor,  # [G, R, K]
+    largest: hl.constexpr,
+) -> torch.Tensor:
+    """One scale per row; a program takes some rows, and keeps the largest magnitudes of their columns meanwhile."""
+    G, R, K = x.size()
+    step = hl.register_block_size(1, 256)
+    for tile_k, tile_r, tile_g in hl.tile([K, R, G], block_size=[None, None, 1]):
+        g = tile_g.id
+        of_columns = hl.zeros([step, tile_k], dtype=x.dtype)
+        for part in hl.tile(tile_r.begin, tile_r.begin + tile_r.block_size, block_size=step):
+            rows = part.index
+            tile = hl.load(x, [g, part, tile_k], extra_mask=(rows < R)[:, None])
+            of_columns = largest_of_tiles(of_columns, tile)
+            scale = scale_of(largest_of(tile, hl.zeros([part], dtype=torch.int32), 1), largest, False)
+            hl.store(scales, [g * R + rows], scale, extra_mask=rows < R)
+            y = scaled(tile, inverse(scale)[:, None])
+            hl.store(data, [g, part, tile_k], y.to(data.dtype), extra_mask=(rows < R)[:, None])
+        hl.atomic_max(amax, [g, tile_k], largest_of(of_columns, hl.zeros([tile_k], dtype=torch.int32), 0))
+    return data
+
+
+@kernel()
+def quantize_transposed(
+    data: torch.Tensor,  # [G, K, R], written
+    scales: torch.Tensor,  # [G, K], written
+    amax: torch.Tensor,  # [G, K] int32, of `quantize_rows_and_amax`
+    x: torch.Tensor,  # [G, R, K]
+    largest: hl.constexpr,
+) -> torch.Tensor:
+    """One scale per column."""
+    G, R, K = x.size()
+    for tile_k, tile_r, tile_g in hl.tile([K, R, G], block_size=[None, 128, 1]):
+        g = tile_g.id
+        scale = scale_of(amax[g, tile_k], largest, False)
+        hl.store(scales, [g, tile_k], scale)
+        factor = inverse(scale)[None, :]
+        rows = tile_r.begin + 4 * hl.arange(32)
+        a = scaled(hl.load(x, [g, rows, tile_k], extra_mask=(rows < R)[:, None]), factor)
+        b = scaled(hl.load(x, [g, rows + 1, tile_k], extra_mask=(rows + 1 < R)[:, None]), factor)
+        c = scaled(hl.load(x, [g, rows + 2, tile_k], extra_mask=(rows + 2 < R)[:, None]), factor)
+        d = scaled(hl.load(x, [g, rows + 3, tile_k], extra_mask=(rows + 3 < R)[:, None]), factor)
+        y = columns_of(a, b, c, d, data.dtype)
+        hl.store(data, [g, tile_k, tile_r], y)
+    return data
+
+
 @kernel(lambda *_: rules.SQUARES)
 def quantize_squares(
     data: torch.Tensor,  # [G, R, K], written
@@ -216,13 +269,41 @@ def plan_quantize(
         kernel, config = quantize_squares, rules.SQUARES
     elif format == "1x128":
         kernel, config = quantize_parts, rules.one_pass(BLOCK, transposed)
-    elif transposed or K > rules.AT_ONCE:
+    elif transposed or K > rules.AT_ONCE_ALONE:
         kernel, config = quantize_rows, rules.two_passes(transposed)
     else:
         kernel, config = quantize_parts, rules.one_pass(K, False)
     outputs = (written, other_order, scales.flatten()) if format == "128x128" else (written, scales.flatten())
     arguments = (*outputs, read, *counts, torch.finfo(dtype).max, power_of_two)
     builder.launch(kernel, arguments, config, int64_index=needs_int64(written, read))
+    return data, scales
+
+
+def plan_quantize_and_amax(
+    builder: Builder, x: SymbolicTensor
+) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
+    """Plan "rowwise" data `[G, R, K]` and scales `[G, R, 1]` of x, and the bits of amax `[G, K]` of its columns.
+
+    `rules.saves_amax(x)` must be true.
+    """
+    G, R, K = x.shape
+    data, scales = builder.alloc(x.shape, _E4M3), builder.alloc((G, R, 1), torch.float32)
+    amax = builder.alloc((G, K), torch.int32)
+    builder.zero(amax)
+    arguments = (data, scales.flatten(), amax, x, torch.finfo(_E4M3).max)
+    config = rules.rows_and_amax(K, x.dtype.itemsize, builder.gpu.shared_memory)
+    builder.launch(quantize_rows_and_amax, arguments, config, int64_index=needs_int64(data, x))
+    return data, scales, amax
+
+
+def plan_quantize_transposed(
+    builder: Builder, x: SymbolicTensor, amax: SymbolicTensor
+) -> tuple[SymbolicTensor, SymbolicTensor]:
+    """Plan "rowwise" data `[G, K, R]` and scales `[G, K, 1]` of x^T, from x `[G, R, K]` and its columns' amax."""
+    G, R, K = x.shape
+    data, scales = builder.alloc((G, K, R), _E4M3), builder.alloc((G, K, 1), torch.float32)
+    arguments = (data, scales.select(2, 0), amax, x, torch.finfo(_E4M3).max)
+    builder.launch(quantize_transposed, arguments, rules.TRANSPOSED, int64_index=needs_int64(data, x))
     return data, scales
 
 

@@ -25,7 +25,7 @@ import torch
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_wgrad import is_trivial, searchable
 from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
-from moe_kernels.kernels.quantize import columns_of, inverse, largest_of, largest_of_four, scale_of, scaled
+from moe_kernels.kernels.quantize import columns_of, inverse, largest_of, largest_of_tiles, scale_of, scaled
 from moe_kernels.kernels.scaled_gemm import add_product, dot, product_of, scaled_sum
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules
@@ -63,7 +63,7 @@ def quantize_columns(
             b = _rows(x, rows + 1, end, tile_c, row_to_slot, top_k)
             c = _rows(x, rows + 2, end, tile_c, row_to_slot, top_k)
             d = _rows(x, rows + 3, end, tile_c, row_to_slot, top_k)
-            largest_4 = largest_of_four(a, b, c, d)
+            largest_4 = largest_of_tiles(a, b, c, d)
             if squares:
                 scale = scale_of(largest_of(largest_4, group), largest, False)
                 hl.store(scales, [slot, tile_c.id], scale)

@@ -46,8 +46,8 @@ QUANTIZED_WGRAD = Operator(
 
 def _quantized_grouped_gemm(
     A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
-    B: Tensor,  # [G, K, N], fp8 data as uint8 if it has scales
-    scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)]
+    B: Tensor,  # [G, K, N], fp8 data as uint8
+    scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)] of fp8 data; else None, or amax [G, N] as int32
     group_offsets: Tensor,  # [G + 1]
     slot_to_row: Tensor | None,  # [M]
     bias: Tensor | None,  # [G, N]
@@ -55,7 +55,7 @@ def _quantized_grouped_gemm(
     fast_accumulation: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:  # [M, N]
-    if scales_B is not None:
+    if B.dtype == torch.uint8:
         B = B.view(torch.float8_e4m3fn)  # here, because PyTorch 2.11 lacks this view under vmap
     M = (A if slot_to_row is None else slot_to_row).size(0)
     if not use_kernels(A) or 0 in (M, *A.shape, *B.shape):

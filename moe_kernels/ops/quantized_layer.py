@@ -23,6 +23,7 @@ from moe_kernels.ops.library import define, free_saved, needs, use_kernels
 from moe_kernels.ops.moves import combine_rows, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient
 from moe_kernels.ops.quantized import differentiable_once, quantized_grouped_gemm, quantized_wgrad
+from moe_kernels.rules.quantize import saves_amax
 from moe_kernels.runtime.symbolic import lies_transposed
 from moe_kernels.scaled import BLOCK
 
@@ -63,10 +64,13 @@ def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
     hidden, topk_ids, _, w_gate_up, w_down, _, _, rowwise, _, _, save, *_ = inputs
     saved = [hidden.new_empty((topk_ids.numel(), w_gate_up.size(1)) if save else (0,))]
     for w in (w_gate_up, w_down):
-        (E, N, K), kept = w.shape, save and not rowwise
-        saved.append(w.new_empty((E, K, N) if kept else (0,), dtype=torch.uint8))
-        scales = (E, -(-N // BLOCK), -(-K // BLOCK))
-        saved.append(w.new_empty(scales if kept else (0,), dtype=torch.float32))
+        E, N, K = w.shape
+        data = w.new_empty((E, K, N) if save and not rowwise else (0,), dtype=torch.uint8)
+        if rowwise:
+            kept = w.new_empty((E, K) if save and saves_amax(w) else (0,), dtype=torch.int32)
+        else:
+            kept = w.new_empty((E, -(-N // BLOCK), -(-K // BLOCK)) if save else (0,), dtype=torch.float32)
+        saved += data, kept
     return hidden.new_empty(hidden.shape), *saved, *route_fake(topk_ids, w_gate_up.size(0))
 
 
@@ -85,19 +89,25 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
 
 
+def _other_order(w: Tensor, data: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the operand by which the gradient of a product with w is multiplied, and its scales or amax if they were
+    saved with fp8 data or without.
+    """
+    if data is None or scales is None or scales.numel() == 0:
+        return w, None
+    return (data.mT if data.numel() else w), scales
+
+
 @differentiable_once
 def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """Quantise hidden states and "rowwise" weights again, along the dimensions contracted here.
+    """Quantise hidden states and "rowwise" weights again, along the dimensions contracted here: weights by their
+    columns' amax if the forward pass found it.
 
     As in the gradient of `moe_mlp`, act is recomputed from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *others = ctx.saved_tensors
     w_gate_up, w_down, b_in, b_out, preact, data_in, scales_in, data_out, scales_out = others
-    by_in, by_out = (w_gate_up, None), (w_down, None)
-    if ctx.save and not ctx.rowwise:
-        by_out = data_out.mT, scales_out
-        if data_in is not None:
-            by_in = data_in.mT, scales_in
+    by_in, by_out = _other_order(w_gate_up, data_in, scales_in), _other_order(w_down, data_out, scales_out)
     del others, data_in, data_out
     free_saved(ctx)
     need_hidden, _, need_topk_weights, need_w_in, need_w_out, need_b_in, need_b_out, *_ = ctx.needs_input_grad

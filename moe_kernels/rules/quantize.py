@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moe_kernels.rules.config import Config
 from moe_kernels.scaled import BLOCK
 
 AT_ONCE = 16384  # the most elements of a row that a program holds
+AT_ONCE_ALONE = 32768  # the same for a program that does nothing else than quantising rows
 _OF_A_PROGRAM = 4096
 _OF_A_THREAD = 32
 SQUARES = Config(block_sizes=[], num_warps=16)  # of `quantize_squares`, for blocks of 128 x 128
+TRANSPOSED = Config(block_sizes=[64], num_warps=4)  # of `quantize_transposed`, for blocks of 128 rows and 64 columns
 
 
 def one_pass(width: int, transposed: bool) -> Config:
     """The config of `quantize_parts`, with a scale for each row of a tile of `width` columns."""
+    rows, columns, num_warps = _tile(width, transposed)
+    return Config(block_sizes=[columns, rows], num_warps=num_warps)
+
+
+def _tile(width: int, transposed: bool) -> tuple[int, int, int]:
+    """Return the rows and columns that a program holds, and its warps."""
     columns = width_of_part(width, 1)
     # If rows are adjacent in memory (`transposed`), 64 of them fill a cache line.
     rows = max(64 if transposed else 1, _OF_A_PROGRAM // columns)
     of_a_thread = _OF_A_THREAD if transposed else 2 * _OF_A_THREAD
-    return Config(block_sizes=[columns, rows], num_warps=max(1, rows * columns // (32 * of_a_thread)))
+    return rows, columns, max(1, rows * columns // (32 * of_a_thread))
+
+
+def saves_amax(weights: Any) -> bool:
+    """Whether a layer's forward pass finds the amax of each column of "rowwise" weights `[E, N, K]` for the backward
+    pass, which quantises columns: if rows are contiguous and not longer than AT_ONCE.
+    """
+    return weights.stride(2) == 1 and 0 < weights.size(2) <= AT_ONCE
+
+
+def rows_and_amax(K: int, itemsize: int, shared_memory: int) -> Config:
+    """The config of `quantize_rows_and_amax`: 128 rows per program, which are loaded up to 4 stages ahead."""
+    rows, columns, num_warps = _tile(K, False)
+    stages = max(1, min(4, shared_memory // (rows * columns * itemsize) - 1))
+    return Config(block_sizes=[rows, columns, max(rows, 128)], num_warps=num_warps, range_num_stages=[0, stages])
 
 
 def two_passes(transposed: bool) -> Config:

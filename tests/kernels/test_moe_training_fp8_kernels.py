@@ -167,6 +167,23 @@ def test_weights_are_kept_in_the_other_order(device: str) -> None:
         assert kept.any()
 
 
+def test_amax_of_columns_is_kept(device: str) -> None:
+    """Products by weights that are quantised with it have the same bits as without it."""
+    arguments = make(T=10, top_k=2, **SIZES, device=device)
+    by_rows, by_columns = arguments["w_gate_up"], arguments["w_down"].mT.contiguous().mT
+    tensors = (arguments["hidden"], arguments["topk_ids"], arguments["topk_weights"], by_rows, by_columns, None, None)
+    _, _, data, amax, *others = quantized_moe_mlp(*tensors, True, False, True, True, "silu", True, False, 1.0, 1.0)[:6]
+    assert [x.numel() for x in (data, *others)] == [0, 0, 0]
+    assert torch.equal(amax.view(torch.float32), by_rows.float().abs().amax(1))
+    rows = torch.randn(10, by_rows.size(1), device=device).half()
+    group_offsets = torch.tensor([0, *range(2, 2 + by_rows.size(0))], dtype=torch.int32, device=device)
+    made, right = (
+        quantized_grouped_gemm(rows, by_rows, found, group_offsets, None, None, True, False, torch.float16)
+        for found in (amax, None)
+    )
+    assert right.any() and torch.equal(made, right)
+
+
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
 def test_products_of_any_offsets(rowwise: bool, device: str) -> None:
     """The product of rows is zero outside all groups, for offsets that do not come from a routing."""

@@ -10,7 +10,12 @@ from building import run
 from torch import Tensor
 
 from moe_kernels import ScaledTensor, quantize, reference
-from moe_kernels.kernels.quantize import plan_quantize, quantize_squares
+from moe_kernels.kernels.quantize import (
+    plan_quantize,
+    plan_quantize_and_amax,
+    plan_quantize_transposed,
+    quantize_squares,
+)
 from moe_kernels.rules import quantize as rules
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
@@ -160,15 +165,51 @@ def test_no_scale_is_written_behind_the_last(device: str) -> None:
     assert scales[4:].isnan().all()
 
 
-def test_rows_that_no_tile_holds(device: str) -> None:
-    x = spread(6, rules.AT_ONCE + 8, torch.bfloat16, device)
-    x[3, -1], x[4, 0], x[5] = NAN, INF, 0.0
-    assert_as_twin(x, "rowwise")
+def test_long_rows(device: str) -> None:
+    """A tile holds a row of the first two widths, and no tile one of the third."""
+    for K in (rules.AT_ONCE + 8, rules.AT_ONCE_ALONE, rules.AT_ONCE_ALONE + 8):
+        x = spread(6, K, torch.bfloat16, device)
+        x[3, -1], x[4, 0], x[5] = NAN, INF, 0.0
+        assert_as_twin(x, "rowwise")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("G", "R", "K"), [(2, 130, 264), (3, 5, 1), (1, 1, 72), (2, 128, 130), (1, 300, 16)])
+def test_rows_and_then_columns(G: int, R: int, K: int, dtype: torch.dtype, device: str) -> None:
+    """Rows are quantised together with amax of the columns, and columns by that, as their twins."""
+    x = spread(G * R, K, dtype, device).view(G, R, K)
+    x[0, -1, 0], x[-1, R // 2, K // 2] = 0.0, INF
+    if R > 4:
+        x[0, :, -1], x[0, 3], x[0, 1, 0] = 0.0, 0.0, NAN
+        x[0, 2] *= torch.finfo(dtype).smallest_normal
+    assert rules.saves_amax(x)
+
+    def steps(builder: Builder, x: SymbolicTensor) -> tuple[SymbolicTensor, ...]:
+        *of_rows, amax = plan_quantize_and_amax(builder, x)
+        return *of_rows, *plan_quantize_transposed(builder, x, amax), amax
+
+    *made, amax = run(steps, {"x": x}, groups=G)
+    finite = x.isfinite().all(1)
+    assert torch.equal(amax.view(torch.float32)[finite], x.float().abs().amax(1)[finite])
+    for data, scales, right in zip(made[::2], made[1::2], (x, x.mT), strict=True):
+        twin = reference.quantize(right, "rowwise")
+        assert torch.equal(data.view(torch.uint8), twin.data.view(torch.uint8))
+        assert torch.equal(scales.view(torch.int32), twin.scales.view(torch.int32))
+
+
+def test_strided_rows_and_then_columns(device: str) -> None:
+    x = spread(3 * 140, 3 * 200, torch.bfloat16, device).view(3, 140, 600)[1:, ::2, 40:241]
+    data, scales, amax = run(plan_quantize_and_amax, {"x": x}, groups=2)
+    twin = reference.quantize(x, "rowwise")
+    assert torch.equal(data.view(torch.uint8), twin.data.view(torch.uint8)) and torch.equal(scales, twin.scales)
+    data, scales = run(plan_quantize_transposed, {"x": x, "amax": amax}, groups=2)
+    twin = reference.quantize(x.mT, "rowwise")
+    assert torch.equal(data.view(torch.uint8), twin.data.view(torch.uint8)) and torch.equal(scales, twin.scales)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("R", "K"), [(5000, 7168), (70_000, 2880), (300, 20_000)])
+@pytest.mark.parametrize(("R", "K"), [(5000, 7168), (70_000, 2880), (300, 20_000), (300, 40_000)])
 def test_sizes_of_models(format: str, R: int, K: int, device: str) -> None:
     x = torch.randn(R, K, device=device, dtype=torch.bfloat16)
     x[R // 2, K // 2] = NAN

@@ -15,8 +15,10 @@ from sm90 import FP8_STACK, H200, empty, lowered, requests
 
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.quantize import QUANTIZE, QUANTIZE_WEIGHTS
+from moe_kernels.ops.quantized import QUANTIZED_GROUPED_GEMM
 from moe_kernels.ops.quantized_layer import QUANTIZED_MOE_MLP
 from moe_kernels.runtime import compile as compiler
+from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import Operator
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -34,6 +36,13 @@ def report_of(operator: Operator, x: torch.Tensor, format: str, dtype: torch.dty
     return report
 
 
+def transposing(weights: torch.Tensor) -> Request:
+    """Return the launch that quantises the columns of weights `[E, N, K]` by their amax."""
+    E, N, K = weights.shape
+    tensors = (empty(64, N), weights, empty(E, K, dtype=torch.int32), empty(E + 1), None, None)
+    return requests(QUANTIZED_GROUPED_GEMM, tensors, (True, False, torch.bfloat16, 1))[1]
+
+
 def narrow_accesses(report: dict[str, Any]) -> list[str]:
     found = re.findall(r"(?:ld|st)\.global[\w.:]*", report["ptx"])
     return [access for access in found if ".v4" not in access]
@@ -46,7 +55,9 @@ def narrow_accesses(report: dict[str, Any]) -> list[str]:
         (QUANTIZE, empty(65536, 7168), "rowwise", "quantize_parts"),
         (QUANTIZE, empty(65536, 2048, dtype=F32), "rowwise", "quantize_parts"),
         (QUANTIZE, empty(65536, 14336), "rowwise", "quantize_parts"),
-        (QUANTIZE, empty(65536, 18432), "rowwise", "quantize_rows"),
+        (QUANTIZE, empty(65536, 18432), "rowwise", "quantize_parts"),
+        (QUANTIZE, empty(8192, 28672, dtype=F32), "rowwise", "quantize_parts"),
+        (QUANTIZE, empty(8192, 32784), "rowwise", "quantize_rows"),
         (QUANTIZE, empty(65536, 7168), "1x128", "quantize_parts"),
         (QUANTIZE, empty(600_000, 4096), "1x128", "quantize_parts"),  # more than 2^31 elements
         (QUANTIZE_WEIGHTS, empty(128, 1536, 2048), "128x128", "quantize_squares"),
@@ -99,12 +110,14 @@ def test_no_half_is_read_too_early(dtype: torch.dtype, by_columns: bool) -> None
     slots = empty(T, top_k, dtype=torch.int64), empty(T, top_k, dtype=F32)
     maps = (empty(n, dtype=torch.int32) for n in (E + 1, T * top_k, T * top_k))
     tensors = (empty(T, H, dtype=dtype), *slots, *maps, *weights, None, None)
-    options = (False, False, True, GLUSpec("silu", True, False, 1.0, 1.0))
-    reports = [lowered(request) for request in requests(QUANTIZED_MOE_MLP, tensors, options)]
+    layers = ((rowwise, False, True, GLUSpec("silu", True, False, 1.0, 1.0)) for rowwise in (False, True))
+    reports = [lowered(request) for options in layers for request in requests(QUANTIZED_MOE_MLP, tensors, options)]
+    if not by_columns:
+        reports.append(lowered(transposing(weights[0])))
     x = empty(2048, 1536, dtype=dtype).mT
     reports += [lowered(*requests(QUANTIZE_WEIGHTS, (x,), (f, E4M3, False))) for f in ("rowwise", "1x128", "128x128")]
     quantising = [report for report in reports if "quantize" in report["name"]]
-    assert len({report["name"] for report in quantising}) == 5
+    assert len({report["name"] for report in quantising}) == (5 if by_columns else 7)
     for report in quantising:
         assert "F2FP" in report["sass"]
         assert not read_too_early(report["sass"]), report["name"]
@@ -122,13 +135,37 @@ def test_numbers_share_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.grid != second.grid and first.arguments != second.arguments
 
 
+def training_steps(H: int, I: int, E: int, rowwise: bool, dtype: torch.dtype = torch.bfloat16) -> list[Request]:  # noqa: E741
+    """Return the launches of a forward pass in training."""
+    weights = empty(E, 2 * I, H, dtype=dtype), empty(E, H, I, dtype=dtype)
+    slots = empty(64, 8, dtype=torch.int64), empty(64, 8, dtype=F32)
+    maps = (empty(n, dtype=torch.int32) for n in (E + 1, 512, 512))
+    tensors = (empty(64, H, dtype=dtype), *slots, *maps, *weights, None, None)
+    return requests(QUANTIZED_MOE_MLP, tensors, (rowwise, False, True, GLUSpec("silu", True, False, 1.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("H", "I", "E", "dtype"),
+    [(2048, 768, 128, torch.bfloat16), (4096, 14336, 8, torch.bfloat16), (4096, 14336, 8, F32), (7168, 2048, 32, F32)],
+)
+def test_rows_and_amax_of_columns(H: int, I: int, E: int, dtype: torch.dtype) -> None:  # noqa: E741
+    """Rows are loaded some stages ahead, and the next pass over the weights writes 16 bytes of a column at a time."""
+    steps = training_steps(H, I, E, True, dtype)
+    found = [lowered(step) for step in steps if step.kernel.name == "quantize_rows_and_amax"]
+    assert len(found) == 2
+    for report in found:
+        assert report["stack"] == 0
+        assert "cp.async.cg.shared.global" in report["ptx"]
+        assert re.search(r"(?:atom|red)\.global\.gpu\.relaxed\.max\.s32", report["ptx"])
+        assert [access[:9] for access in narrow_accesses(report)] == ["st.global"]  # of scales
+    transposed = lowered(transposing(empty(E, 2 * I, H)))
+    assert transposed["name"] == "quantize_transposed" and transposed["stack"] == 0 and transposed["regs"] <= 64
+    assert sorted(access[:9] for access in narrow_accesses(transposed)) == ["ld.global", "st.global"]  # amax, scales
+
+
 def test_weights_in_both_orders() -> None:
     """Weights of a layer trained in fp8 are read and written 16 bytes at a time in either order."""
-    weights = empty(128, 1536, 2048), empty(128, 2048, 768)
-    slots = empty(64, 8, dtype=torch.int64), empty(64, 8, dtype=F32)
-    maps = (empty(n, dtype=torch.int32) for n in (129, 512, 512))
-    tensors = (empty(64, 2048), *slots, *maps, *weights, None, None)
-    steps = requests(QUANTIZED_MOE_MLP, tensors, (False, False, True, GLUSpec("silu", True, False, 1.0, 1.0)))
+    steps = training_steps(2048, 768, 128, False)
     squares = [step for step in steps if step.kernel.name == "quantize_squares"]
     assert len(squares) == 2
     for report in map(lowered, squares):
