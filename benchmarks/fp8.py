@@ -163,7 +163,7 @@ def layer_calls(layer: ffn.Layer) -> dict[str, Call]:
         calls[f"moe_mlp, {format}"] = multiply
         if use_kernels(hidden):
             first = scaled[0].mT
-            operands = hidden, first.data, first.scales, routing.group_offsets, routing.slot_to_row, None
+            operands = hidden, None, first.data, first.scales, routing.group_offsets, routing.slot_to_row, None
             options = format == "rowwise", False, hidden.dtype, top_k
             calls[f"permute, {of_rows}"] = _permute_quantized(operands, options, of_rows)
     return calls

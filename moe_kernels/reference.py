@@ -539,6 +539,7 @@ def scaled_moe_mlp(
 
 def quantized_grouped_gemm(
     A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
+    scales_A: Tensor | None,  # [M, 1] or [M, ceil(K / 128)] of an A in fp8
     B: Tensor,  # [G, K, N]
     scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)] of a B in fp8
     group_offsets: Tensor,  # [G + 1]
@@ -549,12 +550,12 @@ def quantized_grouped_gemm(
 ) -> Tensor:  # [M, N]
     """Compute `scaled_grouped_gemm` of operands that this quantises along K, as "rowwise" or as "1x128" and "128x128".
 
-    A B in fp8 is already quantised. The scales of another one are found here.
+    An operand in fp8 is already quantised. The scales of others are found here.
     """
     formats = ("rowwise", "rowwise") if rowwise else ("1x128", "128x128")
     if slot_to_row is not None:
         A = scatter_rows(A, None, slot_to_row, group_offsets, len(slot_to_row) // max(len(A), 1), A.dtype)
-    a = quantize(A, formats[0])
+    a = quantize(A, formats[0]) if scales_A is None else ScaledTensor(A, scales_A, formats[0])
     if scales_B is not None and B.dtype == torch.float8_e4m3fn:
         b = ScaledTensor(B, scales_B, formats[1])
     else:
@@ -623,9 +624,9 @@ def quantized_moe_mlp(
         elif save and saves_amax(w.mT):
             kept = w.float().abs().amax(2).view(torch.int32)
         saved += data, kept
-    preact = quantized_grouped_gemm(hidden, *weights[0], group_offsets, slot_to_row, b_in, rowwise, dtype)
+    preact = quantized_grouped_gemm(hidden, None, *weights[0], group_offsets, slot_to_row, b_in, rowwise, dtype)
     act = activate(preact.float(), None, spec)
-    rows = quantized_grouped_gemm(act, *weights[1], group_offsets, None, b_out, rowwise, dtype)
+    rows = quantized_grouped_gemm(act, None, *weights[1], group_offsets, None, b_out, rowwise, dtype)
     out = combine_rows(rows, topk_weights, slot_to_row, group_offsets, top_k, dtype)
     return out, preact if save else preact.new_empty(0), *saved
 

@@ -238,7 +238,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def alone(operator: Any, tensors: Any, options: Any, which: int) -> Any:
         if operator is fp8.QUANTIZED_WGRAD:
             return lambda: ops.quantized_wgrad(*tensors, False, torch.bfloat16), ()
-        hidden, _, _, group_offsets, slot_to_row, _ = tensors
+        hidden, _, _, _, group_offsets, slot_to_row, _ = tensors
         rowwise, _, dtype, top_k = options
         rows = ops.scatter_rows(hidden, None, slot_to_row, group_offsets, top_k, dtype)
         return lambda: None, quantize(rows, "rowwise" if rowwise else "1x128")[:2]

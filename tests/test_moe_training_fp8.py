@@ -232,8 +232,14 @@ def test_operators_of_the_gradient() -> None:
     for transposed in (False, True):
         given: tuple[Any, ...] = (x, y, offsets, rows, None, transposed, torch.bfloat16)
         opcheck(torch.ops.moe_kernels.quantized_wgrad.default, given, test_utils=checks)
-    given = (x[: T // 2], w, None, offsets, rows, None, True, True, torch.float32)
-    opcheck(torch.ops.moe_kernels.quantized_grouped_gemm.default, given, test_utils=checks)
+    tokens, (data, scales, _) = (x[: T // 2], None), quantize(x, "rowwise")
+    for left, slots in ((tokens, rows), ((data.view(torch.uint8), scales), None)):
+        given = (*left, w, None, offsets, slots, None, True, True, torch.float32)
+        opcheck(torch.ops.moe_kernels.quantized_grouped_gemm.default, given, test_utils=checks)
+    order, spec = (torch.rand(T // 2, 2), rows, offsets), ("silu", True, False, 1.702, 7.0)
+    for weigh, format in ((True, ""), (False, "rowwise"), (True, "1x128")):
+        given = (torch.randn(T, 2 * I), y, *order, weigh, format, *spec)
+        opcheck(torch.ops.moe_kernels.quantized_activate_backward.default, given, test_utils=checks)
 
 
 @pytest.mark.parametrize("compute", COMPUTE)

@@ -105,6 +105,23 @@ def activate(
     return act
 
 
+def _write_quantised(
+    data: torch.Tensor,  # [R, I] fp8
+    scales: torch.Tensor,  # [R, parts]
+    x: torch.Tensor,  # [P, width]: parts of row r
+    amax: torch.Tensor,  # [P] int32
+    r: torch.Tensor,
+    part: torch.Tensor,  # [P], the columns of scales
+    columns: torch.Tensor,  # [P, width], the columns of data
+    inside: torch.Tensor,  # [P, width]
+    largest: float,
+) -> None:
+    scale = scale_of(amax, largest, False)
+    hl.store(scales, [r, part], scale)
+    y = scaled(x, inverse(scale).unsqueeze(1))
+    hl.store(data, [r, columns], y.to(data.dtype), extra_mask=inside)
+
+
 @kernel()
 def activate_quantized(
     data: torch.Tensor,  # [R, I] fp8, written
@@ -127,17 +144,15 @@ def activate_quantized(
         r = (tile_r.id + zero).to(torch.int64)
         if r < decode_odd(odd_R, zero):
             columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
-            act = hl.load(gate, [r, columns], extra_mask=columns < I).to(torch.float32)
+            inside = columns < I
+            act = hl.load(gate, [r, columns], extra_mask=inside).to(torch.float32)
             if up is None:
                 act = activated(act, None, name, alpha, limit)
             else:
-                u = hl.load(up, [r, columns], extra_mask=columns < I).to(torch.float32)
+                u = hl.load(up, [r, columns], extra_mask=inside).to(torch.float32)
                 act = activated(act, u, name, alpha, limit)
             amax = largest_of(act, hl.zeros([tile_p], dtype=torch.int32), 1)
-            scale = scale_of(amax, largest, False)
-            y = scaled(act, inverse(scale)[:, None])
-            hl.store(data, [r, columns], y.to(data.dtype), extra_mask=columns < I)
-            scales[r, tile_p] = scale
+            _write_quantised(data, scales, act, amax, r, tile_p.index, columns, inside, largest)
     return data
 
 
@@ -177,6 +192,9 @@ def weighted_backward(
     d_up: torch.Tensor | None,  # [R, I], written
     weighted: torch.Tensor | None,  # [R, I], written
     dots: torch.Tensor,  # [R], written
+    data_gate: torch.Tensor | None,  # [R, I] fp8, written: d_gate quantised as by `quantize`
+    data_up: torch.Tensor | None,  # [R, I] fp8, written
+    scales: torch.Tensor | None,  # [R, 1] if `rowwise`, or [R, parts] of d_gate and then of d_up; written
     gate: torch.Tensor,  # [R, I]
     up: torch.Tensor | None,  # [R, I]
     d_act: torch.Tensor,  # [R, I]
@@ -185,6 +203,9 @@ def weighted_backward(
     group_offsets: torch.Tensor,  # [E + 1] int32
     programs: int,  # at least R; odd
     odd_R: int,  # 2 * R + 1
+    rowwise: hl.constexpr,
+    width: hl.constexpr,  # columns of a part; all if `rowwise`
+    largest: hl.constexpr,
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
@@ -193,8 +214,9 @@ def weighted_backward(
 
     Rows at and past group_offsets[-1] have a weight of zero.
     """
-    width = d_gate.size(1)
+    I = d_gate.size(1)  # noqa: E741
     E = group_offsets.size(0) - 1
+    parts = (I + width - 1) // width
     for tile_r in hl.tile(programs, block_size=1):
         zero = hl.zeros([], dtype=torch.int32)
         r = (tile_r.id + zero).to(torch.int64)
@@ -202,21 +224,35 @@ def weighted_backward(
             slot = row_to_slot[r]
             w = torch.where(r < group_offsets[E], weights[slot].to(torch.float32), 0.0)
             dot = hl.zeros([], dtype=torch.float32)
-            for tile_i in hl.tile(width):
-                g = gate[r, tile_i].to(torch.float32)
-                d = d_act[r, tile_i].to(torch.float32)
+            for tile_p in hl.tile(parts):
+                columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
+                inside = columns < I
+                g = hl.load(gate, [r, columns], extra_mask=inside).to(torch.float32)
+                d = hl.load(d_act, [r, columns], extra_mask=inside).to(torch.float32)
                 if up is None:
                     act = activated(g, None, name, alpha, limit)
-                    d_gate[r, tile_i] = (w * d * _slope(g, name, alpha)).to(d_gate.dtype)
+                    dg = (w * d * _slope(g, name, alpha)).to(d_gate.dtype)
                 else:
-                    u = up[r, tile_i].to(torch.float32)
+                    u = hl.load(up, [r, columns], extra_mask=inside).to(torch.float32)
                     act = activated(g, u, name, alpha, limit)
                     dg, du = _gated_backward(g, u, w * d, name, alpha, limit)
-                    d_gate[r, tile_i] = dg.to(d_gate.dtype)
-                    d_up[r, tile_i] = du.to(d_gate.dtype)
+                    dg, du = dg.to(d_gate.dtype), du.to(d_gate.dtype)
+                    hl.store(d_up, [r, columns], du, extra_mask=inside)
+                hl.store(d_gate, [r, columns], dg, extra_mask=inside)
                 if weighted is not None:
-                    weighted[r, tile_i] = (w * act).to(weighted.dtype)
-                dot = dot + torch.sum(act * d)
+                    hl.store(weighted, [r, columns], (w * act).to(weighted.dtype), extra_mask=inside)
+                dot = dot + hl.inline_triton("tl.sum({0})", args=(act * d,), output_like=dot)
+                if scales is not None:
+                    amax = largest_of(dg, hl.zeros([tile_p], dtype=torch.int32), 1)
+                    if up is not None:
+                        amax_up = largest_of(du, hl.zeros([tile_p], dtype=torch.int32), 1)
+                        part = tile_p.index + parts
+                        if rowwise:
+                            amax = torch.maximum(amax, amax_up)
+                            amax_up = amax
+                            part = tile_p.index
+                        _write_quantised(data_up, scales, du, amax_up, r, part, columns, inside, largest)
+                    _write_quantised(data_gate, scales, dg, amax, r, tile_p.index, columns, inside, largest)
             # The preactivations of rows at and past group_offsets[E] may be uninitialised.
             dots[slot] = torch.where(r < group_offsets[E], dot, 0.0).to(dots.dtype)
     return d_gate
@@ -276,26 +312,65 @@ def plan_activate_backward(
     Results: the gradients of preact and preact_up, weighted act if the first option is True, and the gradient of
     topk_weights. Results that do not exist are empty tensors.
     """
-    preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets = tensors
+    preact, preact_up, d_act, *order = tensors
     weigh, spec = options
+    if order[0] is not None:
+        return _plan_weighted(builder, preact, preact_up, d_act, order, weigh, None, spec)[:4]
     gate, up = spec.halves(preact, preact_up)
     d_preact = builder.alloc(preact.shape, preact.dtype)
     d_preact_up = builder.alloc((0,) if preact_up is None else preact_up.shape, preact.dtype)
     d_gate, d_up = spec.halves(d_preact, None if preact_up is None else d_preact_up)
-    if topk_weights is None:
-        _launch(builder, activate_backward, (d_gate, d_up, gate, up, d_act), spec)
-        return d_preact, d_preact_up, *(builder.alloc((0,), preact.dtype) for _ in range(2))
+    _launch(builder, activate_backward, (d_gate, d_up, gate, up, d_act), spec)
+    return d_preact, d_preact_up, *(builder.alloc((0,), preact.dtype) for _ in range(2))
+
+
+def plan_quantized_activate_backward(
+    builder: Builder, tensors: Operands, options: tuple[bool, str | None, GLUSpec]
+) -> tuple[SymbolicTensor, ...]:
+    """Plan the results of `plan_activate_backward`, except for preact_up, which does not exist here; and the gradient
+    of preact in fp8 with its scales `[R, parts]`, both of which are empty without a format.
+    """
+    preact, d_act, *order = tensors
+    weigh, format, spec = options
+    d_preact, _, *others = _plan_weighted(builder, preact, None, d_act, order, weigh, format, spec)
+    return d_preact, *others
+
+
+def _plan_weighted(
+    builder: Builder,
+    preact: SymbolicTensor,  # [R, 2I] or [R, I]
+    preact_up: SymbolicTensor | None,  # [R, I]
+    d_act: SymbolicTensor,  # [R, I]
+    order: Sequence[SymbolicTensor],  # topk_weights [T, top_k], row_to_slot [R], group_offsets [E + 1]
+    weigh: bool,
+    format: str | None,  # of the gradient of preact
+    spec: GLUSpec,
+) -> tuple[SymbolicTensor, ...]:
+    """Return what `weighted_backward` writes: both gradients, weighted act, dots, fp8 data and scales."""
+    topk_weights, row_to_slot, group_offsets = order
+    gate, up = spec.halves(preact, preact_up)
+    R, I = gate.shape  # noqa: E741
+    d_preact = builder.alloc(preact.shape, preact.dtype)
+    d_preact_up = builder.alloc((0,) if preact_up is None else preact_up.shape, preact.dtype)
     weighted = builder.alloc(d_act.shape if weigh else (0,), preact.dtype)
     d_weights = builder.alloc(topk_weights.shape, topk_weights.dtype)
+    data = builder.alloc((0,) if format is None else preact.shape, torch.float8_e4m3fn)
+    scales = builder.alloc((0,) if format is None else scales_shape(preact.shape, format), torch.float32)
+    made = d_preact, d_preact_up, weighted, d_weights, data, scales
     if _is_empty(gate):
         builder.zero(d_weights)
+        return made
     if not topk_weights.is_contiguous():
-        R = topk_weights.flatten().size(0)
-        topk_weights = builder.call("contiguous", (topk_weights,), ((R,), topk_weights.dtype))
-    written = (d_gate, d_up, weighted if weigh else None, d_weights.flatten())
-    arguments = (*written, gate, up, d_act, topk_weights.flatten(), row_to_slot, group_offsets)
-    _launch(builder, weighted_backward, arguments, spec)
-    return d_preact, d_preact_up, weighted, d_weights
+        topk_weights = builder.call("contiguous", (topk_weights,), ((row_to_slot.size(0),), topk_weights.dtype))
+    d_gate, d_up = spec.halves(d_preact, None if preact_up is None else d_preact_up)
+    quantised = (None, None, None) if format is None else (*spec.halves(data, None), scales)
+    written = (d_gate, d_up, weighted if weigh else None, d_weights.flatten(), *quantised)
+    tensors = (*written, gate, up, d_act, topk_weights.flatten(), row_to_slot, group_offsets)
+    config, width = quantize_rules.backward(I, format)
+    constants = (format == "rowwise", width, torch.finfo(data.dtype).max, spec.activation, spec.alpha, spec.limit)
+    arguments = (*tensors, R | 1, R * 2 + 1, *constants)
+    builder.launch(weighted_backward, arguments, config, int64_index=needs_int64(*tensors))
+    return made
 
 
 def _is_empty(tensor: SymbolicTensor) -> bool:

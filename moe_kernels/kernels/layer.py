@@ -116,17 +116,19 @@ def plan_quantized_grouped_gemm(
 ) -> SymbolicTensor:
     """Plan the fp8 product of A `[M, K]`, or tokens `[T, K]` with slot_to_row, and B `[G, K, N]`.
 
-    Both operands are quantised, except a B in fp8. For a B in another dtype `scales_B` is None, or amax `[G, N]` of its
+    Operands are quantised, except those in fp8. For a B in another dtype `scales_B` is None, or amax `[G, N]` of its
     columns as int32.
     """
-    A, B, scales_B, group_offsets, slot_to_row, bias = tensors
+    A, scales_A, B, scales_B, group_offsets, slot_to_row, bias = tensors
     rowwise, fast, dtype, top_k = options
     format = _format(rowwise)
-    if slot_to_row is not None:
+    M = A.size(0)
+    if scales_A is not None:
+        data, scales = A, scales_A
+    elif slot_to_row is not None:
         M = slot_to_row.size(0)
         data, scales = scatter_scaled(builder, A, slot_to_row, group_offsets, top_k, format)
     else:
-        M = A.size(0)
         data, scales = plan_quantize(builder, (A,), (format, _E4M3, False))
         scales = scales if rowwise else scales.as_strided((M, -(-A.size(1) // BLOCK)), (1, M), 0)
     out = builder.alloc((M, B.size(2)), dtype)

@@ -12,7 +12,6 @@ from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import (
     SPEC,
     SPEC_LENGTH,
-    activate_backward,
     dots_with_down_bias,
     layer_operator,
     run_layer,
@@ -22,8 +21,13 @@ from moe_kernels.ops.layer import (
 from moe_kernels.ops.library import define, free_saved, needs, use_kernels
 from moe_kernels.ops.moves import combine_rows, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient
-from moe_kernels.ops.quantized import differentiable_once, quantized_grouped_gemm, quantized_wgrad
-from moe_kernels.rules.quantize import saves_amax
+from moe_kernels.ops.quantized import (
+    differentiable_once,
+    quantized_activate_backward,
+    quantized_grouped_gemm,
+    quantized_wgrad,
+)
+from moe_kernels.rules.quantize import quantises_gradient, saves_amax
 from moe_kernels.runtime.symbolic import lies_transposed
 from moe_kernels.scaled import BLOCK
 
@@ -80,7 +84,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.spec = inputs[-SPEC_LENGTH:]
     _, preact, *weights = output[:-3]
     routing = output[-3:]
-    ctx.mark_non_differentiable(*weights, *routing)
+    ctx.mark_non_differentiable(*output[1:])
     saved: Any = (preact, *weights) if ctx.save else (None,) * 5
     preact, data_in, scales_in, data_out, scales_out = saved
     # Only the gradient of hidden states multiplies by w_gate_up, in fp8.
@@ -99,7 +103,7 @@ def _other_order(w: Tensor, data: Tensor | None, scales: Tensor | None) -> tuple
 
 
 @differentiable_once
-def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     """Quantise hidden states and "rowwise" weights again, along the dimensions contracted here: weights by their
     columns' amax if the forward pass found it.
 
@@ -110,56 +114,54 @@ def _gradient(ctx: Any, d_out: Tensor | None, d_preact: Tensor | None, *_: None)
     by_in, by_out = _other_order(w_gate_up, data_in, scales_in), _other_order(w_down, data_out, scales_out)
     del others, data_in, data_out
     free_saved(ctx)
+    if d_out is None:
+        return (None,) * len(ctx.needs_input_grad)
     need_hidden, _, need_topk_weights, need_w_in, need_w_out, need_b_in, need_b_out, *_ = ctx.needs_input_grad
     w_in, w_out = w_gate_up.mT, w_down.mT
     d_hidden = d_w_in = d_w_out = d_b_in = d_b_out = None
-    products, top_k = (ctx.rowwise, ctx.fast_accumulation), topk_weights.size(1)
+    products, routing = (ctx.rowwise, ctx.fast_accumulation), (slot_to_row, group_offsets, topk_weights.size(1))
+    tokens, spec = (group_offsets, slot_to_row), GLUSpec(*ctx.spec)
     if not ctx.save:
-        preact = quantized_grouped_gemm(hidden, w_in, None, group_offsets, slot_to_row, b_in, *products, hidden.dtype)
-        d_preact = None  # the gradient of an empty tensor
-    weighted: Any = None
-    d_topk_weights: Any = None
-    if d_out is not None:
-        d_act = quantized_grouped_gemm(d_out, *by_out, group_offsets, slot_to_row, None, *products, preact.dtype)
-        d_preact_by_act, _, weighted, d_topk_weights = activate_backward(
-            preact, None, d_act, topk_weights, row_to_slot, group_offsets, need_w_out, *ctx.spec
-        )
-        d_preact = d_preact_by_act if d_preact is None else d_preact + d_preact_by_act
-        del d_act, d_preact_by_act
-    del preact, by_out
-    if d_preact is None:
-        return (None,) * len(ctx.needs_input_grad)
-    routing = slot_to_row, group_offsets, top_k
+        preact = quantized_grouped_gemm(hidden, None, w_in, None, *tokens, b_in, *products, hidden.dtype)
+    d_act = quantized_grouped_gemm(d_out, None, *by_out, *tokens, None, *products, preact.dtype)
+    format = "rowwise" if ctx.rowwise else "1x128"
+    if not need_hidden or not quantises_gradient(d_act.size(1), ctx.rowwise, spec.gated, spec.interleaved):
+        format = ""
+    order = topk_weights, row_to_slot, group_offsets
+    d_preact, weighted, d_topk_weights, *d_quantized = quantized_activate_backward(
+        preact, d_act, *order, need_w_out, format, *spec
+    )
+    del preact, by_out, d_act
     if need_hidden:
-        d_sorted = quantized_grouped_gemm(d_preact, *by_in, group_offsets, None, None, *products, hidden.dtype)
+        d_rows = d_quantized if format else (d_preact, None)
+        d_sorted = quantized_grouped_gemm(*d_rows, *by_in, group_offsets, None, None, *products, hidden.dtype)
         d_hidden = combine_rows(d_sorted, None, *routing, hidden.dtype)
-        del d_sorted
-    del by_in
+        del d_sorted, d_rows
+    del by_in, d_quantized
     if need_w_in and not ctx.fp8_wgrad:
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         d_w_in = weight_gradient(rows, d_preact, group_offsets, w_in)
         del rows
     elif need_w_in:
-        order = lies_transposed(w_in)
-        d_w_in = quantized_wgrad(hidden, d_preact, group_offsets, row_to_slot, None, order, w_in.dtype)
+        transposed = lies_transposed(w_in)
+        d_w_in = quantized_wgrad(hidden, d_preact, group_offsets, row_to_slot, None, transposed, w_in.dtype)
     if need_b_in:
         d_b_in = bias_gradient(d_preact, group_offsets, b_in.dtype)
     del d_preact
-    if d_out is not None:
-        d_rows: Any = None
-        if need_b_out or (need_w_out and not ctx.fp8_wgrad):
-            d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
-        if need_w_out and not ctx.fp8_wgrad:
-            d_w_out = weight_gradient(weighted, d_rows, group_offsets, w_out)
-        elif need_w_out:
-            order = lies_transposed(w_out)
-            d_w_out = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_slot, order, w_out.dtype)
+    if need_b_out or (need_w_out and not ctx.fp8_wgrad):
+        rows = scatter_rows(d_out, None, *routing, d_out.dtype)
         if need_b_out:
-            d_b_out = bias_gradient(d_rows, group_offsets, b_out.dtype, weights_of_rows(topk_weights, *routing))
-        if need_topk_weights and b_out is not None:
-            d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
+            d_b_out = bias_gradient(rows, group_offsets, b_out.dtype, weights_of_rows(topk_weights, *routing))
+        if need_w_out and not ctx.fp8_wgrad:
+            d_w_out = weight_gradient(weighted, rows, group_offsets, w_out)
+        del rows
+    if need_w_out and ctx.fp8_wgrad:
+        transposed = lies_transposed(w_out)
+        d_w_out = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_slot, transposed, w_out.dtype)
     if not need_topk_weights:
         d_topk_weights = None
+    elif b_out is not None:
+        d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     d_weights = (None if d is None else d.mT for d in (d_w_in, d_w_out))
     return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_out, *[None] * (4 + len(ctx.spec))
 

@@ -9,6 +9,7 @@ from moe_kernels.scaled import BLOCK
 
 AT_ONCE = 16384  # the most elements of a row that a program holds
 AT_ONCE_ALONE = 32768  # the same for a program that does nothing else than quantising rows
+MOST_WITH_ONE_SCALE = 8192  # the most columns of gate with which the activation's backward pass quantises rows
 _OF_A_PROGRAM = 4096
 _OF_A_THREAD = 32
 SQUARES = Config(block_sizes=[], num_warps=16)  # of `quantize_squares`, for blocks of 128 x 128
@@ -60,3 +61,21 @@ def parts_of_a_row(K: int, parts: int) -> Config:
     width = width_of_part(K, parts)
     block = min(max(1, _OF_A_PROGRAM // width), 1 << (parts - 1).bit_length())
     return Config(block_sizes=[block], num_warps=max(1, block * width // (32 * _OF_A_THREAD)))
+
+
+def quantises_gradient(I: int, rowwise: bool, gated: bool, interleaved: bool) -> bool:  # noqa: E741
+    """Whether `weighted_backward` quantises the gradient of preactivations, `[R, 2I]` if `gated`.
+
+    Longer rows with one scale take longer than a kernel of their own. Elsewhere blocks of 128 must not have columns of
+    both gate and up.
+    """
+    return I <= MOST_WITH_ONE_SCALE if rowwise else not gated or (I % BLOCK == 0 and not interleaved)
+
+
+def backward(I: int, format: str | None) -> tuple[Config, int]:  # noqa: E741
+    """The config of `weighted_backward`, and the columns of a part, which has one scale if there is a `format`."""
+    width = BLOCK if format == "1x128" else width_of_part(I, 1)
+    if format is None:
+        width = min(1024, width)
+    parts = min(max(1, 1024 // width), 1 << (-(-I // width) - 1).bit_length())
+    return Config(block_sizes=[parts], num_warps=max(1, parts * width // 256)), width

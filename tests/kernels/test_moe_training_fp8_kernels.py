@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from training import COMPUTE, DIFFERENTIABLE, exactly, run
 
 from moe_kernels import moe_mlp, reference
-from moe_kernels.ops import quantized_grouped_gemm, quantized_moe_mlp
+from moe_kernels.ops import quantized_activate_backward, quantized_grouped_gemm, quantized_moe_mlp
 from moe_kernels.testing import make_experts, make_tokens
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 def make(
@@ -178,10 +178,38 @@ def test_amax_of_columns_is_kept(device: str) -> None:
     rows = torch.randn(10, by_rows.size(1), device=device).half()
     group_offsets = torch.tensor([0, *range(2, 2 + by_rows.size(0))], dtype=torch.int32, device=device)
     made, right = (
-        quantized_grouped_gemm(rows, by_rows, found, group_offsets, None, None, True, False, torch.float16)
+        quantized_grouped_gemm(rows, None, by_rows, found, group_offsets, None, None, True, False, torch.float16)
         for found in (amax, None)
     )
     assert right.any() and torch.equal(made, right)
+
+
+@pytest.mark.parametrize("weigh", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("format", "I"), [("rowwise", 72), ("rowwise", 300), ("1x128", 128), ("1x128", 1152)])
+def test_activation_backward_quantises(format: str, I: int, gated: bool, weigh: bool, device: str) -> None:  # noqa: E741
+    """The gradient has the bits of `quantize`, and the other results those without a format.
+
+    This includes rows of zeros, with infinity and NaN, subnormals, and rows in no group.
+    """
+    R, spec = 14, ("silu" if gated else "relu_squared", gated, False, 1.0, 1.0)
+    preact = torch.randn(R, 2 * I if gated else I, device=device).half()
+    d_act = (torch.randn(R, I, device=device) * 2.0 ** torch.randint(-9, 5, (R, 1), device=device)).half()
+    d_act[1], d_act[2, 3], d_act[3, I - 1], preact[4, 0] = 0, INF, NAN, NAN
+    d_act[5] = torch.finfo(torch.float16).smallest_normal / 4
+    order = (
+        torch.rand(R // 2, 2, device=device),
+        torch.randperm(R, dtype=torch.int32).to(device),
+        torch.tensor([0, 5, 11], dtype=torch.int32, device=device),
+    )
+    *made, data, scales = quantized_activate_backward(preact, d_act, *order, weigh, format, *spec)
+    *right, _, _ = quantized_activate_backward(preact, d_act, *order, weigh, "", *spec)
+    for a, b in zip(made, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert made[0][:4].any() and not made[0][11:].any()
+    twin = reference.quantize(made[0], format)
+    assert torch.equal(data, twin.data.view(torch.uint8))
+    assert torch.equal(scales.view(torch.int32), twin.scales.contiguous().view(torch.int32))
 
 
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
@@ -189,8 +217,8 @@ def test_products_of_any_offsets(rowwise: bool, device: str) -> None:
     """The product of rows is zero outside all groups, for offsets that do not come from a routing."""
     A, B = torch.randn(50, 136, device=device).half(), torch.randn(3, 40, 136, device=device).half().mT
     group_offsets = torch.tensor([-3, 20, 7, 44], dtype=torch.int32, device=device)
-    out = quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, False, torch.float16)
-    right = reference.quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, torch.float16)
+    out = quantized_grouped_gemm(A, None, B, None, group_offsets, None, None, rowwise, False, torch.float16)
+    right = reference.quantized_grouped_gemm(A, None, B, None, group_offsets, None, None, rowwise, torch.float16)
     assert (out - right).float().norm() < 2**-10 * right.float().norm()
     assert not out[44:].any()
 
@@ -276,9 +304,9 @@ def test_products_of_more_than_2_to_the_31_elements(M: int, K: int, N: int, G: i
     B = torch.empty(G, N, K, dtype=torch.bfloat16, device=device).normal_(std=K**-0.5).mT
     group_offsets = torch.zeros(G + 1, dtype=torch.int32, device=device)
     group_offsets[-2], group_offsets[-1] = M - 128, M
-    out = quantized_grouped_gemm(A, B, None, group_offsets, None, None, rowwise, False, torch.bfloat16)
+    out = quantized_grouped_gemm(A, None, B, None, group_offsets, None, None, rowwise, False, torch.bfloat16)
     last = torch.tensor([0, 128], device=device)
-    right = reference.quantized_grouped_gemm(A[-128:], B[-1:], None, last, None, None, rowwise, torch.bfloat16)
+    right = reference.quantized_grouped_gemm(A[-128:], None, B[-1:], None, last, None, None, rowwise, torch.bfloat16)
     assert (out[-128:] - right).double().norm() < 2**-7 * right.double().norm()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from moe_kernels.kernels import layer
 from moe_kernels.ops.layer import ACTIVATE, ACTIVATE_BACKWARD, MOE_MLP, SWIGLU_FFN
 from moe_kernels.ops.moves import COMBINE_ROWS, DOT_ROWS, ROUTE, SCATTER_ROWS
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from moe_kernels.ops.quantized import QUANTIZED_ACTIVATE_BACKWARD
 from moe_kernels.runtime.cache import make_plan
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import RANK_UP_TO, rows_bounds, rows_class, symbolic
@@ -175,6 +177,23 @@ def test_activation(R: int, width: int, name: str) -> None:
     assert names == ["activate", "activate_backward", "weighted_backward"]
     for report in lean(asked_for):
         assert report["regs"] <= 128
+
+
+@pytest.mark.parametrize(
+    ("R", "I", "format"),
+    [(65536, 768, "rowwise"), (65536, 768, "1x128"), (8192, 8192, "rowwise"), (8192, 14336, "1x128")],
+)
+def test_activation_backward_quantises(R: int, I: int, format: str) -> None:  # noqa: E741
+    """The gradient is quantised in registers; only scales and what belongs to a slot is narrow."""
+    spec = GLUSpec("silu", True, False, 1.0, 1.0)
+    tensors = empty(R, 2 * I), empty(R, I), f32(R // 8, 8), i32(R), i32(129)
+    (request,) = requests(QUANTIZED_ACTIVATE_BACKWARD, tensors, (True, format, spec))
+    (report,) = lean([request])
+    assert report["name"] == "weighted_backward" and report["regs"] <= 64
+    assert "cvt.rn.satfinite.e4m3x2.f32" in report["ptx"]
+    accesses = re.findall(r"(ld|st)\.global([\w.:]*)", report["ptx"])
+    assert sum("v4" in width for _, width in accesses) >= 6  # three loads and three stores in bfloat16
+    assert all("b8" not in width and "b16" not in width for _, width in accesses), accesses
 
 
 @pytest.mark.parametrize(

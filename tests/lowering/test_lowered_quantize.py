@@ -39,7 +39,7 @@ def report_of(operator: Operator, x: torch.Tensor, format: str, dtype: torch.dty
 def transposing(weights: torch.Tensor) -> Request:
     """Return the launch that quantises the columns of weights `[E, N, K]` by their amax."""
     E, N, K = weights.shape
-    tensors = (empty(64, N), weights, empty(E, K, dtype=torch.int32), empty(E + 1), None, None)
+    tensors = (empty(64, N), None, weights, empty(E, K, dtype=torch.int32), empty(E + 1), None, None)
     return requests(QUANTIZED_GROUPED_GEMM, tensors, (True, False, torch.bfloat16, 1))[1]
 
 

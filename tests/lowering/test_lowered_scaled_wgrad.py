@@ -100,7 +100,7 @@ def test_large_spans() -> None:
 def test_gradients_of_rows(rowwise: bool, fast: bool) -> None:
     """The weights in these products are quantised in the other order."""
     w_down = empty(32, 7168, 2048)  # as stored
-    tensors = (empty(4096, 7168), w_down, None, empty(33, dtype=I32), empty(32768, dtype=I32), None)
+    tensors = (empty(4096, 7168), None, w_down, None, empty(33, dtype=I32), empty(32768, dtype=I32), None)
     options = (rowwise, fast, torch.bfloat16, 8)
     found = [lowered(request) for request in requests(QUANTIZED_GROUPED_GEMM, tensors, options)]
     names = ["scatter_quantized", "quantize_rows" if rowwise else "quantize_squares", "tile_table"]
