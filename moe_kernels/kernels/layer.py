@@ -94,11 +94,10 @@ def plan_quantized_moe_mlp(
     weights: list[Any] = []
     saved: list[SymbolicTensor] = []
     for w in (w_gate_up, w_down):
-        data = other_order = builder.alloc((0,), _E4M3)
+        other_order = builder.alloc(w.mT.shape if save and not rowwise else (0,), _E4M3)
         if save and rowwise and quantize_rules.saves_amax(w):
             data, scales, kept = plan_quantize_and_amax(builder, w)
         elif save and not rowwise:
-            other_order = builder.alloc(w.mT.shape, _E4M3)
             data, scales = _scaled_weight(builder, w.mT, rowwise, other_order)
             kept = scales
         else:
