@@ -193,11 +193,13 @@ def training_calls(layer: ffn.Layer) -> dict[str, Call]:
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
     calls: dict[str, Call] = {"step, bfloat16": partial(step, {})}
-    rowwise, blocks = {"compute": "fp8_rowwise"}, {"compute": "fp8_block"}
-    calls["step, fp8_rowwise, fast_accumulation"] = partial(step, rowwise | {"fast_accumulation": True})
+    rowwise, blocks, no_fp8_wgrad = {"compute": "fp8_rowwise"}, {"compute": "fp8_block"}, {"fp8_wgrad": False}
+    fast = rowwise | {"fast_accumulation": True}
+    calls["step, fp8_rowwise, fast_accumulation"] = partial(step, fast)
+    calls["step, fp8_rowwise, fast_accumulation, bfloat16 wgrad"] = partial(step, fast | no_fp8_wgrad)
     calls["step, fp8_rowwise"] = partial(step, rowwise)
     calls["step, fp8_block"] = partial(step, blocks)
-    calls["step, fp8_block, bfloat16 wgrad"] = partial(step, blocks | {"fp8_wgrad": False})
+    calls["step, fp8_block, bfloat16 wgrad"] = partial(step, blocks | no_fp8_wgrad)
     routing = route(ids, topk_weights, E)
     offsets, slots = routing.group_offsets, routing.row_to_slot
     rows, d_rows = (x[slots.long() // top_k] for x in (hidden, d_out))

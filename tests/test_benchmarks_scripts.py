@@ -265,7 +265,8 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     layers = {"moe_mlp, bfloat16", "moe_mlp, rowwise, fast_accumulation", "moe_mlp, rowwise", "moe_mlp, 128x128"}
     moves = {"permute, bfloat16", "permute, rowwise", "permute, 1x128"}
     assert layer["us"].keys() == layers | moves | {"transformers, bfloat16"} and layer["host_us"].keys() == layers
-    rowwise = ("fp8_rowwise, fast_accumulation", "fp8_rowwise")
+    fast = "fp8_rowwise, fast_accumulation"
+    rowwise = (fast, f"{fast}, bfloat16 wgrad", "fp8_rowwise")
     steps = ("bfloat16", *rowwise, "fp8_block", "fp8_block, bfloat16 wgrad")
     assert [label for label in training["us"] if label.startswith("step")] == [f"step, {name}" for name in steps]
     assert len(training["wgrad_tflops"]) == 6
