@@ -560,26 +560,24 @@ _ADDRESSING = ("indexing", "host_tensor_descriptors")
 
 def concise(values: dict[str, Any]) -> dict[str, Any]:
     """Return a config without memory addressing and without options that repeat Helion's defaults."""
-    neutral: dict[str, tuple[Any, ...]] = {
-        "range_unroll_factors": (0,),
-        "range_num_stages": (0,),
-        "load_eviction_policies": ("",),
-        "load_cache_modifiers": ("",),
-        "store_cache_modifiers": ("",),
-        "range_flattens": (None,),
-        "range_multi_buffers": (None,),
-        "range_warp_specializes": (None,),
-        "loop_orders": ([0, 1],),
+    item_defaults: dict[str, Any] = {
+        "range_unroll_factors": 0,
+        "range_num_stages": 0,
+        "load_eviction_policies": "",
+        "load_cache_modifiers": "",
+        "store_cache_modifiers": "",
+        "range_flattens": None,
+        "range_multi_buffers": None,
+        "range_warp_specializes": None,
+        "loop_orders": [0, 1],
     }
-    kept = {}
-    for name, given in values.items():
-        if name in _ADDRESSING:
-            continue
-        alone = given is None or given == [] or (name, given) == ("num_sm_multiplier", 1)
-        if alone or (isinstance(given, list) and all(item in neutral.get(name, ()) for item in given)):
-            continue
-        kept[name] = given
-    return kept
+
+    def is_default(name: str, given: Any) -> bool:
+        if isinstance(given, list):
+            return all(name in item_defaults and item == item_defaults[name] for item in given)
+        return given is None or (name, given) == ("num_sm_multiplier", 1)
+
+    return {name: x for name, x in values.items() if name not in _ADDRESSING and not is_default(name, x)}
 
 
 def storing(choice: rules.Choice, *, tma_out: bool, epilogue_subtile: int | None = None) -> rules.Choice:
