@@ -181,7 +181,7 @@ def write(file: Path, gpu: str, entries: Sequence[Entry]) -> None:
         made = {"schema": SCHEMA, "gpu": gpu, "entries": [_to_json(merged[key]) for key in sorted(merged)]}
         text = json.dumps(made, indent=2)
         # Write each list of numbers and words on one line.
-        text = re.sub(r"\[\n[^\[\]{}]*\n\s*\]", _on_one_line, text)
+        text = re.sub(r"\[\n[^\[\]{}]*\n\s*\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
         temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
         temporary.write_text(text + "\n", encoding="utf-8")
         os.replace(temporary, file)
@@ -251,10 +251,6 @@ def _usable(file: Path, gpu: str) -> Iterable[Entry]:
 
 def _warn(text: str) -> None:
     warnings.warn(f"moe_kernels: {text}", RuntimeWarning, stacklevel=2)
-
-
-def _on_one_line(match: re.Match[str]) -> str:
-    return "[" + " ".join(match[0][1:-1].split()) + "]"
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:
