@@ -109,7 +109,9 @@ def compile_ahead(
     checks.check_int("jobs", jobs, 1)
     target = _target(gpu)
     counts = tokens if isinstance(tokens, Sequence) else list(tokens)
-    layers = _each(what)
+    layers: list[Any] = [what]
+    if isinstance(what, Iterable) and not isinstance(what, (nn.Module, LayerShape, str)):
+        layers = list(what)
     for name, given in (("tokens", counts), ("what", layers)):
         if not given:
             raise ValueError(f"{name}: expected at least one, got none")
@@ -149,11 +151,6 @@ def _target(gpu: str | None) -> Gpu:
     if gpu not in tuple(targets.KNOWN):
         raise ValueError(f"gpu: expected one of {', '.join(targets.KNOWN)}, got {gpu!r}")
     return targets.KNOWN[gpu]
-
-
-def _each(what: Any) -> list[Any]:
-    several = isinstance(what, Iterable) and not isinstance(what, (nn.Module, LayerShape, str))
-    return list(what) if several else [what]
 
 
 def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: bool) -> list[Callable[[], None]]:
