@@ -621,12 +621,9 @@ def uniform_grid(problem: uniform.Problem) -> Iterator[uniform.Choice]:
     if problem.bmm:
         yield uniform.BMM
     yield uniform.by_kernel(problem)
-    size = problem.dtype.itemsize
-    for block_m, block_n, block_k in itertools.product((64, 128), (256, 128, 64, 32), (128, 64, 256)):
-        block_m, block_n, block_k = (
-            rules.fitting(block, extent)
-            for block, extent in zip((block_m, block_n, block_k), (problem.M, problem.N, problem.K), strict=True)
-        )
+    size, extents = problem.dtype.itemsize, (problem.M, problem.N, problem.K)
+    for blocks in itertools.product((64, 128), (256, 128, 64, 32), (128, 64, 256)):
+        block_m, block_n, block_k = map(rules.fitting, blocks, extents)
         for stages in (3, 4, 5, 6):
             shared = (stages * (block_m + block_n) * block_k) * size + block_m * block_n * problem.out_dtype.itemsize
             if shared <= rules.SHARED_MEMORY:
