@@ -318,7 +318,7 @@ def _making(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int) -> Iterator[None
             yield
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, context, _begin, (None if here else gpu,))
+    pool = ProcessPoolExecutor(jobs, context, None if here else partial(_pretend, gpu))
     try:
         for future in as_completed([pool.submit(_make, one, gpu) for one in wanted]):
             future.result()
@@ -327,13 +327,11 @@ def _making(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int) -> Iterator[None
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(absent: Gpu | None) -> None:
-    """Initialise a compiling process; `absent` is the GPU to compile for if this machine does not have it."""
-    if absent is None:
-        return
+def _pretend(gpu: Gpu) -> None:
+    """Initialise a process that compiles for a GPU which this machine does not have."""
     from moe_kernels.runtime import compile as compiler  # imports Helion
 
-    compiler.pretend(absent)
+    compiler.pretend(gpu)
 
 
 def _make(wanted: PlanRequest, gpu: Gpu) -> None:
