@@ -118,14 +118,12 @@ def demo() -> int:
     packed = f"packed into A_packed {list(A_packed.shape)}"
     print(f"{G} experts get 0 to {max(sizes)} rows each ({empty} get none), {dtype}: {packed}.", flush=True)
 
-    calls: list[tuple[str, Tensor, Callable[[], Tensor]]] = []
-    for weight in (B, B[0]):
-        for function in (
-            moe_kernels.grouped_gemm_jagged,
-            moe_kernels.grouped_gemm_jagged_persistent,
-            moe_kernels.grouped_gemm,
-        ):
-            calls.append((function.__name__, weight, partial(function, A_packed, weight, group_offsets)))
+    functions = (moe_kernels.grouped_gemm_jagged, moe_kernels.grouped_gemm_jagged_persistent, moe_kernels.grouped_gemm)
+    calls: list[tuple[str, Tensor, Callable[[], Tensor]]] = [
+        (function.__name__, weight, partial(function, A_packed, weight, group_offsets))
+        for weight in (B, B[0])
+        for function in functions
+    ]
     checked = [_check(name, call, sizes, A_packed, weight, group_offsets) for name, weight, call in calls]
 
     if gpu:
