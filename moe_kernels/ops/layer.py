@@ -254,8 +254,7 @@ def _projection_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of rows and of the parameters."""
     w_in, w_up, b_in, b_up = parameters
-    need_rows, *need_weights_and_biases = needed
-    need_weights, need_biases = need_weights_and_biases[:2], need_weights_and_biases[2:]
+    need_rows, need_weights, need_biases = needed[0], needed[1:3], needed[3:]
     d_rows: Tensor | None = None
     d_weights: list[Tensor | None] = [None, None]
     d_biases: list[Tensor | None] = [None, None]
