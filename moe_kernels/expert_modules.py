@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels import checks, reference
 from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
+from moe_kernels.runtime.torch_internals import has_no_values
 
 
 class Layout(NamedTuple):
@@ -31,6 +33,7 @@ LAYOUTS = (
 )
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WITHOUT_DROPOUT = "turn it off, or call .eval() on the experts first if they are not to be trained"
+_ROUTER_WEIGHT = "pass router.weight if MoE is to take the softmax of that, or else this router's choice to moe_mlp"
 _PLAIN = tuple(name for name in ACTIVATIONS if name not in CLAMPED)  # those without alpha and limit
 
 
@@ -95,16 +98,36 @@ def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> Tensor:  # [E, 
     if not isinstance(router, Tensor) and type(router) is not nn.Linear:
         error = f"router: expected a tensor [E, H] or an nn.Linear, got {type(router).__name__}"
         if isinstance(getattr(router, "weight", None), Tensor):
-            error += (
-                ", which may compute more than hidden @ weight.T: pass router.weight if MoE is to take the softmax of "
-                "that, or else this router's choice to moe_mlp"
-            )
+            error += f", which may compute more than hidden @ weight.T: {_ROUTER_WEIGHT}"
         raise TypeError(error)
     weight = router if isinstance(router, Tensor) else router.weight
     if getattr(router, "bias", None) is not None:
         raise ValueError("router: MoE's has no bias; add it to the logits, and pass topk_softmax's choice to moe_mlp")
     _check_alike("router", weight, tuple(w_down.shape[:2]), w_down, "the experts")
-    return weight.detach().clone()
+    copied = weight.detach().clone()
+    if isinstance(router, nn.Linear) and not has_no_values(weight):
+        _check_logits(router, copied)
+    return copied
+
+
+@torch.no_grad()
+def _check_logits(router: nn.Linear, weight: Tensor) -> None:
+    """Raise ValueError unless calling the router gives `hidden @ weight.T`: a hook may change it, or the weight."""
+    generator = torch.Generator(weight.device).manual_seed(0)
+    hidden = torch.randn(16, weight.size(1), dtype=weight.dtype, device=weight.device, generator=generator)
+    want = F.linear(hidden, weight).double()
+    failure, alike = None, False
+    try:
+        got = router(hidden).double()
+        # Weights that are not finite or not initialised are no reason to refuse.
+        alike = got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=0.0, equal_nan=True)
+    except Exception as error:
+        failure = error
+    if not alike:
+        raise ValueError(
+            "router: expected an nn.Linear that computes hidden @ weight.T, and calling this one gives something else, "
+            f"as with a hook: {_ROUTER_WEIGHT}"
+        ) from failure
 
 
 def _check_alike(name: str, weight: Tensor, shape: tuple[int, ...], like: Tensor, owner: str) -> None:

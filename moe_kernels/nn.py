@@ -118,7 +118,8 @@ class MoE(nn.Module):
                 and `w2`, or `gate_proj`, `up_proj` and `down_proj`, or `gate_up_proj` (gate first) and `down_proj`.
                 Without a gate: `up_proj` and `down_proj`, or `fc1` and `fc2`, or
                 `nn.Sequential(Linear, activation, Linear)`.
-            router: a tensor `[E, H]`, or an `nn.Linear` without a bias, no subclass; None for random values.
+            router: a tensor `[E, H]`, or an `nn.Linear` without a bias, no subclass, which is called with random hidden
+                states to check that it computes `hidden @ weight.T`; None for random values.
             top_k, renormalize, alpha, limit, compute, fp8_wgrad, fast_accumulation: as for the class.
             activation: as for `swiglu_ffn`. By default each expert is called with random hidden states and weights, in
                 float64, to find the activation and to check that all experts compute the same and nothing else. If an
@@ -128,8 +129,8 @@ class MoE(nn.Module):
             TypeError: an expert is not a module, or the router neither a tensor nor an `nn.Linear`; the weights' dtypes
                 differ or are unsupported.
             ValueError: there are no experts, their layout is not one of these, there are biases, dropout is active
-                (p above 0, in training mode), the activation could not be found or differs between experts, or the
-                weights' shapes or devices differ.
+                (p above 0, in training mode), the activation could not be found or differs between experts, the router
+                computes something else, as with a hook, or the weights' shapes or devices differ.
         """
         modules = expert_modules.listed(experts)
         stacked = expert_modules.stack(modules)

@@ -299,6 +299,38 @@ def test_refusals_say_what_to_do(case: str) -> None:
         MoE.from_experts(*arguments, top_k=TOP_K, renormalize=True)
 
 
+def router_with(hook: str) -> nn.Linear:
+    router = nn.Linear(H, E, bias=False).double()
+    if hook == "on the weight":
+        return nn.utils.spectral_norm(router)
+    if hook == "on hidden states":
+        router.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    else:
+        result = {
+            "on logits": lambda y: 2 * y,
+            "on the result's type": lambda y: (y, None),
+            "without effect": lambda y: None,
+        }
+        router.register_forward_hook(lambda module, args, logits: result[hook](logits))
+    return router
+
+
+@pytest.mark.parametrize("hook", ["on the weight", "on hidden states", "on logits", "on the result's type"])
+def test_a_hook_that_changes_the_router_is_not_dropped(hook: str) -> None:
+    with pytest.raises(ValueError, match=r"^router: .* as with a hook: pass router.weight if MoE .* to moe_mlp$"):
+        MoE.from_experts([ffn() for _ in range(E)], router_with(hook), top_k=TOP_K, renormalize=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_router_with_a_hook_that_changes_nothing(dtype: torch.dtype) -> None:
+    router = router_with("without effect").to(dtype)
+    with torch.no_grad():
+        router.weight[0, 0], router.weight[1] = float("nan"), torch.finfo(dtype).max
+    experts = [ffn().to(dtype) for _ in range(E)]
+    layer = MoE.from_experts(experts, router, top_k=TOP_K, renormalize=True)
+    torch.testing.assert_close(layer.router, router.weight, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_scripted_modules_are_refused() -> None:
     scripted = torch.jit.script(LAYOUTS["Sequential"][0]())
