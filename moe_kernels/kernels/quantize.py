@@ -66,6 +66,24 @@ def columns_of(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tenso
     return rows.permute(1, 0, 2, 3).reshape(a.size(1), 4 * a.size(0))
 
 
+def transposed_rows(
+    x: torch.Tensor,  # [G, R, K]
+    g: Any,
+    start: Any,  # the first of 128 rows
+    R: Any,
+    tile_k: Any,
+    factor: torch.Tensor,  # of all elements, or [1, C] of columns
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the transpose `[C, 128]` of 128 rows, scaled and in fp8; zeros from row R on."""
+    rows = start + 4 * hl.arange(32)
+    a = scaled(hl.load(x, [g, rows, tile_k], extra_mask=(rows < R).unsqueeze(1)), factor)
+    b = scaled(hl.load(x, [g, rows + 1, tile_k], extra_mask=(rows + 1 < R).unsqueeze(1)), factor)
+    c = scaled(hl.load(x, [g, rows + 2, tile_k], extra_mask=(rows + 2 < R).unsqueeze(1)), factor)
+    d = scaled(hl.load(x, [g, rows + 3, tile_k], extra_mask=(rows + 3 < R).unsqueeze(1)), factor)
+    return columns_of(a, b, c, d, dtype)
+
+
 def _as_float(bits: torch.Tensor) -> torch.Tensor:
     like = torch.zeros_like(bits, dtype=torch.float32)
     return hl.inline_triton("{0}.to(tl.float32, bitcast=True)", args=(bits,), output_like=like)
@@ -194,12 +212,7 @@ def quantize_transposed(
         scale = scale_of(amax[g, tile_k], largest, False)
         hl.store(scales, [g, tile_k], scale)
         factor = inverse(scale)[None, :]
-        rows = tile_r.begin + 4 * hl.arange(32)
-        a = scaled(hl.load(x, [g, rows, tile_k], extra_mask=(rows < R)[:, None]), factor)
-        b = scaled(hl.load(x, [g, rows + 1, tile_k], extra_mask=(rows + 1 < R)[:, None]), factor)
-        c = scaled(hl.load(x, [g, rows + 2, tile_k], extra_mask=(rows + 2 < R)[:, None]), factor)
-        d = scaled(hl.load(x, [g, rows + 3, tile_k], extra_mask=(rows + 3 < R)[:, None]), factor)
-        y = columns_of(a, b, c, d, data.dtype)
+        y = transposed_rows(x, g, tile_r.begin, R, tile_k, factor, data.dtype)
         hl.store(data, [g, tile_k, tile_r], y)
     return data
 
@@ -234,12 +247,7 @@ def quantize_squares(
         factor = inverse(scale)
         hl.store(data, [g, tile_r, tile_k], scaled(tile, factor).to(data.dtype), extra_mask=inside[:, None])
         if transposed is not None:
-            rows = tile_r.begin + 4 * hl.arange(32)
-            a = scaled(hl.load(x, [g, rows, tile_k], extra_mask=(rows < R)[:, None]), factor)
-            b = scaled(hl.load(x, [g, rows + 1, tile_k], extra_mask=(rows + 1 < R)[:, None]), factor)
-            c = scaled(hl.load(x, [g, rows + 2, tile_k], extra_mask=(rows + 2 < R)[:, None]), factor)
-            d = scaled(hl.load(x, [g, rows + 3, tile_k], extra_mask=(rows + 3 < R)[:, None]), factor)
-            y = columns_of(a, b, c, d, data.dtype)
+            y = transposed_rows(x, g, tile_r.begin, R, tile_k, factor, data.dtype)
             hl.store(transposed, [g, tile_k, tile_r], y, extra_mask=inside[None, :])
     return data
 
