@@ -237,7 +237,7 @@ def test_operators_of_the_gradient() -> None:
         given = (*left, w, None, offsets, slots, None, True, True, torch.float32)
         opcheck(torch.ops.moe_kernels.quantized_grouped_gemm.default, given, test_utils=checks)
     order, spec = (torch.rand(T // 2, 2), rows, offsets), ("silu", True, False, 1.702, 7.0)
-    for weigh, format in ((True, ""), (False, "rowwise"), (True, "1x128")):
+    for weigh, format in ((True, None), (False, "rowwise"), (True, "1x128")):
         given = (torch.randn(T, 2 * I), y, *order, weigh, format, *spec)
         opcheck(torch.ops.moe_kernels.quantized_activate_backward.default, given, test_utils=checks)
 

@@ -121,7 +121,7 @@ def test_ranges_in_low_precision_match_the_results() -> None:
         found = fp8_records("nvidia-h100-80gb-hbm3", name, "training")
         labels = [label for label in found[0]["us"] if label.startswith("step, fp8")]
         h100.append(between([ratio for label in labels for ratio in ratios(found, "step, bfloat16", label)], 2))
-    assert f"On an H100 training steps in fp8 had {h100[0]}, and under sustained load {h100[1]}." in text
+    assert f"On an H100 training steps in fp8 had speedups of {h100[0]}, and under sustained load of {h100[1]}." in text
 
     rates = [
         record["quantize_gbps"]

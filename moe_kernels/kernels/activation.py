@@ -366,7 +366,7 @@ def _plan_weighted(
     quantised = (None, None, None) if format is None else (*spec.halves(data, None), scales)
     written = (d_gate, d_up, weighted if weigh else None, d_weights.flatten(), *quantised)
     tensors = (*written, gate, up, d_act, topk_weights.flatten(), row_to_slot, group_offsets)
-    config, width = quantize_rules.backward(I, format)
+    config, width = quantize_rules.weighted_backward(I, format)
     constants = (format == "rowwise", width, torch.finfo(data.dtype).max, spec.activation, spec.alpha, spec.limit)
     arguments = (*tensors, R | 1, R * 2 + 1, *constants)
     builder.launch(weighted_backward, arguments, config, int64_index=needs_int64(*tensors))

@@ -93,16 +93,14 @@ def plan_quantized_moe_mlp(
     (group_offsets, _, slot_to_row), computed = _routing(builder, topk_ids, routing, w_down.size(0))
     weights: list[Any] = []
     saved: list[SymbolicTensor] = []
+    both_orders = save and not rowwise
     for w in (w_gate_up, w_down):
-        other_order = builder.alloc(w.mT.shape if save and not rowwise else (0,), _E4M3)
+        other_order = builder.alloc(w.mT.shape if both_orders else (0,), _E4M3)
         if save and rowwise and quantize_rules.saves_amax(w):
             data, scales, kept = plan_quantize_and_amax(builder, w)
-        elif save and not rowwise:
-            data, scales = _scaled_weight(builder, w.mT, rowwise, other_order)
-            kept = scales
         else:
-            data, scales = _scaled_weight(builder, w.mT, rowwise)
-            kept = builder.alloc((0,), torch.int32 if rowwise else torch.float32)
+            data, scales = _scaled_weight(builder, w, rowwise, other_order if both_orders else None)
+            kept = scales if both_orders else builder.alloc((0,), torch.int32 if rowwise else torch.float32)
         weights.append((data, scales))
         saved += other_order, kept
     order = hidden, topk_weights, group_offsets, slot_to_row
@@ -132,7 +130,7 @@ def plan_quantized_grouped_gemm(
         scales = scales if rowwise else scales.as_strided((M, -(-A.size(1) // BLOCK)), (1, M), 0)
     out = builder.alloc((M, B.size(2)), dtype)
     if scales_B is None:
-        right, scales_B = _scaled_weight(builder, B, rowwise)
+        right, scales_B = _scaled_weight(builder, B.mT, rowwise)
     elif B.dtype == _E4M3:
         right, scales_B = B.mT, scales_B.mT
     else:
@@ -147,10 +145,10 @@ def _format(rowwise: bool) -> str:
 
 
 def _scaled_weight(
-    builder: Builder, B: SymbolicTensor, rowwise: bool, other_order: _Optional = None
+    builder: Builder, w: SymbolicTensor, rowwise: bool, other_order: _Optional = None
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
-    """Quantise B `[G, K, N]` to data `[G, N, K]` and scales; see `plan_quantize` for `other_order [G, K, N]`."""
-    return plan_quantize(builder, (B.mT,), ("rowwise" if rowwise else "128x128", _E4M3, False), other_order)
+    """Quantise weights `[G, N, K]` to data and scales; see `plan_quantize` for `other_order [G, K, N]`."""
+    return plan_quantize(builder, (w,), ("rowwise" if rowwise else "128x128", _E4M3, False), other_order)
 
 
 def _scaled_layer(

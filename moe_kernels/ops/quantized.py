@@ -117,7 +117,7 @@ def _quantized_activate_backward(
     row_to_slot: Tensor,  # [R]
     group_offsets: Tensor,  # [E + 1]
     weigh: bool,
-    format: str,
+    format: str | None,
     *spec: Any,
 ) -> tuple[Tensor, ...]:
     """Return d_preact, weighted act if `weigh`, d_topk_weights, and d_preact in fp8 as uint8 with its scales, if there
@@ -134,7 +134,7 @@ def _quantized_activate_backward(
         weighted = weighted if weigh else preact.new_empty(0)
         return d_preact, weighted, d_topk_weights, data.view(torch.uint8), scales.contiguous()
     tensors = (preact, d_act, *order)
-    *made, data, scales = cache.call(QUANTIZED_ACTIVATE_BACKWARD, tensors, (weigh, format or None, spec))
+    *made, data, scales = cache.call(QUANTIZED_ACTIVATE_BACKWARD, tensors, (weigh, format, spec))
     return *made, data.view(torch.uint8), scales
 
 
@@ -181,7 +181,7 @@ quantized_wgrad = define(
 )
 quantized_activate_backward = define(
     "quantized_activate_backward(Tensor preact, Tensor d_act, Tensor topk_weights, Tensor row_to_slot,"
-    f" Tensor group_offsets, bool weigh, str format, {SPEC}) -> ({', '.join(['Tensor'] * 5)})",
+    f" Tensor group_offsets, bool weigh, str? format, {SPEC}) -> ({', '.join(['Tensor'] * 5)})",
     _quantized_activate_backward,
     _quantized_activate_backward_fake,
     *_FIRST_ORDER_ONLY,

@@ -124,9 +124,9 @@ def _gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     if not ctx.save:
         preact = quantized_grouped_gemm(hidden, None, w_in, None, *tokens, b_in, *products, hidden.dtype)
     d_act = quantized_grouped_gemm(d_out, None, *by_out, *tokens, None, *products, preact.dtype)
-    format = "rowwise" if ctx.rowwise else "1x128"
-    if not need_hidden or not quantises_gradient(d_act.size(1), ctx.rowwise, spec.gated, spec.interleaved):
-        format = ""
+    format = None
+    if need_hidden and quantises_gradient(d_act.size(1), ctx.rowwise, spec.gated, spec.interleaved):
+        format = "rowwise" if ctx.rowwise else "1x128"
     order = topk_weights, row_to_slot, group_offsets
     d_preact, weighted, d_topk_weights, *d_quantized = quantized_activate_backward(
         preact, d_act, *order, need_w_out, format, *spec

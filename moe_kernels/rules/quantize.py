@@ -72,7 +72,7 @@ def quantises_gradient(I: int, rowwise: bool, gated: bool, interleaved: bool) ->
     return I <= MOST_WITH_ONE_SCALE if rowwise else not gated or (I % BLOCK == 0 and not interleaved)
 
 
-def backward(I: int, format: str | None) -> tuple[Config, int]:  # noqa: E741
+def weighted_backward(I: int, format: str | None) -> tuple[Config, int]:  # noqa: E741
     """The config of `weighted_backward`, and the columns of a part, which has one scale if there is a `format`."""
     width = BLOCK if format == "1x128" else width_of_part(I, 1)
     if format is None:

@@ -203,7 +203,7 @@ def test_activation_backward_quantises(format: str, I: int, gated: bool, weigh: 
         torch.tensor([0, 5, 11], dtype=torch.int32, device=device),
     )
     *made, data, scales = quantized_activate_backward(preact, d_act, *order, weigh, format, *spec)
-    *right, _, _ = quantized_activate_backward(preact, d_act, *order, weigh, "", *spec)
+    *right, _, _ = quantized_activate_backward(preact, d_act, *order, weigh, None, *spec)
     for a, b in zip(made, right, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     assert made[0][:4].any() and not made[0][11:].any()
