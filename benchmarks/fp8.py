@@ -3,11 +3,12 @@
     python -m benchmarks.fp8 [--part product|layer|training] [--rounds N] [--jobs N] [--load] [--tiny] [--json FILE]
 
 Operands of products are quantised beforehand; layers quantise their activations in the call. Training is a layer's
-forward and backward pass, which quantise all operands in the call, and the gradient of each weight alone. The providers
-of a case take turns with a cold L2 cache, as CUDA-graph replays; --load adds dense products of about 50 ms to each
-round, which hold the GPU at its power limit. Host microseconds are those of eager calls. First the result of each
-product is compared with the product of the dequantised operands, other results with those in bfloat16; wrong ones are
-not timed. `torch._scaled_grouped_mm` has scales per row, DeepGEMM 1x128 and 128x128, triton_kernels one per tensor.
+forward and backward pass, which quantise all operands in the call, or all but the weights; quantising the weights; and
+the gradient of each weight alone. The providers of a case take turns with a cold L2 cache, as CUDA-graph replays;
+--load adds dense products of about 50 ms to each round, which hold the GPU at its power limit. Host microseconds are
+those of eager calls. First the result of each product is compared with the product of the dequantised operands, other
+results with those in bfloat16; wrong ones are not timed. `torch._scaled_grouped_mm` has scales per row, DeepGEMM 1x128
+and 128x128, triton_kernels one per tensor.
 
 On a GPU this writes benchmarks/results/<gpu>/fp8.json, or fp8-load.json. With --part, the file's other parts are kept
 if they are from the same GPU and versions. --tiny checks on a CPU that the script works.
@@ -37,12 +38,23 @@ from benchmarks.operators import OPERATORS, launch_alone
 from benchmarks.suites import SUITES, Case
 from benchmarks.suites import layer as layer_case
 from benchmarks.wide import largest_error
-from moe_kernels import dequantize, grouped_gemm, grouped_gemm_wgrad, moe_mlp, ops, permute, quantize, route
+from moe_kernels import (
+    QuantizedWeight,
+    dequantize,
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    moe_mlp,
+    ops,
+    permute,
+    quantize,
+    quantize_weight,
+    route,
+)
 from moe_kernels.commands import run_and_exit
 from moe_kernels.models import positive
 from moe_kernels.ops.library import use_kernels
 from moe_kernels.ops.quantized import QUANTIZED_GROUPED_GEMM, QUANTIZED_WGRAD
-from moe_kernels.scaled import ScaledTensor
+from moe_kernels.scaled import FP8_COMPUTE, ScaledTensor
 from moe_kernels.timing import Call, captured, host_microseconds
 from tritonbench_ops import ffn
 from tritonbench_ops.baselines import FP8_PEERS, Provider, ScaledInputs
@@ -187,19 +199,34 @@ def training_calls(layer: ffn.Layer) -> dict[str, Call]:
     leaves = [x.detach().requires_grad_() for x in (hidden, topk_weights, layer.w_gate_up, layer.w_down)]
     d_preact, act = (torch.randn(R, n, device=hidden.device).bfloat16() for n in (2 * width, width))
 
-    def step(options: dict[str, Any]) -> list[Tensor]:
+    def step(options: dict[str, Any], weights: Sequence[Any] = leaves[2:]) -> list[Tensor]:
         with torch.enable_grad():
-            out = moe_mlp(leaves[0], ids, *leaves[1:], **options)
+            out = moe_mlp(leaves[0], ids, leaves[1], weights[0], weights[1], **options)
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    def quantized(compute: str) -> list[QuantizedWeight]:
+        return [quantize_weight(w, compute) for w in leaves[2:]]
+
+    def scales(compute: str) -> list[Tensor]:
+        return [part.scales for weight in quantized(compute) for part in (weight.forward, weight.backward)]
 
     calls: dict[str, Call] = {"step, bfloat16": partial(step, {})}
     rowwise, blocks, no_fp8_wgrad = {"compute": "fp8_rowwise"}, {"compute": "fp8_block"}, {"fp8_wgrad": False}
     fast = rowwise | {"fast_accumulation": True}
-    calls["step, fp8_rowwise, fast_accumulation"] = partial(step, fast)
-    calls["step, fp8_rowwise, fast_accumulation, bfloat16 wgrad"] = partial(step, fast | no_fp8_wgrad)
-    calls["step, fp8_rowwise"] = partial(step, rowwise)
-    calls["step, fp8_block"] = partial(step, blocks)
-    calls["step, fp8_block, bfloat16 wgrad"] = partial(step, blocks | no_fp8_wgrad)
+    steps: dict[str, dict[str, Any]] = {
+        "fp8_rowwise, fast_accumulation": fast,
+        "fp8_rowwise, fast_accumulation, bfloat16 wgrad": fast | no_fp8_wgrad,
+        "fp8_rowwise": rowwise,
+        "fp8_block": blocks,
+        "fp8_block, bfloat16 wgrad": blocks | no_fp8_wgrad,
+    }
+    before = {compute: quantized(compute) for compute in FP8_COMPUTE}
+    for label, options in steps.items():
+        calls[f"step, {label}"] = partial(step, options)
+    for label, options in steps.items():
+        calls[f"step, {label}, weights quantised beforehand"] = partial(step, options, before[options["compute"]])
+    for compute in FP8_COMPUTE:
+        calls[f"quantize_weight for {compute}"] = partial(scales, compute)
     routing = route(ids, topk_weights, E)
     offsets, slots = routing.group_offsets, routing.row_to_slot
     rows, d_rows = (x[slots.long() // top_k] for x in (hidden, d_out))

@@ -451,16 +451,29 @@ def _fp8_layers(records: Sequence[Record]) -> list[str]:
 
 
 def _fp8_training(records: Sequence[Record]) -> list[str]:
-    """Return the tables of training steps, and of weights' gradients."""
+    """Return the tables of training steps, of quantising weights for several of them, and of weights' gradients."""
     if not records:
         return []
     base, *labels = fp8_labels(records)
-    about = (
-        "Training step: forward and backward pass of `moe_mlp`, including the quantisation of all operands. "
-        f"{_baseline(base)}."
-    )
-    rows = [_fp8_row(record, labels, base) for record in records]
-    lines = ["", about, "", *_markdown_rows(_fp8_head("ffn", labels, base), rows)]
+    before = ", weights quantised beforehand"
+    lines = []
+    for shown, operands in (
+        ([label for label in labels if not label.endswith(before)], "all operands"),
+        ([label for label in labels if label.endswith(before)], "all operands but the weights"),
+    ):
+        if shown:
+            about = (
+                f"Training step: forward and backward pass of `moe_mlp`, including the quantisation of {operands}. "
+                f"{_baseline(base)}."
+            )
+            head = _fp8_head("ffn", [label.removesuffix(before) for label in shown], base)
+            rows = [_fp8_row(record, shown, base) for record in records]
+            lines += ["", about, "", *_markdown_rows(head, rows)]
+    if quantised := [label for label in records[0]["us"] if label.startswith("quantize_weight")]:
+        rows = [[_fp8_case(r), *(_number(r["us"].get(label)) for label in quantised)] for r in records]
+        head = [f"case ({operator_of('ffn').dimensions})", *(f"{_code(label)} us" for label in quantised)]
+        about = "Quantising both weights, for the forward and the backward pass of several training steps."
+        lines += ["", about, "", *_markdown_rows(head, rows)]
     names = list(records[0]["wgrad_tflops"])
     rows = [
         [_fp8_case(r)]

@@ -11,7 +11,7 @@ from moe_kernels.grouped_gemm import (
     grouped_mm,
     scaled_grouped_mm,
 )
-from moe_kernels.nn import MoE
+from moe_kernels.nn import MoE, quantize_once
 from moe_kernels.packing import (
     group_offsets_from_offs,
     group_offsets_from_sizes,
@@ -20,10 +20,10 @@ from moe_kernels.packing import (
     pack_groups,
     unpack_groups,
 )
-from moe_kernels.quantize import dequantize, quantize
+from moe_kernels.quantize import dequantize, quantize, quantize_weight
 from moe_kernels.routing import permute, route, topk_sigmoid, topk_softmax, unpermute
 from moe_kernels.routing_maps import Routing
-from moe_kernels.scaled import ScaledTensor
+from moe_kernels.scaled import QuantizedWeight, ScaledTensor
 from moe_kernels.schedule import varied_schedule
 
 __version__ = "0.1.0"
@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LayerShape",
     "MoE",
+    "QuantizedWeight",
     "Routing",
     "ScaledTensor",
     "compile_ahead",
@@ -49,6 +50,8 @@ __all__ = [
     "permute",
     "plan_varied_grouped_gemm",
     "quantize",
+    "quantize_once",
+    "quantize_weight",
     "route",
     "scaled_grouped_mm",
     "swiglu_ffn",

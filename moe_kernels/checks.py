@@ -20,7 +20,7 @@ from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
 from moe_kernels.runtime.torch_internals import PLAIN
-from moe_kernels.scaled import BLOCK, FORMATS, FP8_COMPUTE, FP8_DTYPES, ScaledTensor, scales_shape
+from moe_kernels.scaled import BLOCK, FORMATS, FP8_COMPUTE, FP8_DTYPES, QuantizedWeight, ScaledTensor, scales_shape
 
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = (*_CUDA_DTYPES, torch.float64)
@@ -148,6 +148,8 @@ def scaled_both(
     """Check that two operands are ScaledTensors; return them."""
     made: list[ScaledTensor] = []
     for one, operand, beside in ((name, value, other_name), (other_name, other, name)):
+        if isinstance(operand, QuantizedWeight):
+            raise ValueError(f"compute: expected the one that quantize_weight got for {one}, got None")
         if not isinstance(operand, ScaledTensor):
             check_not_torchao(one, operand)
             raise TypeError(
@@ -284,7 +286,7 @@ class Experts(NamedTuple):
     W is 2I if `w_gate_up` holds gate and up, otherwise I.
     """
 
-    w_gate_up: Any  # Tensor or ScaledTensor [E, W, H], or [E, H, W] if transposed
+    w_gate_up: Any  # Tensor, ScaledTensor or QuantizedWeight [E, W, H], or [E, H, W] if transposed
     w_down: Any  # as w_gate_up, [E, H, I], or [E, I, H] if transposed
     w_up: Tensor | None  # [E, I, H], or [E, H, I] if transposed
     gate_up_bias: Tensor | None  # [E, W]
@@ -342,12 +344,47 @@ def check_quantized_moe_mlp(
                 f"compute: expected None for weights in fp8, got {compute!r}; {name} is a ScaledTensor, and compute "
                 "quantises bfloat16, float16 or float32 weights"
             )
+    quantized = {name: getattr(experts, name) for name in ("w_gate_up", "w_down")}
+    if any(isinstance(value, QuantizedWeight) for value in quantized.values()):
+        for name, value in quantized.items():
+            if not isinstance(value, QuantizedWeight):
+                raise TypeError(
+                    f"{name}: expected a QuantizedWeight, as the other weight, got {type(value).__name__}; call "
+                    "quantize_weight for both or none"
+                )
+        experts = experts._replace(w_gate_up=experts.w_gate_up.weight, w_down=experts.w_down.weight)
     _check_one_layout(experts)
     check_moe_mlp(hidden, topk_ids, topk_weights, experts)
     check_kernel_dtype("hidden", hidden.dtype)
     for name in ("w_gate_up", "w_down", "gate_up_bias", "down_bias"):
         if (tensor := getattr(experts, name)) is not None:
             check_kernel_dtype(name, tensor.dtype)
+    for name, value in quantized.items():
+        if isinstance(value, QuantizedWeight):
+            _check_quantized_weight(name, value, compute)
+
+
+def _check_quantized_weight(name: str, value: QuantizedWeight, compute: str) -> None:
+    """Check that the fp8 parts of a weight have the format of `compute` and its shape."""
+    for part, scaled, weight in (
+        (f"{name}.forward", value.forward, value.weight),
+        (f"{name}.backward", value.backward, value.weight.mT),
+    ):
+        if not isinstance(scaled, ScaledTensor):
+            raise TypeError(f"{part}: expected a ScaledTensor, got {type(scaled).__name__}")
+        if scaled.format != FP8_COMPUTE[compute]:
+            raise ValueError(
+                f"{part}: expected the format {FP8_COMPUTE[compute]!r} for compute={compute!r}, got {scaled.format!r}; "
+                f"call quantize_weight(weight, {compute!r})"
+            )
+        _check_scaled(f"{part}.data", f"{part}.scales", scaled)
+        if scaled.data.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"{part}.data: expected float8_e4m3fn, got {scaled.data.dtype}")
+        _check_same_device(f"{part}.data", scaled.data, f"{name}.weight", value.weight)
+        _check_shape(f"{part}.data", scaled.data, "that of the weight", weight.shape)
+        _check_shape(
+            f"{part}.scales", scaled.scales, f"of {scaled.format!r}", scales_shape(weight.shape, scaled.format)
+        )
 
 
 def _check_one_layout(experts: Experts) -> None:
@@ -517,6 +554,16 @@ def check_quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: boo
     _check_format("format", format)
     if dtype not in FP8_DTYPES:
         raise TypeError(f"dtype: expected {_FP8}, got {dtype}")
+
+
+def check_quantize_weight(weight: Tensor, compute: str) -> None:  # [E, N, K]
+    """Check the arguments of `quantize_weight`."""
+    if compute not in tuple(FP8_COMPUTE):
+        raise ValueError(f"compute: expected one of {', '.join(map(repr, FP8_COMPUTE))}, got {compute!r}")
+    _check_tensor("weight", weight)
+    check_kernel_dtype("weight", weight.dtype)
+    if weight.dim() != 3:
+        raise ValueError(f"weight: expected shape [E, N, K], got {list(weight.shape)}")
 
 
 def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:

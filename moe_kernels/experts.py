@@ -10,7 +10,7 @@ from moe_kernels.ops.layer import MOE_MLP
 from moe_kernels.ops.scaled_layer import SCALED_MOE_MLP
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.torch_internals import autocast, differentiated, transformed
-from moe_kernels.scaled import ScaledTensor
+from moe_kernels.scaled import QuantizedWeight, ScaledTensor
 
 
 def swiglu_ffn(
@@ -74,8 +74,8 @@ def moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: Tensor | ScaledTensor,  # [E, 2I, H]; other layouts as for swiglu_ffn
-    w_down: Tensor | ScaledTensor,  # [E, H, I], or [E, I, H] if transposed
+    w_gate_up: Tensor | ScaledTensor | QuantizedWeight,  # [E, 2I, H]; other layouts as for swiglu_ffn
+    w_down: Tensor | ScaledTensor | QuantizedWeight,  # [E, H, I], or [E, I, H] if transposed
     *,
     w_up: Tensor | None = None,  # [E, I, H], or [E, H, I] if transposed
     gate_up_bias: Tensor | None = None,  # [E, 2I], or [E, I] with w_up or gated=False
@@ -103,8 +103,9 @@ def moe_mlp(
     for one token, with `top_k` of at most 16, do not quantise them. With fp8 weights neither `w_up` nor `transposed` is
     supported, and there are no gradients.
 
-    With `compute`, weights in bfloat16, float16 or float32 are quantised in every call, and so are all other operands
-    of the products, forward and backward, each to e4m3 with scales of its own. "fp8_rowwise" uses "rowwise" operands.
+    With `compute`, weights in bfloat16, float16 or float32 are quantised in every call, unless `quantize_weight` did so
+    before, and so are all other operands of the products, forward and backward, each to e4m3 with scales of its own.
+    "fp8_rowwise" uses "rowwise" operands.
     "fp8_block" uses "128x128" weights and "1x128" rows, and saves the fp8 weights for the backward pass. Both compute
     the weights' gradients, whose operands are transposed, from "1x128" by "128x128". The products return the dtype of
     the hidden states, and each gradient has the dtype of its argument. `compute` supports neither `w_up` nor
@@ -116,7 +117,7 @@ def moe_mlp(
         topk_ids: `[T, top_k]` int32 or int64; an id outside `0..E - 1` drops its slot.
         topk_weights: `[T, top_k]`, in any of these dtypes; applied in float32.
         w_gate_up, w_up, gate_up_bias, up_bias: as for `swiglu_ffn`, by default gate and up in one `[E, 2I, H]`.
-        w_down: `[E, H, I]`; a `ScaledTensor` if `w_gate_up` is one.
+        w_down: `[E, H, I]`; a `ScaledTensor` if `w_gate_up` is one, and a `QuantizedWeight` if that is one.
         down_bias: `[E, H]`, added in float32.
         activation, gated, interleaved, alpha, limit: as for `swiglu_ffn`.
         transposed: all weights are stored transposed, `[E, H, 2I]` and `[E, I, H]`.
@@ -140,11 +141,12 @@ def moe_mlp(
     biases = (gate_up_bias, up_bias, down_bias)
     if compute is not None:
         experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
-        in_fp8 = (compute, fast_accumulation, fp8_wgrad)
-        return _quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, *in_fp8, validate)
+        options = (compute, fast_accumulation, fp8_wgrad)
+        return _quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, *options, validate)
     if fp8_wgrad is not True:
         checks.check_bools(fp8_wgrad=fp8_wgrad)
-    if isinstance(w_gate_up, ScaledTensor) or isinstance(w_down, ScaledTensor):
+    in_fp8 = (ScaledTensor, QuantizedWeight)
+    if isinstance(w_gate_up, in_fp8) or isinstance(w_down, in_fp8):
         experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
         return _scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, fast_accumulation, validate)
     if fast_accumulation is not False:
@@ -214,10 +216,15 @@ def _quantized_moe_mlp(
     """`moe_mlp` with `compute`."""
     (hidden,) = autocast(hidden)
     checks.check_quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, compute, fast_accumulation, fp8_wgrad)
+    first, second = experts.w_gate_up, experts.w_down
+    quantized: tuple[Tensor | None, ...] = (None,) * 8
+    if isinstance(first, QuantizedWeight):
+        quantized = tuple(x for w in (first, second) for part in w[1:] for x in part[:2])
+        first, second = first.weight, second.weight
     if checks.validation_enabled(validate):
-        checks.validate_ids(topk_ids, experts.w_gate_up.size(0))
-    parameters = (experts.w_gate_up, experts.w_down, experts.gate_up_bias, experts.down_bias)
+        checks.validate_ids(topk_ids, first.size(0))
+    parameters = (first, second, experts.gate_up_bias, experts.down_bias)
     save = differentiated(hidden, topk_weights, *parameters)
     options = (compute == "fp8_rowwise", fast_accumulation, fp8_wgrad, save, *experts.spec)
-    out: Tensor = ops.quantized_moe_mlp(hidden, topk_ids, topk_weights, *parameters, *options)[0]
+    out: Tensor = ops.quantized_moe_mlp(hidden, topk_ids, topk_weights, *parameters, *quantized, *options)[0]
     return out

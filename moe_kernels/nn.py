@@ -1,9 +1,10 @@
-"""`MoE`: a layer of experts with its router, as an `nn.Module`."""
+"""`MoE`: a layer of experts with its router, as an `nn.Module`, and `quantize_once` for its training in fp8."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from moe_kernels import checks, expert_modules
 from moe_kernels.experts import moe_mlp
 from moe_kernels.glu import CLAMPED, GLUSpec
-from moe_kernels.quantize import quantize
+from moe_kernels.quantize import quantize, quantize_weight
 from moe_kernels.routing import topk_softmax
-from moe_kernels.runtime.torch_internals import reshaped
-from moe_kernels.scaled import FP8_COMPUTE, ScaledTensor
+from moe_kernels.runtime.torch_internals import reshaped, transformed
+from moe_kernels.scaled import FP8_COMPUTE, QuantizedWeight, ScaledTensor
 
 _QUANTIZED = ("w_gate_up", "w_gate_up_scales", "w_down", "w_down_scales")
 
@@ -39,6 +40,7 @@ class MoE(nn.Module):
 
     w_gate_up: Tensor
     w_down: Tensor
+    _quantized: dict[Any, Any] | None = None  # a dict within `quantize_once`
 
     def __init__(
         self,
@@ -244,12 +246,21 @@ class MoE(nn.Module):
         load: Any = super()._load_from_state_dict
         load(state_dict, prefix, *rest)
 
-    def _weights(self) -> tuple[Tensor | ScaledTensor, Tensor | ScaledTensor]:
-        if self.format is None:
-            return self.w_gate_up, self.w_down
-        format = FP8_COMPUTE[self.format]
-        w_gate_up = ScaledTensor(self.w_gate_up, self.get_buffer("w_gate_up_scales"), format)
-        return w_gate_up, ScaledTensor(self.w_down, self.get_buffer("w_down_scales"), format)
+    def _weights(self) -> Iterable[Tensor | ScaledTensor | QuantizedWeight]:
+        names = ("w_gate_up", "w_down")
+        weights = [getattr(self, name) for name in names]
+        if self.format is not None:
+            scales = [self.get_buffer(f"{name}_scales") for name in names]
+            return [ScaledTensor(*both, FP8_COMPUTE[self.format]) for both in zip(weights, scales, strict=True)]
+        if self.compute is None or self._quantized is None or transformed():
+            return weights
+        # Code that is traced has neither ids nor versions of tensors.
+        seen = () if torch.compiler.is_compiling() else [(id(w), w._version) for w in weights]
+        key = (self.compute, *seen)
+        if key not in self._quantized:
+            self._quantized.clear()
+            self._quantized[key] = [quantize_weight(w, self.compute)[1:] for w in weights]
+        return [QuantizedWeight(w, *parts) for w, parts in zip(weights, self._quantized[key], strict=True)]
 
     def _accumulates_fast(self) -> bool:
         return self.fast_accumulation if (self.format or self.compute) == "fp8_rowwise" else False
@@ -290,6 +301,36 @@ class MoE(nn.Module):
             f"{'' if self.format is None else f', format={self.format}'}"
             f"{', fast_accumulation=True' if self._accumulates_fast() else ''}"
         )
+
+
+@contextmanager
+def quantize_once(module: nn.Module) -> Iterator[None]:
+    """Within this context, layers with `compute` quantise their weights in the first call only.
+
+    For the microbatches of a training step, whose results and gradients have the same bits as without it:
+
+        for microbatches in batches:
+            with moe_kernels.quantize_once(model):
+                for microbatch in microbatches:
+                    loss(model, microbatch).backward()
+            optimizer.step()
+
+    The fp8 weights of a layer are kept from its first call to the end of the context. They take as much memory as its
+    weights in bfloat16, with `fully_shard` as all ranks' weights. Weights are quantised again if they change in place
+    or are replaced, but not those of compiled code or of `fully_shard`: end the context before the optimizer's step.
+
+    Args:
+        module: a model; its `MoE` layers may be anywhere in it.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    before = [layer._quantized for layer in layers]
+    for layer in layers:
+        layer._quantized = {}
+    try:
+        yield
+    finally:
+        for layer, outside in zip(layers, before, strict=True):
+            layer._quantized = outside
 
 
 def _draw(weight: Tensor) -> None:

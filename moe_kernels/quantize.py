@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import checks, ops, reference
-from moe_kernels.scaled import ScaledTensor
+from moe_kernels.scaled import FP8_COMPUTE, QuantizedWeight, ScaledTensor
 
 
 def quantize(
@@ -48,6 +48,31 @@ def quantize(
     checks.check_quantize(x, format, dtype, power_of_two)
     data, scales = ops.quantize(x.detach(), format, dtype, power_of_two)
     return ScaledTensor(data, scales, format)
+
+
+def quantize_weight(weight: Tensor, compute: str) -> QuantizedWeight:  # [E, N, K]
+    """Quantise a weight of `moe_mlp` with `compute`, once for several calls, as the microbatches of a training step.
+
+    `moe_mlp` takes the result in place of the weight, and computes the same bits, gradients included. The fp8 data for
+    the forward and the backward pass take as much memory as the weight in bfloat16, until they are freed.
+
+    Quantise the weight again after it has changed, as by an optimizer's step: a change is not noticed. `quantize_once`
+    does both for the `MoE` layers of a model.
+
+    Args:
+        weight: `[E, 2I, H]`, `[E, I, H]` or `[E, H, I]`, as for `moe_mlp`: bfloat16, float16 or float32, any strides.
+        compute: "fp8_rowwise" or "fp8_block", as passed to `moe_mlp`.
+
+    Raises:
+        TypeError: the weight has a wrong dtype.
+        ValueError: the weight has a wrong rank; unknown `compute`.
+        RuntimeError: a GPU of compute capability below 8.9.
+    """
+    checks.check_quantize_weight(weight, compute)
+    format = FP8_COMPUTE[compute]
+    data, scales, back, back_scales = ops.quantize_weight(weight.detach(), format == "rowwise")
+    backward = ScaledTensor(back, back_scales if format == "rowwise" else scales.mT, format)
+    return QuantizedWeight(weight, ScaledTensor(data, scales, format), backward)
 
 
 def dequantize(scaled: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:  # [..., R, K]

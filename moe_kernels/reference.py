@@ -541,7 +541,7 @@ def quantized_grouped_gemm(
     A: Tensor,  # [M, K], or tokens [T, K] with slot_to_row
     scales_A: Tensor | None,  # [M, 1] or [M, ceil(K / 128)] of an A in fp8
     B: Tensor,  # [G, K, N]
-    scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)] of a B in fp8
+    scales_B: Tensor | None,  # [G, 1, N] or [G, ceil(K / 128), ceil(N / 128)] of a B in fp8
     group_offsets: Tensor,  # [G + 1]
     slot_to_row: Tensor | None,  # [M]
     bias: Tensor | None,  # [G, N]
@@ -594,35 +594,37 @@ def quantized_moe_mlp(
     topk_weights: Tensor,  # [T, top_k]
     group_offsets: Tensor,  # [E + 1]
     slot_to_row: Tensor,  # [R]
-    w_in: Tensor,  # [E, H, 2I], or [E, H, I] if not gated
-    w_out: Tensor,  # [E, I, H]
+    w_gate_up: Tensor,  # [E, 2I, H], or [E, I, H] if not gated
+    scales_in: Tensor | None,  # of fp8 data
+    w_down: Tensor,  # [E, H, I]
+    scales_out: Tensor | None,
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_out: Tensor | None,  # [E, H]
     rowwise: bool,
     save: bool,
     spec: GLUSpec,
 ) -> tuple[Tensor, ...]:
-    """Quantise the weights and compute `scaled_moe_mlp`; see `moe_kernels.moe_mlp` with `compute`.
+    """Quantise weights that have no scales and compute `scaled_moe_mlp`; see `moe_kernels.moe_mlp` with `compute`.
 
     Returns:
-        The result `[T, H]`; the preactivation `[R, 2I]` or `[R, I]`; and of each weight the fp8 data, contiguous in the
-        weight's shape, and the scales of its transpose. All but the result are empty if not `save`. With `rowwise` the
-        fp8 data are empty, and amax over the weight's last dimension stands for the scales, as the bits of float32 in
-        int32 `[E, H]` and `[E, I]`; it is empty unless `saves_amax`.
+        The result `[T, H]`; the preactivation `[R, 2I]` or `[R, I]`; and of each weight `[E, N, K]` the fp8 data as
+        `[E, K, N]`, contiguous, and the scales. All but the result are empty if not `save`, and data and scales also if
+        the weight is in fp8. With `rowwise` the data are empty, and amax over N stands for the scales, as the bits of
+        float32 in int32 `[E, K]`; it is empty unless `saves_amax`.
     """
     dtype, top_k = hidden.dtype, topk_weights.shape[1]
     weights: list[tuple[Tensor, Tensor | None]] = []
     saved: list[Tensor] = []
-    for w in (w_in, w_out):
-        weights.append((w, None))
+    for w, scales in ((w_gate_up, scales_in), (w_down, scales_out)):
+        weights.append((w.mT, None if scales is None else scales.mT))
         data = w.new_empty(0, dtype=torch.float8_e4m3fn)
         kept = w.new_empty(0, dtype=torch.int32 if rowwise else torch.float32)
-        if save and not rowwise:
-            quantized, kept, _ = quantize(w.mT, "128x128")
+        if save and scales is None and not rowwise:
+            quantized, kept, _ = quantize(w, "128x128")
             data = quantized.mT.contiguous()
             weights[-1] = quantized.mT, kept.mT
-        elif save and saves_amax(w.mT):
-            kept = w.float().abs().amax(2).view(torch.int32)
+        elif save and scales is None and saves_amax(w):
+            kept = w.float().abs().amax(1).view(torch.int32)
         saved += data, kept
     preact = quantized_grouped_gemm(hidden, None, *weights[0], group_offsets, slot_to_row, b_in, rowwise, dtype)
     act = activate(preact.float(), None, spec)

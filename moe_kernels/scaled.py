@@ -50,6 +50,17 @@ class ScaledTensor(NamedTuple):
         return self.data.device
 
 
+class QuantizedWeight(NamedTuple):
+    """A weight `[E, N, K]` of a layer that is trained, with what `moe_mlp` with `compute` quantises it to.
+
+    Returned by `quantize_weight`. The gradient is that of `weight`; products use the fp8 data, forward or backward.
+    """
+
+    weight: Tensor  # [E, N, K], bfloat16, float16 or float32
+    forward: ScaledTensor  # [E, N, K]
+    backward: ScaledTensor  # [E, K, N]
+
+
 def scales_shape(shape: Sequence[Any], format: str) -> tuple[Any, ...]:
     """Return the shape of the scales for data of `shape`, whose extents may be symbolic."""
     *groups, R, K = shape

@@ -268,6 +268,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     fast = "fp8_rowwise, fast_accumulation"
     rowwise = (fast, f"{fast}, bfloat16 wgrad", "fp8_rowwise")
     steps = ("bfloat16", *rowwise, "fp8_block", "fp8_block, bfloat16 wgrad")
+    steps += tuple(f"{name}, weights quantised beforehand" for name in steps[1:])
     assert [label for label in training["us"] if label.startswith("step")] == [f"step, {name}" for name in steps]
     assert len(training["wgrad_tflops"]) == 6
     text = table_of(file, tmp_path)

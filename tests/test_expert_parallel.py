@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_kernels import MoE, grouped_gemm, moe_mlp, swiglu_ffn
+from moe_kernels import MoE, grouped_gemm, moe_mlp, quantize_once, swiglu_ffn
 from moe_kernels.expert_parallel import combine, dispatch
 
 P, E, TOP_K, H, I = 2, 6, 2, 5, 4  # noqa: E741
@@ -81,9 +81,12 @@ def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
         model = layer(compute)
         fully_shard(model[0], mesh=mesh)  # not the root alone, whose weights stay gathered until the backward
         fully_shard(model, mesh=mesh)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), quantize_once(model):
             warnings.simplefilter("error")  # for example, that the result of a module is a view
-            found.append([d.full_tensor() for d in gradients_of_residual(model, shape, rank)])
+            for _ in range(2):
+                gradients = gradients_of_residual(model, shape, rank)
+            found.append([d.full_tensor() for d in gradients])
+            assert len(model[0]._quantized) == (compute is not None)
     with pytest.raises(TypeError, match=r"^w_gate_up: expected a plain parameter, .* before it is sharded"):
         model[0].quantize("fp8_block")
     return found

@@ -29,6 +29,7 @@ from moe_kernels import (
     permute,
     plan_varied_grouped_gemm,
     quantize,
+    quantize_weight,
     route,
     scaled_grouped_mm,
     swiglu_ffn,
@@ -44,7 +45,8 @@ G, K, N, M, T, TOP_K = 3, 4, 6, 7, 5, 2
 OFFSETS = torch.tensor([0, 2, 2, 6])
 IDS = torch.tensor([[0, 2], [1, 1], [2, 0], [0, 1], [2, 2]])
 ROWWISE: Any = torch.nn.functional.ScalingType.RowWise  # type: ignore[attr-defined]
-NO_TENSORS = {"LayerShape", "MoE", "Routing", "ScaledTensor", "compile_ahead", "unpack_groups", "varied_schedule"}
+NO_TENSORS = {"LayerShape", "MoE", "QuantizedWeight", "Routing", "ScaledTensor", "compile_ahead", "quantize_once"}
+NO_TENSORS |= {"unpack_groups", "varied_schedule"}
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -104,6 +106,8 @@ def cases() -> dict[str, Case]:
         ),
         "quantize": (lambda x: quantize(x, "1x128")[:2], (randn(M, 130),)),
         "quantize, weights": (lambda x: quantize(x.mT, "128x128", dtype=torch.float8_e5m2)[:2], (randn(G, 130, 3),)),
+        "quantize_weight": (lambda x: [y for part in quantize_weight(x, "fp8_block")[1:] for y in part[:2]], (B,)),
+        "quantize_weight, rows": (lambda x: quantize_weight(x, "fp8_rowwise").backward[:2], (B.mT,)),
         "dequantize": (lambda x: dequantize(quantize(x, "rowwise"), torch.float16), (randn(M, K),)),
         "swiglu_ffn": (swiglu_ffn, (A, w_gate_up, OFFSETS)),
         "swiglu_ffn, two weights": (

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from training import COMPUTE, DIFFERENTIABLE, exactly, run
 
-from moe_kernels import MoE, moe_mlp, quantize
+from moe_kernels import MoE, QuantizedWeight, ScaledTensor, moe_mlp, quantize, quantize_once, quantize_weight
 from moe_kernels.ahead import collect, layers_of
 
 T, H, I, E, TOP_K = 40, 160, 136, 4, 2  # noqa: E741
@@ -218,7 +218,7 @@ def test_operator_of_the_layer(compute: str) -> None:
     biases, spec = (given["gate_up_bias"], given["down_bias"]), ("silu", True, False, 1.702, 7.0)
     opcheck(
         torch.ops.moe_kernels.quantized_moe_mlp.default,
-        (*tensors, *biases, compute == "fp8_rowwise", False, True, True, *spec),
+        (*tensors, *biases, *[None] * 8, compute == "fp8_rowwise", False, True, True, *spec),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
@@ -333,6 +333,142 @@ def test_what_is_not_saved_is_computed_again(compute: str, monkeypatch: pytest.M
         assert torch.equal(x, right[name]), name
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_weights_quantised_before(compute: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and gradients have the same bits, also if nothing is saved; nothing quantises weights again."""
+    arguments, d_out = make(torch.bfloat16, bias=True), torch.randn(T, H, dtype=torch.bfloat16)
+    changed, d_out = LAYOUTS[layout](arguments, d_out)
+    arguments |= changed
+    right = run(arguments, d_out, compute=compute)
+    for _ in range(2):
+        made = run(arguments, d_out, compute=compute, quantized_before=True)
+        for name, x in made.items():
+            assert torch.equal(x, right[name]) and x.stride() == right[name].stride(), name
+        monkeypatch.setattr("moe_kernels.experts.differentiated", lambda *_: False)
+    before = [quantize_weight(arguments[name], compute) for name in ("w_gate_up", "w_down")]
+    for weight, _, _ in before:
+        weight.zero_()
+    hidden = arguments["hidden"].detach().requires_grad_()
+    out = moe_mlp(**{**arguments, "w_gate_up": before[0], "w_down": before[1], "hidden": hidden}, compute=compute)
+    assert torch.equal(out, right["out"])
+    assert torch.equal(torch.autograd.grad(out, hidden, d_out)[0], right["hidden"])
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_weights_quantised_before_in_other_modes(compute: str) -> None:
+    """Compiled, as an operator, under torch.func, and on meta tensors."""
+    arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H)
+    right = run(arguments, d_out, compute=compute)
+    ids, names = arguments.pop("topk_ids"), ("w_gate_up", "w_down")
+
+    def layer(values: dict[str, Tensor], parts: list[tuple[ScaledTensor, ...]]) -> Tensor:
+        before = {name: QuantizedWeight(values[name], *both) for name, both in zip(names, parts, strict=True)}
+        return moe_mlp(topk_ids=ids.to(values["hidden"].device), **{**values, **before}, compute=compute)
+
+    parts = [quantize_weight(arguments[name], compute)[1:] for name in names]
+    found = torch.func.grad(lambda values: (layer(values, parts) * d_out).sum())(arguments)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    leaves = {name: x.requires_grad_() for name, x in arguments.items()}
+    gradients = torch.autograd.grad(compiled(leaves, parts), list(leaves.values()), d_out)
+    for name, x in zip(leaves, gradients, strict=True):
+        assert torch.equal(x, right[name]) and torch.equal(found[name], right[name]), name
+    tensors = [leaves["hidden"], ids, *(leaves[name] for name in DIFFERENTIABLE[1:])]
+    quantized = [x for both in parts for scaled in both for x in scaled[:2]]
+    rowwise = compute == "fp8_rowwise"
+    options = (rowwise, False, True, True, "silu", True, False, 1.702, 7.0)
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # the schema's compares fp8
+    opcheck(torch.ops.moe_kernels.quantized_moe_mlp.default, (*tensors, *quantized, *options), test_utils=checks)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(torch.ops.moe_kernels.quantize_weight.default, (arguments["w_down"].detach(), rowwise), test_utils=checks)
+    meta = {name: x.detach().to("meta").requires_grad_() for name, x in leaves.items()}
+    layer(meta, [quantize_weight(meta[name], compute)[1:] for name in names]).sum().backward()
+    for name, x in meta.items():
+        assert x.grad is not None and x.grad.stride() == right[name].stride(), name
+
+
+def gradients_of(call: Any, layer: MoE, tokens: list[Tensor]) -> list[Tensor]:
+    """Return the results and gradients of some calls in a row."""
+    layer.zero_grad()
+    made = []
+    for x in tokens:
+        x = x.clone().requires_grad_()
+        out = call(x)
+        out.backward(x.detach().flip(0))
+        made += [out.detach(), x.grad]
+    return [*made, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_weights_are_quantised_once(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the context, unless they change; results and gradients have the same bits as outside."""
+    layer = MoE(H, I, E, TOP_K, renormalize=True, compute=compute)
+    model, tokens = torch.nn.Sequential(torch.nn.Identity(), layer), [torch.randn(T, H) for _ in range(3)]
+    called: list[Any] = []
+    monkeypatch.setattr("moe_kernels.nn.quantize_weight", lambda *args: called.append(args) or quantize_weight(*args))
+    right = gradients_of(model, layer, tokens)
+    assert not called
+    with quantize_once(model):
+        for made, expected in zip(gradients_of(model, layer, tokens), right, strict=True):
+            assert torch.equal(made, expected)
+        assert len(called) == 2
+        with quantize_once(layer):
+            layer(tokens[0])
+            assert len(called) == 4
+        layer(tokens[0])
+        assert len(called) == 4
+        with torch.no_grad():
+            layer.w_down.mul_(2)
+        changed = layer(tokens[0])
+        layer.load_state_dict({name: x.detach() + 1 for name, x in layer.state_dict().items()}, assign=True)
+        replaced = layer(tokens[0])
+        assert len(called) == 8
+        layer.compute = next(other for other in COMPUTE if other != compute)
+        layer(tokens[0])
+        assert len(called) == 10
+        layer.compute = None
+        layer(tokens[0])
+    layer.compute = compute
+    assert torch.equal(layer(tokens[0]), replaced) and not torch.equal(changed, right[0])
+    assert len(called) == 10
+    with pytest.raises(KeyError), quantize_once(model):
+        raise KeyError
+    layer(tokens[0])
+    assert len(called) == 10
+
+
+def test_weights_are_quantised_once_in_compiled_code_and_checkpoints() -> None:
+    """Compiled code is made for the first and the next calls, and not again in the next context."""
+    torch._dynamo.reset()
+    layer = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block")
+    tokens = [torch.randn(T, H) for _ in range(3)]
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for factor in (1.0, 2.0):
+        with torch.no_grad():
+            layer.w_gate_up.mul_(factor)
+        right = gradients_of(layer, layer, tokens)
+        for call in (compiled, lambda x: checkpoint(layer, x, use_reentrant=False)):
+            with quantize_once(layer):
+                for made, expected in zip(gradients_of(call, layer, tokens), right, strict=True):
+                    assert torch.equal(made, expected)
+    assert counter.frame_count == 2
+
+
+def test_what_is_trained_under_transforms_is_not_kept() -> None:
+    layer = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_rowwise")
+    hidden, parameters = torch.randn(T, H), {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layer, values, (hidden,)).square().sum()
+
+    right = torch.func.grad(loss)(parameters)
+    with quantize_once(layer):
+        for name, x in torch.func.grad(loss)(parameters).items():
+            assert torch.equal(x, right[name]), name
+        assert layer._quantized == {}
+
+
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_no_tokens_and_no_slots(compute: str) -> None:
     arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H)
@@ -427,10 +563,22 @@ def test_what_is_made_ahead() -> None:
     assert wanted.count("quantized_grouped_gemm") == 2
     assert wanted.count("quantized_moe_mlp") == 1
     assert "grouped_gemm_wgrad" not in wanted
+    with quantize_once(layer):
+        again = [one.operator for one in collect([call, call])]
+    assert sorted(again) == sorted([*wanted, "quantize_weight", "quantize_weight"])
 
 
 GOOD = make(torch.bfloat16)
 QUANTIZED = quantize(GOOD["w_down"], "rowwise")
+BEFORE = {name: quantize_weight(GOOD[name], "fp8_block") for name in ("w_gate_up", "w_down")}
+OF_E5M2 = quantize(GOOD["w_down"], "128x128", dtype=torch.float8_e5m2)
+SHORT = BEFORE["w_down"].backward._replace(scales=BEFORE["w_down"].backward.scales[:, :1])
+
+
+def spoilt(**parts: Any) -> dict[str, Any]:
+    return {**BEFORE, "w_down": BEFORE["w_down"]._replace(**parts)}
+
+
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"compute": "fp8"}, ValueError, "compute: expected None or one of 'fp8_block', 'fp8_rowwise', got 'fp8'"),
     ({"compute": ["fp8_block"]}, ValueError, "compute: expected None or one of"),
@@ -447,6 +595,16 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"activation": "swish"}, ValueError, "activation: expected one of"),
     ({"fast_accumulation": True}, ValueError, "fast_accumulation: expected False for '1x128' and '128x128'"),
     ({"validate": True}, ValueError, r"topk_ids\[2, 1\]: expected 0 to 3, got -1"),
+    ({"w_down": BEFORE["w_down"]}, TypeError, "w_gate_up: expected a QuantizedWeight, as the other weight, got Tensor"),
+    ({**BEFORE, "compute": "fp8_rowwise"}, ValueError, "w_gate_up.forward: expected the format 'rowwise' for compute="),
+    ({**BEFORE, "compute": None}, ValueError, "compute: expected the one that quantize_weight got for w_gate_up"),
+    ({**BEFORE, "transposed": True}, ValueError, "transposed: expected False for products in fp8"),
+    (spoilt(weight=GOOD["w_down"][:, 1:]), ValueError, r"w_down: expected shape \[E, H, I\]"),
+    (spoilt(weight=None), TypeError, "w_down: expected a torch.Tensor, got NoneType"),
+    (spoilt(forward=GOOD["w_down"]), TypeError, "w_down.forward: expected a ScaledTensor, got Tensor"),
+    (spoilt(forward=OF_E5M2), TypeError, "w_down.forward.data: expected float8_e4m3fn, got torch.float8_e5m2"),
+    (spoilt(backward=BEFORE["w_down"].forward), ValueError, r"w_down.backward.data: .* = \[4, 136, 160\]"),
+    (spoilt(backward=SHORT), ValueError, r"w_down.backward.scales: .* = \[4, 2, 2\], got \[4, 1, 2\]"),
 ]
 
 
@@ -456,6 +614,18 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         moe_mlp(**{**GOOD, "compute": "fp8_block", **change})
+
+
+def test_quantize_weight_refuses() -> None:
+    for weight, compute, error, text in (
+        (GOOD["w_down"], "rowwise", ValueError, "compute: expected one of 'fp8_block', 'fp8_rowwise', got 'rowwise'"),
+        (GOOD["w_down"], None, ValueError, "compute: expected one of 'fp8_block', 'fp8_rowwise', got None"),
+        (GOOD["w_down"][0], "fp8_block", ValueError, r"weight: expected shape \[E, N, K\], got \[160, 136\]"),
+        (GOOD["w_down"].double(), "fp8_block", TypeError, "weight: expected bfloat16, float16 or float32, got"),
+        (BEFORE["w_down"], "fp8_block", TypeError, "weight: expected a torch.Tensor, got QuantizedWeight"),
+    ):
+        with pytest.raises(error, match=text):
+            quantize_weight(weight, compute)
 
 
 def test_layer_refuses() -> None:

@@ -7,17 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels import dequantize, moe_mlp, reference
+from moe_kernels import dequantize, moe_mlp, quantize_weight, reference
 from moe_kernels.glu import GLUSpec
 
 COMPUTE = ("fp8_rowwise", "fp8_block")
 DIFFERENTIABLE = ("hidden", "topk_weights", "w_gate_up", "w_down", "gate_up_bias", "down_bias")
 
 
-def run(arguments: dict[str, Any], d_out: Tensor, **options: Any) -> dict[str, Tensor]:
+def run(
+    arguments: dict[str, Any], d_out: Tensor, *, quantized_before: bool = False, **options: Any
+) -> dict[str, Tensor]:
     """Return the result, "out", and the gradients, by name."""
     given = {name: x.detach().requires_grad_(name in DIFFERENTIABLE) for name, x in arguments.items()}
-    out = moe_mlp(**given, **options)
+    passed = dict(given)
+    if quantized_before:
+        passed |= {name: quantize_weight(given[name], options["compute"]) for name in ("w_gate_up", "w_down")}
+    out = moe_mlp(**passed, **options)
     names = [name for name in DIFFERENTIABLE if name in given]
     gradients = torch.autograd.grad(out, [given[name] for name in names], d_out.to(out.dtype))
     return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}

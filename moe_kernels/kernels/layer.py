@@ -86,17 +86,20 @@ def plan_quantized_moe_mlp(
     builder: Builder, tensors: Operands, options: tuple[bool, bool, bool, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
     """Plan the result `[T, H]`, the tensors that `reference.quantized_moe_mlp` saves, empty unless `save`, and the
-    routing unless that is given.
+    routing unless that is given. Weights with scales are in fp8.
     """
-    hidden, topk_ids, topk_weights, *routing, w_gate_up, w_down, b_in, b_out = tensors
+    hidden, topk_ids, topk_weights, *routing, w_gate_up, scales_in, w_down, scales_out, b_in, b_out = tensors
     rowwise, fast, save, spec = options
     (group_offsets, _, slot_to_row), computed = _routing(builder, topk_ids, routing, w_down.size(0))
     weights: list[Any] = []
     saved: list[SymbolicTensor] = []
-    both_orders = save and not rowwise
-    for w in (w_gate_up, w_down):
+    for w, given in ((w_gate_up, scales_in), (w_down, scales_out)):
+        both_orders = save and not rowwise and given is None
         other_order = builder.alloc(w.mT.shape if both_orders else (0,), _E4M3)
-        if save and rowwise and quantize_rules.saves_amax(w):
+        if given is not None:
+            data, scales = w, given
+            kept = builder.alloc((0,), torch.int32 if rowwise else torch.float32)
+        elif save and rowwise and quantize_rules.saves_amax(w):
             data, scales, kept = plan_quantize_and_amax(builder, w)
         else:
             data, scales = _scaled_weight(builder, w, rowwise, other_order if both_orders else None)

@@ -287,6 +287,22 @@ def plan_quantize(
     return data, scales
 
 
+def plan_quantize_weight(
+    builder: Builder, tensors: tuple[SymbolicTensor, ...], options: tuple[bool]
+) -> tuple[SymbolicTensor, ...]:
+    """Plan the results of `ops.quantize_weight` for a weight `[E, N, K]`, no extent of which is 0."""
+    (weight,), (rowwise,) = tensors, options
+    if not rowwise:
+        back = builder.alloc(weight.mT.shape, _E4M3)
+        made = plan_quantize(builder, (weight,), ("128x128", _E4M3, False), back)
+        return *made, back, builder.alloc((0,), torch.float32)
+    if rules.saves_amax(weight):
+        data, scales, amax = plan_quantize_and_amax(builder, weight)
+        return data, scales, *plan_quantize_transposed(builder, weight, amax)
+    both = [plan_quantize(builder, (x,), ("rowwise", _E4M3, False)) for x in (weight, weight.mT)]
+    return *both[0], *both[1]
+
+
 def plan_quantize_and_amax(
     builder: Builder, x: SymbolicTensor
 ) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:

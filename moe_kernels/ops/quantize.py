@@ -1,4 +1,4 @@
-"""quantize."""
+"""quantize and quantize_weight."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _PLANNER = "moe_kernels.kernels.quantize"
 QUANTIZE = Operator("quantize", _PLANNER, ("x",), ("x",), lambda tensors, _: Counts(tensors[0].size(0)))
 # For weights: their number of rows is constant, so loads along the rows of a transposed layout can be wide.
 QUANTIZE_WEIGHTS = Operator("quantize", _PLANNER, ("x",), (), lambda *_: Counts(0))
+QUANTIZE_WEIGHT = Operator("quantize_weight", _PLANNER, ("weight",), (), lambda *_: Counts(0))
 
 
 def _quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -40,4 +41,30 @@ def _quantize_fake(x: Tensor, format: str, dtype: torch.dtype, power_of_two: boo
 
 quantize = define(
     "quantize(Tensor x, str format, ScalarType dtype, bool power_of_two) -> (Tensor, Tensor)", _quantize, _quantize_fake
+)
+
+
+def _quantize_weight(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
+    """Return data and scales of a weight `[E, N, K]`, and of its transpose, whose scales are empty unless `rowwise`:
+    those of "128x128" are the transposed scales of the weight.
+    """
+    if use_kernels(weight) and weight.numel() > 0:
+        return cache.call(QUANTIZE_WEIGHT, (weight,), (rowwise,))
+    format = "rowwise" if rowwise else "128x128"
+    (data, scales, _), (back, back_scales, _) = (reference.quantize(x, format) for x in (weight, weight.mT))
+    return data, scales, back, back_scales if rowwise else scales.new_empty(0)
+
+
+def _quantize_weight_fake(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
+    made: list[Tensor] = []
+    for x in (weight, weight.mT):
+        shape = scales_shape(x.shape, "rowwise" if rowwise else "128x128")
+        made += x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.float32)
+    return *made[:3], made[3] if rowwise else weight.new_empty(0, dtype=torch.float32)
+
+
+quantize_weight = define(
+    "quantize_weight(Tensor weight, bool rowwise) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize_weight,
+    _quantize_weight_fake,
 )

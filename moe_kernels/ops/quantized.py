@@ -59,7 +59,7 @@ def _quantized_grouped_gemm(
     A: Tensor,  # [M, K], fp8 data as uint8; or tokens [T, K] with slot_to_row
     scales_A: Tensor | None,  # [M, 1] or [M, ceil(K / 128)] of fp8 data
     B: Tensor,  # [G, K, N], fp8 data as uint8
-    scales_B: Tensor | None,  # [G, ceil(K / 128), ceil(N / 128)] of fp8 data; else None, or amax [G, N] as int32
+    scales_B: Tensor | None,  # [G, 1, N] or [G, ceil(K / 128), ceil(N / 128)] of fp8 data; else None, or amax [G, N]
     group_offsets: Tensor,  # [G + 1]
     slot_to_row: Tensor | None,  # [M]
     bias: Tensor | None,  # [G, N]
@@ -70,6 +70,8 @@ def _quantized_grouped_gemm(
     # Viewed here, because PyTorch 2.11 lacks this view under vmap.
     A, B = (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x for x in (A, B))
     M = (A if slot_to_row is None else slot_to_row).size(0)
+    if B.dtype == torch.float8_e4m3fn and B.stride(1) != 1:  # tensor cores need it contiguous along K
+        B = B.mT.contiguous().mT
     tensors = (A, scales_A, B, scales_B, group_offsets, slot_to_row, bias)
     if not use_kernels(A) or 0 in (M, *A.shape, *B.shape):
         return reference.quantized_grouped_gemm(*tensors, rowwise, out_dtype)

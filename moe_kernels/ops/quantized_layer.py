@@ -31,7 +31,9 @@ from moe_kernels.rules.quantize import quantises_gradient, saves_amax
 from moe_kernels.runtime.symbolic import lies_transposed
 from moe_kernels.scaled import BLOCK
 
-QUANTIZED_MOE_MLP = layer_operator("quantized_moe_mlp", "w_gate_up", "w_down", "b_in", "b_out")
+QUANTIZED_MOE_MLP = layer_operator(
+    "quantized_moe_mlp", "w_gate_up", "scales_gate_up", "w_down", "scales_down", "b_in", "b_out"
+)
 
 
 def _quantized_moe_mlp(
@@ -42,6 +44,14 @@ def _quantized_moe_mlp(
     w_down: Tensor,  # [E, H, I]
     b_in: Tensor | None,  # [E, 2I] or [E, I]
     b_out: Tensor | None,  # [E, H]
+    data_in: Tensor | None,  # w_gate_up in fp8; all eight are None, or none is
+    scales_in: Tensor | None,  # [E, 2I, 1], or [E, cdiv(2I, 128), cdiv(H, 128)] unless `rowwise`
+    back_in: Tensor | None,  # [E, H, 2I], w_gate_up^T in fp8
+    back_scales_in: Tensor | None,  # [E, H, 1] or [E, cdiv(H, 128), cdiv(2I, 128)]
+    data_out: Tensor | None,  # the same of w_down
+    scales_out: Tensor | None,
+    back_out: Tensor | None,
+    back_scales_out: Tensor | None,
     rowwise: bool,
     fast_accumulation: bool,
     fp8_wgrad: bool,
@@ -52,44 +62,54 @@ def _quantized_moe_mlp(
     because autograd and vmap refuse fp8.
     """
     slots = (topk_ids, topk_weights)
+    # Tensor cores need fp8 operands that are contiguous along the contraction.
+    first, second = (
+        (w, None) if data is None else (data if data.stride(2) == 1 else data.contiguous(), scales)
+        for w, data, scales in ((w_gate_up, data_in, scales_in), (w_down, data_out, scales_out))
+    )
     if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_gate_up.shape, *w_down.shape):
         routing = reference.route(*slots, w_gate_up.size(0))[:3]
         group_offsets, _, slot_to_row = routing
         rows = (hidden, topk_weights, group_offsets, slot_to_row)
-        parameters = (w_gate_up.mT, w_down.mT, b_in, b_out)
-        made = reference.quantized_moe_mlp(*rows, *parameters, rowwise, save, GLUSpec(*spec))
+        made = reference.quantized_moe_mlp(*rows, *first, *second, b_in, b_out, rowwise, save, GLUSpec(*spec))
     else:
         options = (rowwise, fast_accumulation, save, GLUSpec(*spec))
-        made, routing = run_layer(QUANTIZED_MOE_MLP, (hidden, *slots), (w_gate_up, w_down, b_in, b_out), options)
+        made, routing = run_layer(QUANTIZED_MOE_MLP, (hidden, *slots), (*first, *second, b_in, b_out), options)
     return tuple([x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (*made, *routing)])
 
 
 def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    hidden, topk_ids, _, w_gate_up, w_down, _, _, rowwise, _, _, save, *_ = inputs
+    hidden, topk_ids, _, w_gate_up, w_down, _, _, given, *_ = inputs
+    rowwise, _, _, save = inputs[-SPEC_LENGTH - 4 : -SPEC_LENGTH]
     saved = [hidden.new_empty((topk_ids.numel(), w_gate_up.size(1)) if save else (0,))]
+    keeps = save and given is None
     for w in (w_gate_up, w_down):
         E, N, K = w.shape
-        data = w.new_empty((E, K, N) if save and not rowwise else (0,), dtype=torch.uint8)
+        data = w.new_empty((E, K, N) if keeps and not rowwise else (0,), dtype=torch.uint8)
         if rowwise:
-            kept = w.new_empty((E, K) if save and saves_amax(w) else (0,), dtype=torch.int32)
+            kept = w.new_empty((E, K) if keeps and saves_amax(w) else (0,), dtype=torch.int32)
         else:
-            kept = w.new_empty((E, -(-N // BLOCK), -(-K // BLOCK)) if save else (0,), dtype=torch.float32)
+            kept = w.new_empty((E, -(-N // BLOCK), -(-K // BLOCK)) if keeps else (0,), dtype=torch.float32)
         saved += data, kept
     return hidden.new_empty(hidden.shape), *saved, *route_fake(topk_ids, w_gate_up.size(0))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.rowwise, ctx.fast_accumulation, ctx.fp8_wgrad, ctx.save = inputs[:-SPEC_LENGTH]
-    hidden, _, topk_weights, *parameters = tensors
+    hidden, _, topk_weights, *parameters = tensors[:7]
+    data_in, scales_in, back_in, back_scales_in, _, _, back_out, back_scales_out = tensors[7:]
     ctx.spec = inputs[-SPEC_LENGTH:]
     _, preact, *weights = output[:-3]
     routing = output[-3:]
     ctx.mark_non_differentiable(*output[1:])
-    saved: Any = (preact, *weights) if ctx.save else (None,) * 5
-    preact, data_in, scales_in, data_out, scales_out = saved
+    if data_in is None and ctx.save:
+        back_in, back_scales_in, back_out, back_scales_out = weights
+    elif data_in is not None:
+        back_scales_in, back_scales_out = back_scales_in.mT, back_scales_out.mT
     # Only the gradient of hidden states multiplies by w_gate_up, in fp8.
-    kept = (preact, needs(ctx, 0, data_in), needs(ctx, 0, scales_in), data_out, scales_out)
-    ctx.save_for_backward(hidden, topk_weights, *routing, *parameters, *kept)
+    by_in = needs(ctx, 0, back_in), needs(ctx, 0, back_scales_in)
+    again = (preact, None, None) if ctx.save else (None, data_in, scales_in)
+    ctx.save_for_backward(hidden, topk_weights, *routing, *parameters, *again, *by_in, back_out, back_scales_out)
     ctx.set_materialize_grads(False)
 
 
@@ -110,9 +130,9 @@ def _gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     As in the gradient of `moe_mlp`, act is recomputed from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *others = ctx.saved_tensors
-    w_gate_up, w_down, b_in, b_out, preact, data_in, scales_in, data_out, scales_out = others
-    by_in, by_out = _other_order(w_gate_up, data_in, scales_in), _other_order(w_down, data_out, scales_out)
-    del others, data_in, data_out
+    w_gate_up, w_down, b_in, b_out, preact, data_in, scales_in, *back = others
+    by_in, by_out = _other_order(w_gate_up, *back[:2]), _other_order(w_down, *back[2:])
+    del others, back
     free_saved(ctx)
     if d_out is None:
         return (None,) * len(ctx.needs_input_grad)
@@ -122,7 +142,8 @@ def _gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     products, routing = (ctx.rowwise, ctx.fast_accumulation), (slot_to_row, group_offsets, topk_weights.size(1))
     tokens, spec = (group_offsets, slot_to_row), GLUSpec(*ctx.spec)
     if not ctx.save:
-        preact = quantized_grouped_gemm(hidden, None, w_in, None, *tokens, b_in, *products, hidden.dtype)
+        first = (w_in, None) if data_in is None else (data_in.mT, scales_in.mT)
+        preact = quantized_grouped_gemm(hidden, None, *first, *tokens, b_in, *products, hidden.dtype)
     d_act = quantized_grouped_gemm(d_out, None, *by_out, *tokens, None, *products, preact.dtype)
     format = None
     if need_hidden and quantises_gradient(d_act.size(1), ctx.rowwise, spec.gated, spec.interleaved):
@@ -163,12 +184,14 @@ def _gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     elif b_out is not None:
         d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     d_weights = (None if d is None else d.mT for d in (d_w_in, d_w_out))
-    return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_out, *[None] * (4 + len(ctx.spec))
+    return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_out, *[None] * (12 + len(ctx.spec))
 
 
 quantized_moe_mlp = define(
     "quantized_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down,"
-    " Tensor? b_in, Tensor? b_out, bool rowwise, bool fast_accumulation, bool fp8_wgrad, bool save,"
+    " Tensor? b_in, Tensor? b_out, Tensor? data_in, Tensor? scales_in, Tensor? back_in, Tensor? back_scales_in,"
+    " Tensor? data_out, Tensor? scales_out, Tensor? back_out, Tensor? back_scales_out,"
+    " bool rowwise, bool fast_accumulation, bool fp8_wgrad, bool save,"
     f" {SPEC}) -> ({', '.join(['Tensor'] * 9)})",
     _quantized_moe_mlp,
     _quantized_moe_mlp_fake,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from training import COMPUTE, DIFFERENTIABLE, exactly, run
 
-from moe_kernels import moe_mlp, reference
+from moe_kernels import QuantizedWeight, moe_mlp, quantize_weight, reference
 from moe_kernels.ops import quantized_activate_backward, quantized_grouped_gemm, quantized_moe_mlp
 from moe_kernels.testing import make_experts, make_tokens
 
@@ -143,6 +143,26 @@ def test_strides_and_unquantised_weights_gradients(device: str, monkeypatch: pyt
             assert made[name].stride() == arguments[name].stride(), name
 
 
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_weights_quantised_before(compute: str, device: str) -> None:
+    """Results and gradients have the same bits, of weights in both memory orders and fp8 data in others."""
+    arguments = make(T=10, top_k=2, **SIZES, device=device, bias=True)
+    arguments["w_down"] = arguments["w_down"].mT.contiguous().mT
+    d_out = torch.randn(10, 136, device=device)
+    right = run(arguments, d_out, compute=compute)
+    for name, x in run(arguments, d_out, compute=compute, quantized_before=True).items():
+        assert x.any() and torch.equal(x, right[name]), name
+    strided = {}
+    for name in ("w_gate_up", "w_down"):
+        weight, *parts = quantize_weight(arguments[name], compute)
+        data = (part.data.mT.contiguous().mT for part in parts)
+        strided[name] = QuantizedWeight(weight, *(p._replace(data=x) for p, x in zip(parts, data, strict=True)))
+    hidden = arguments["hidden"].requires_grad_()
+    out = moe_mlp(**(arguments | strided), compute=compute)
+    assert torch.equal(out, right["out"])
+    assert torch.equal(torch.autograd.grad(out, hidden, d_out.to(out.dtype))[0], right["hidden"])
+
+
 def test_no_tokens(device: str) -> None:
     arguments = make(T=1, top_k=2, **SIZES, device=device, bias=True)
     arguments |= {name: arguments[name][:0] for name in ("hidden", "topk_ids", "topk_weights")}
@@ -158,7 +178,7 @@ def test_weights_are_kept_in_the_other_order(device: str) -> None:
     weights = arguments["w_gate_up"], arguments["w_down"]
     tensors = (arguments["hidden"], arguments["topk_ids"], arguments["topk_weights"], *weights, None, None)
     spec = "silu", True, False, 1.0, 1.0
-    made = quantized_moe_mlp(*tensors, False, False, True, True, *spec)
+    made = quantized_moe_mlp(*tensors, *[None] * 8, False, False, True, True, *spec)
     for i, w in enumerate(weights):
         data, scales, _ = reference.quantize(w, "128x128")
         kept, kept_scales = made[2 + 2 * i : 4 + 2 * i]
@@ -172,7 +192,8 @@ def test_amax_of_columns_is_kept(device: str) -> None:
     arguments = make(T=10, top_k=2, **SIZES, device=device)
     by_rows, by_columns = arguments["w_gate_up"], arguments["w_down"].mT.contiguous().mT
     tensors = (arguments["hidden"], arguments["topk_ids"], arguments["topk_weights"], by_rows, by_columns, None, None)
-    _, _, data, amax, *others = quantized_moe_mlp(*tensors, True, False, True, True, "silu", True, False, 1.0, 1.0)[:6]
+    options = (*[None] * 8, True, False, True, True, "silu", True, False, 1.0, 1.0)
+    _, _, data, amax, *others = quantized_moe_mlp(*tensors, *options)[:6]
     assert [x.numel() for x in (data, *others)] == [0, 0, 0]
     assert torch.equal(amax.view(torch.float32), by_rows.float().abs().amax(1))
     rows = torch.randn(10, by_rows.size(1), device=device).half()

@@ -9,7 +9,7 @@ import torch
 from building import run
 from torch import Tensor
 
-from moe_kernels import ScaledTensor, quantize, reference
+from moe_kernels import ScaledTensor, quantize, quantize_weight, reference
 from moe_kernels.kernels.quantize import (
     plan_quantize,
     plan_quantize_and_amax,
@@ -19,7 +19,7 @@ from moe_kernels.kernels.quantize import (
 from moe_kernels.rules import quantize as rules
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
-from moe_kernels.scaled import FORMATS, FP8_DTYPES
+from moe_kernels.scaled import FORMATS, FP8_COMPUTE, FP8_DTYPES
 
 E4M3, E5M2 = FP8_DTYPES
 NAN, INF = float("nan"), float("inf")
@@ -205,6 +205,28 @@ def test_strided_rows_and_then_columns(device: str) -> None:
     data, scales = run(plan_quantize_transposed, {"x": x, "amax": amax}, groups=2)
     twin = reference.quantize(x.mT, "rowwise")
     assert torch.equal(data.view(torch.uint8), twin.data.view(torch.uint8)) and torch.equal(scales, twin.scales)
+
+
+@pytest.mark.parametrize("compute", FP8_COMPUTE)
+def test_weights_in_both_orders(compute: str, device: str) -> None:
+    """Of all memory orders, with rows that no tile holds, and without elements."""
+    weights = [
+        spread(2 * 130, 264, torch.bfloat16, device).view(2, 130, 264),
+        spread(2 * 72, 130, torch.float32, device).view(2, 72, 130).mT,
+        spread(2 * 6, rules.AT_ONCE + 8, torch.bfloat16, device).view(2, 6, -1)[:, ::2],
+        torch.empty(2, 0, 16, device=device),
+        torch.empty(0, 8, 16, device=device),
+    ]
+    for weight in weights:
+        weight[:1, :1] = 0.0
+        weight[1:, 1:, 1:2] = NAN
+        made = quantize_weight(weight, compute)
+        assert made.weight is weight
+        for part, x in ((made.forward, weight), (made.backward, weight.mT)):
+            twin = reference.quantize(x, FP8_COMPUTE[compute])
+            assert part.format == twin.format and part.data.is_contiguous()
+            assert torch.equal(part.data.view(torch.uint8), twin.data.view(torch.uint8))
+            assert torch.equal(part.scales.view(torch.int32), twin.scales.view(torch.int32))
 
 
 @pytest.mark.gpu

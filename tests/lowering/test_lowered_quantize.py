@@ -109,7 +109,7 @@ def test_no_half_is_read_too_early(dtype: torch.dtype, by_columns: bool) -> None
         weights = empty(E, 2 * I, H, dtype=dtype), empty(E, H, I, dtype=dtype)
     slots = empty(T, top_k, dtype=torch.int64), empty(T, top_k, dtype=F32)
     maps = (empty(n, dtype=torch.int32) for n in (E + 1, T * top_k, T * top_k))
-    tensors = (empty(T, H, dtype=dtype), *slots, *maps, *weights, None, None)
+    tensors = (empty(T, H, dtype=dtype), *slots, *maps, weights[0], None, weights[1], None, None, None)
     layers = ((rowwise, False, True, GLUSpec("silu", True, False, 1.0, 1.0)) for rowwise in (False, True))
     reports = [lowered(request) for options in layers for request in requests(QUANTIZED_MOE_MLP, tensors, options)]
     if not by_columns:
@@ -140,7 +140,7 @@ def training_steps(H: int, I: int, E: int, rowwise: bool, dtype: torch.dtype = t
     weights = empty(E, 2 * I, H, dtype=dtype), empty(E, H, I, dtype=dtype)
     slots = empty(64, 8, dtype=torch.int64), empty(64, 8, dtype=F32)
     maps = (empty(n, dtype=torch.int32) for n in (E + 1, 512, 512))
-    tensors = (empty(64, H, dtype=dtype), *slots, *maps, *weights, None, None)
+    tensors = (empty(64, H, dtype=dtype), *slots, *maps, weights[0], None, weights[1], None, None, None)
     return requests(QUANTIZED_MOE_MLP, tensors, (rowwise, False, True, GLUSpec("silu", True, False, 1.0, 1.0)))
 
 
