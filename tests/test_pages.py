@@ -116,6 +116,18 @@ def test_ranges_in_low_precision_match_the_results() -> None:
         ('`compute="fp8_block"`', "step, fp8_block"),
     ):
         assert f"| training, {name} | {between(ratios(training, 'step, bfloat16', label), 1)} |" in text
+        before = between(ratios(training, "step, bfloat16", f"{label}, weights quantised beforehand"), 1)
+        assert f"| within `quantize_once`, {name} | {before} |" in text
+    rowwise, blockwise = (
+        between([1 / ratio for ratio in ratios(training, "step, bfloat16", f"quantize_weight for {name}")], 2)
+        for name in ("fp8_rowwise", "fp8_block")
+    )
+    parts = f"Quantising both weights takes {rowwise} of the time of a training step in bfloat16"
+    assert f'{parts} for `"fp8_rowwise"`, and {blockwise} for `"fp8_block"`' in text
+    for record in training:
+        us, target = record["us"], 1.25 if record["case"].startswith(("mixtral", "dsv3")) else 1.1
+        each = us["step, fp8_rowwise, fast_accumulation, weights quantised beforehand"]
+        assert us["step, bfloat16"] / (each + us["quantize_weight for fp8_rowwise"] / 4) > target
     h100 = []
     for name in ("fp8.json", "fp8-load.json"):
         found = fp8_records("nvidia-h100-80gb-hbm3", name, "training")
