@@ -148,8 +148,6 @@ def scaled_both(
     """Check that two operands are ScaledTensors; return them."""
     made: list[ScaledTensor] = []
     for one, operand, beside in ((name, value, other_name), (other_name, other, name)):
-        if isinstance(operand, QuantizedWeight):
-            raise ValueError(f"compute: expected the one that quantize_weight got for {one}, got None")
         if not isinstance(operand, ScaledTensor):
             check_not_torchao(one, operand)
             raise TypeError(
@@ -402,6 +400,12 @@ def _check_one_layout(experts: Experts) -> None:
         )
 
 
+def check_fp8_compute(name: str, value: str) -> None:
+    """Check the name of a way to compute in fp8."""
+    if value not in tuple(FP8_COMPUTE):
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, FP8_COMPUTE))}, got {value!r}")
+
+
 def check_compute(compute: str | None) -> None:
     """Check the name of the precision of a layer's products."""
     if compute is not None and (not isinstance(compute, str) or compute not in FP8_COMPUTE):
@@ -558,8 +562,7 @@ def check_quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: boo
 
 def check_quantize_weight(weight: Tensor, compute: str) -> None:  # [E, N, K]
     """Check the arguments of `quantize_weight`."""
-    if compute not in tuple(FP8_COMPUTE):
-        raise ValueError(f"compute: expected one of {', '.join(map(repr, FP8_COMPUTE))}, got {compute!r}")
+    check_fp8_compute("compute", compute)
     _check_tensor("weight", weight)
     check_kernel_dtype("weight", weight.dtype)
     if weight.dim() != 3:
@@ -1034,6 +1037,8 @@ def _check_tensor(name: str, value: object) -> None:
         hint = ""
         if isinstance(value, ScaledTensor):
             hint = "; fp8 is for grouped_gemm and moe_mlp, elsewhere pass what dequantize returns"
+        elif isinstance(value, QuantizedWeight):
+            hint = "; it is for moe_mlp with compute, elsewhere pass its weight"
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
             hint = "; pack_groups packs matrices of different heights, torch.stack stacks tensors of one shape"
         raise TypeError(f"{name}: expected a torch.Tensor, got {got}{hint}")

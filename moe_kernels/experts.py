@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from moe_kernels import checks, ops
@@ -105,12 +107,12 @@ def moe_mlp(
 
     With `compute`, weights in bfloat16, float16 or float32 are quantised in every call, unless `quantize_weight` did so
     before, and so are all other operands of the products, forward and backward, each to e4m3 with scales of its own.
-    "fp8_rowwise" uses "rowwise" operands.
-    "fp8_block" uses "128x128" weights and "1x128" rows, and saves the fp8 weights for the backward pass. Both compute
-    the weights' gradients, whose operands are transposed, from "1x128" by "128x128". The products return the dtype of
-    the hidden states, and each gradient has the dtype of its argument. `compute` supports neither `w_up` nor
-    `transposed`, and the gradients cannot be differentiated again. In float16, act times a token's weight may overflow
-    before it is quantised; in bfloat16 and float32 it does not.
+    "fp8_rowwise" uses "rowwise" operands. "fp8_block" uses "128x128" weights and "1x128" rows, and saves the fp8
+    weights for the backward pass, unless they were quantised before. Both compute the weights' gradients, whose
+    operands are transposed, from "1x128" by "128x128". The products return the dtype of the hidden states, and each
+    gradient has the dtype of its argument. `compute` supports neither `w_up` nor `transposed`, and the gradients cannot
+    be differentiated again. In float16, act times a token's weight may overflow before it is quantised; in bfloat16 and
+    float32 it does not.
 
     Args:
         hidden: `[T, H]`; dtypes as for `grouped_gemm`.
@@ -145,8 +147,7 @@ def moe_mlp(
         return _quantized_moe_mlp(hidden, topk_ids, topk_weights, experts, *options, validate)
     if fp8_wgrad is not True:
         checks.check_bools(fp8_wgrad=fp8_wgrad)
-    in_fp8 = (ScaledTensor, QuantizedWeight)
-    if isinstance(w_gate_up, in_fp8) or isinstance(w_down, in_fp8):
+    if isinstance(w_gate_up, ScaledTensor) or isinstance(w_down, ScaledTensor):
         experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
         return _scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, fast_accumulation, validate)
     if fast_accumulation is not False:
@@ -154,7 +155,7 @@ def moe_mlp(
             "fast_accumulation: expected False for products that are not in fp8; it is for 'rowwise' weights and "
             "compute='fp8_rowwise'"
         )
-    given = (hidden, topk_ids, topk_weights, None, None, None, w_gate_up, w_down, w_up, *biases)
+    given: Any = (hidden, topk_ids, topk_weights, None, None, None, w_gate_up, w_down, w_up, *biases)
     requested = (type(transposed), type(gated), type(interleaved), transposed, spec)
     validates = checks.validation_enabled(validate)
     if not validates and w_up is None and (known := cache.repeat(MOE_MLP, given, requested)) is not None:
@@ -219,7 +220,8 @@ def _quantized_moe_mlp(
     first, second = experts.w_gate_up, experts.w_down
     quantized: tuple[Tensor | None, ...] = (None,) * 8
     if isinstance(first, QuantizedWeight):
-        quantized = tuple(x for w in (first, second) for part in w[1:] for x in part[:2])
+        parts = (first.forward, first.backward, second.forward, second.backward)
+        quantized = tuple(x for part in parts for x in (part.data, part.scales))
         first, second = first.weight, second.weight
     if checks.validation_enabled(validate):
         checks.validate_ids(topk_ids, first.size(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,9 @@ class MoE(nn.Module):
 
     w_gate_up: Tensor
     w_down: Tensor
-    _quantized: dict[Any, Any] | None = None  # a dict within `quantize_once`
+    _kept: dict[Any, list[QuantizedWeight]] | None = (
+        None  # within `quantize_once`: at most one, by what it is made from
+    )
 
     def __init__(
         self,
@@ -180,8 +182,7 @@ class MoE(nn.Module):
             TypeError: weights in float64, which layers in fp8 do not support, or sharded.
             RuntimeError: the layer is already quantised, or a weight is parametrised or pruned.
         """
-        if format not in tuple(FP8_COMPUTE):
-            raise ValueError(f"format: expected one of {', '.join(map(repr, FP8_COMPUTE))}, got {format!r}")
+        checks.check_fp8_compute("format", format)
         if self.format is not None:
             raise RuntimeError(f"this layer was quantised before, as {self.format!r}; quantise the original weights")
         for name in ("w_gate_up", "w_down"):  # both first, so that no layer is left with one of them in fp8
@@ -246,21 +247,30 @@ class MoE(nn.Module):
         load: Any = super()._load_from_state_dict
         load(state_dict, prefix, *rest)
 
-    def _weights(self) -> Iterable[Tensor | ScaledTensor | QuantizedWeight]:
-        names = ("w_gate_up", "w_down")
-        weights = [getattr(self, name) for name in names]
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what to copy and pickle: no fp8 weights of `quantize_once`, whose end a copy would not see."""
+        return {**self.__dict__, "_kept": None}
+
+    def _weights(self) -> Sequence[Tensor | ScaledTensor | QuantizedWeight]:
+        """Return both weights as `moe_mlp` takes them."""
+        weights = self.w_gate_up, self.w_down
         if self.format is not None:
-            scales = [self.get_buffer(f"{name}_scales") for name in names]
+            scales = self.get_buffer("w_gate_up_scales"), self.get_buffer("w_down_scales")
             return [ScaledTensor(*both, FP8_COMPUTE[self.format]) for both in zip(weights, scales, strict=True)]
-        if self.compute is None or self._quantized is None or transformed():
+        if self.compute is None or self._kept is None or transformed():
             return weights
-        # Code that is traced has neither ids nor versions of tensors.
-        seen = () if torch.compiler.is_compiling() else [(id(w), w._version) for w in weights]
-        key = (self.compute, *seen)
-        if key not in self._quantized:
-            self._quantized.clear()
-            self._quantized[key] = [quantize_weight(w, self.compute)[1:] for w in weights]
-        return [QuantizedWeight(w, *parts) for w, parts in zip(weights, self._quantized[key], strict=True)]
+        made_from: Any = ()  # traced code has neither ids nor versions
+        if not torch.compiler.is_compiling():
+            # What inference mode returns could not be saved for a backward pass, and has no versions.
+            if torch.is_inference_mode_enabled() or any(w.is_inference() for w in weights):
+                return weights
+            made_from = tuple((id(w), w._version) for w in weights)
+        key = self.compute, made_from
+        if key not in self._kept:
+            self._kept.clear()
+            # This also keeps the weights, so that no others get their ids.
+            self._kept[key] = [quantize_weight(w, self.compute) for w in weights]
+        return [kept._replace(weight=w) for kept, w in zip(self._kept[key], weights, strict=True)]
 
     def _accumulates_fast(self) -> bool:
         return self.fast_accumulation if (self.format or self.compute) == "fp8_rowwise" else False
@@ -320,17 +330,22 @@ def quantize_once(module: nn.Module) -> Iterator[None]:
     or are replaced, but not those of compiled code or of `fully_shard`: end the context before the optimizer's step.
 
     Args:
-        module: a model; its `MoE` layers may be anywhere in it.
+        module: a model; its `MoE` layers may be anywhere in it. Nothing happens to others.
+
+    Raises:
+        TypeError: not a module.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    before = [layer._quantized for layer in layers]
+    before = [layer._kept for layer in layers]
     for layer in layers:
-        layer._quantized = {}
+        layer._kept = {}
     try:
         yield
     finally:
         for layer, outside in zip(layers, before, strict=True):
-            layer._quantized = outside
+            layer._kept = outside
 
 
 def _draw(weight: Tensor) -> None:

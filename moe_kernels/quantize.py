@@ -70,9 +70,9 @@ def quantize_weight(weight: Tensor, compute: str) -> QuantizedWeight:  # [E, N, 
     """
     checks.check_quantize_weight(weight, compute)
     format = FP8_COMPUTE[compute]
-    data, scales, back, back_scales = ops.quantize_weight(weight.detach(), format == "rowwise")
-    backward = ScaledTensor(back, back_scales if format == "rowwise" else scales.mT, format)
-    return QuantizedWeight(weight, ScaledTensor(data, scales, format), backward)
+    data, scales, backward, backward_scales = ops.quantize_weight(weight.detach(), format == "rowwise")
+    backward_scales = backward_scales if format == "rowwise" else scales.mT
+    return QuantizedWeight(weight, ScaledTensor(data, scales, format), ScaledTensor(backward, backward_scales, format))
 
 
 def dequantize(scaled: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:  # [..., R, K]

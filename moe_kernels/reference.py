@@ -22,7 +22,7 @@ from . import checks
 from .glu import CLAMPED, GLUSpec, columns
 from .packing import group_offsets_from_offs, group_sizes
 from .routing_maps import Routing
-from .rules.quantize import saves_amax
+from .rules.quantize import finds_amax
 from .scaled import BLOCK, ScaledTensor, scales_shape
 
 
@@ -589,6 +589,16 @@ def quantized_wgrad(
     return grouped_gemm_wgrad(values[0], values[1], offsets, out_dtype=out_dtype)
 
 
+def quantize_weight(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:  # [E, N, K]
+    """Return data and scales of a weight, and of its transpose; see `moe_kernels.quantize_weight`.
+
+    The scales of the transpose are empty unless `rowwise`: in "128x128" they are the weight's, transposed.
+    """
+    format = "rowwise" if rowwise else "128x128"
+    (data, scales, _), (backward, backward_scales, _) = (quantize(w, format) for w in (weight, weight.mT))
+    return data, scales, backward, backward_scales if rowwise else scales.new_empty(0)
+
+
 def quantized_moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_weights: Tensor,  # [T, top_k]
@@ -610,21 +620,20 @@ def quantized_moe_mlp(
         The result `[T, H]`; the preactivation `[R, 2I]` or `[R, I]`; and of each weight `[E, N, K]` the fp8 data as
         `[E, K, N]`, contiguous, and the scales. All but the result are empty if not `save`, and data and scales also if
         the weight is in fp8. With `rowwise` the data are empty, and amax over N stands for the scales, as the bits of
-        float32 in int32 `[E, K]`; it is empty unless `saves_amax`.
+        float32 in int32 `[E, K]`; it is empty unless `finds_amax`.
     """
     dtype, top_k = hidden.dtype, topk_weights.shape[1]
     weights: list[tuple[Tensor, Tensor | None]] = []
     saved: list[Tensor] = []
     for w, scales in ((w_gate_up, scales_in), (w_down, scales_out)):
-        weights.append((w.mT, None if scales is None else scales.mT))
         data = w.new_empty(0, dtype=torch.float8_e4m3fn)
         kept = w.new_empty(0, dtype=torch.int32 if rowwise else torch.float32)
         if save and scales is None and not rowwise:
-            quantized, kept, _ = quantize(w, "128x128")
-            data = quantized.mT.contiguous()
-            weights[-1] = quantized.mT, kept.mT
-        elif save and scales is None and saves_amax(w):
+            w, scales, data, _ = quantize_weight(w, rowwise)
+            kept = scales
+        elif save and scales is None and finds_amax(w):
             kept = w.float().abs().amax(1).view(torch.int32)
+        weights.append((w.mT, None if scales is None else scales.mT))
         saved += data, kept
     preact = quantized_grouped_gemm(hidden, None, *weights[0], group_offsets, slot_to_row, b_in, rowwise, dtype)
     act = activate(preact.float(), None, spec)

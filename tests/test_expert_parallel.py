@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_kernels import MoE, grouped_gemm, moe_mlp, quantize_once, swiglu_ffn
+from moe_kernels import MoE, grouped_gemm, moe_mlp, quantize_once, quantize_weight, swiglu_ffn
 from moe_kernels.expert_parallel import combine, dispatch
 
 P, E, TOP_K, H, I = 2, 6, 2, 5, 4  # noqa: E741
@@ -81,12 +82,13 @@ def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
         model = layer(compute)
         fully_shard(model[0], mesh=mesh)  # not the root alone, whose weights stay gathered until the backward
         fully_shard(model, mesh=mesh)
-        with warnings.catch_warnings(), quantize_once(model):
+        counted = patch("moe_kernels.nn.quantize_weight", side_effect=quantize_weight)
+        with warnings.catch_warnings(), quantize_once(model), counted as quantised:
             warnings.simplefilter("error")  # for example, that the result of a module is a view
             for _ in range(2):
                 gradients = gradients_of_residual(model, shape, rank)
             found.append([d.full_tensor() for d in gradients])
-            assert len(model[0]._quantized) == (compute is not None)
+            assert quantised.call_count == (2 if compute else 0)
     with pytest.raises(TypeError, match=r"^w_gate_up: expected a plain parameter, .* before it is sharded"):
         model[0].quantize("fp8_block")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -399,60 +400,117 @@ def gradients_of(call: Any, layer: MoE, tokens: list[Tensor]) -> list[Tensor]:
     return [*made, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
 
 
+@pytest.fixture
+def quantised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of all calls of `quantize_weight` by layers."""
+    called: list[Any] = []
+    monkeypatch.setattr("moe_kernels.nn.quantize_weight", lambda *args: called.append(args) or quantize_weight(*args))
+    return called
+
+
 @pytest.mark.parametrize("compute", COMPUTE)
-def test_weights_are_quantised_once(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_quantised_once(compute: str, quantised: list[Any]) -> None:
     """Within the context, unless they change; results and gradients have the same bits as outside."""
     layer = MoE(H, I, E, TOP_K, renormalize=True, compute=compute)
     model, tokens = torch.nn.Sequential(torch.nn.Identity(), layer), [torch.randn(T, H) for _ in range(3)]
-    called: list[Any] = []
-    monkeypatch.setattr("moe_kernels.nn.quantize_weight", lambda *args: called.append(args) or quantize_weight(*args))
     right = gradients_of(model, layer, tokens)
-    assert not called
+    assert not quantised
     with quantize_once(model):
         for made, expected in zip(gradients_of(model, layer, tokens), right, strict=True):
             assert torch.equal(made, expected)
-        assert len(called) == 2
+        assert len(quantised) == 2
         with quantize_once(layer):
             layer(tokens[0])
-            assert len(called) == 4
+            assert len(quantised) == 4
         layer(tokens[0])
-        assert len(called) == 4
-        with torch.no_grad():
-            layer.w_down.mul_(2)
-        changed = layer(tokens[0])
-        layer.load_state_dict({name: x.detach() + 1 for name, x in layer.state_dict().items()}, assign=True)
-        replaced = layer(tokens[0])
-        assert len(called) == 8
+        assert len(quantised) == 4
+        copy.deepcopy(layer)(tokens[0])
+        assert len(quantised) == 4
         layer.compute = next(other for other in COMPUTE if other != compute)
         layer(tokens[0])
-        assert len(called) == 10
+        assert len(quantised) == 6
         layer.compute = None
         layer(tokens[0])
     layer.compute = compute
-    assert torch.equal(layer(tokens[0]), replaced) and not torch.equal(changed, right[0])
-    assert len(called) == 10
     with pytest.raises(KeyError), quantize_once(model):
         raise KeyError
     layer(tokens[0])
-    assert len(called) == 10
+    assert len(quantised) == 6
+    for module in (None, [layer]):
+        with pytest.raises(TypeError, match=r"^module: expected an nn\.Module, got"), quantize_once(module):
+            pass
 
 
-def test_weights_are_quantised_once_in_compiled_code_and_checkpoints() -> None:
-    """Compiled code is made for the first and the next calls, and not again in the next context."""
+def test_changed_weights_are_quantised_again(quantised: list[Any]) -> None:
+    """In place, and replaced, also by tensors that may get the id of the one before."""
+    layer, x = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block"), torch.randn(T, H)
+
+    def assert_as_outside(weight: Tensor | None) -> None:
+        given = {} if weight is None else {"w_down": weight}
+        count = len(quantised)
+        made = torch.func.functional_call(layer, given, (x,))
+        assert len(quantised) == count + 2
+        outside = copy.deepcopy(layer)
+        assert torch.equal(made, torch.func.functional_call(outside, given, (x,)))
+
+    with quantize_once(layer), torch.no_grad():
+        assert_as_outside(None)
+        layer.w_down.mul_(2)
+        assert_as_outside(None)
+        layer.load_state_dict({name: y.detach() + 1 for name, y in layer.state_dict().items()}, assign=True)
+        assert_as_outside(None)
+        for i in range(20):
+            del layer.w_down
+            layer.w_down = torch.nn.Parameter(torch.randn(E, H, I) * (i + 1))
+            assert_as_outside(None)
+            assert_as_outside(torch.randn(E, H, I) * (i + 1))
+
+
+def test_nothing_of_inference_mode_is_kept() -> None:
+    layer, x = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_rowwise"), torch.randn(T, H)
+    right = gradients_of(layer, layer, [x])
+    with torch.inference_mode():
+        other = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_rowwise")
+    with quantize_once(layer), quantize_once(other):
+        with torch.inference_mode():
+            assert torch.equal(layer(x), right[0])
+        with torch.no_grad():
+            assert torch.equal(other(x), other(x))
+        for made, expected in zip(gradients_of(layer, layer, [x]), right, strict=True):
+            assert torch.equal(made, expected)
+
+
+def test_weights_are_quantised_once_in_compiled_code() -> None:
+    """Code is compiled for the first call and for the next ones, and not again in the next context."""
     torch._dynamo.reset()
     layer = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block")
     tokens = [torch.randn(T, H) for _ in range(3)]
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    backend = torch._dynamo.testing.EagerAndRecordGraphs()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
     for factor in (1.0, 2.0):
         with torch.no_grad():
             layer.w_gate_up.mul_(factor)
         right = gradients_of(layer, layer, tokens)
-        for call in (compiled, lambda x: checkpoint(layer, x, use_reentrant=False)):
-            with quantize_once(layer):
-                for made, expected in zip(gradients_of(call, layer, tokens), right, strict=True):
-                    assert torch.equal(made, expected)
-    assert counter.frame_count == 2
+        with quantize_once(layer):
+            for made, expected in zip(gradients_of(compiled, layer, tokens), right, strict=True):
+                assert torch.equal(made, expected)
+    calls = [str([node.target for node in graph.graph.nodes]) for graph in backend.graphs]
+    assert [text.count("moe_kernels.quantize_weight") for text in calls] == [2, 0]
+    with quantize_once(layer):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for made, expected in zip(gradients_of(compiled, layer, tokens), right, strict=True):
+            assert torch.equal(made, expected)
+
+
+def test_weights_are_quantised_once_with_checkpoints(quantised: list[Any]) -> None:
+    layer, tokens = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block"), [torch.randn(T, H) for _ in range(2)]
+    right = gradients_of(layer, layer, tokens)
+    for use_reentrant in (False, True):
+        with quantize_once(layer):
+            found = gradients_of(lambda x, mode=use_reentrant: checkpoint(layer, x, use_reentrant=mode), layer, tokens)
+        for made, expected in zip(found, right, strict=True):
+            assert torch.equal(made, expected)
+    assert len(quantised) == 4
 
 
 def test_what_is_trained_under_transforms_is_not_kept() -> None:
@@ -466,7 +524,7 @@ def test_what_is_trained_under_transforms_is_not_kept() -> None:
     with quantize_once(layer):
         for name, x in torch.func.grad(loss)(parameters).items():
             assert torch.equal(x, right[name]), name
-        assert layer._quantized == {}
+        assert layer._kept == {}
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
@@ -597,7 +655,11 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"validate": True}, ValueError, r"topk_ids\[2, 1\]: expected 0 to 3, got -1"),
     ({"w_down": BEFORE["w_down"]}, TypeError, "w_gate_up: expected a QuantizedWeight, as the other weight, got Tensor"),
     ({**BEFORE, "compute": "fp8_rowwise"}, ValueError, "w_gate_up.forward: expected the format 'rowwise' for compute="),
-    ({**BEFORE, "compute": None}, ValueError, "compute: expected the one that quantize_weight got for w_gate_up"),
+    (
+        {**BEFORE, "compute": None},
+        TypeError,
+        "w_gate_up: expected a torch.Tensor, got QuantizedWeight; it is for",
+    ),
     ({**BEFORE, "transposed": True}, ValueError, "transposed: expected False for products in fp8"),
     (spoilt(weight=GOOD["w_down"][:, 1:]), ValueError, r"w_down: expected shape \[E, H, I\]"),
     (spoilt(weight=None), TypeError, "w_down: expected a torch.Tensor, got NoneType"),

@@ -99,7 +99,7 @@ def plan_quantized_moe_mlp(
         if given is not None:
             data, scales = w, given
             kept = builder.alloc((0,), torch.int32 if rowwise else torch.float32)
-        elif save and rowwise and quantize_rules.saves_amax(w):
+        elif save and rowwise and quantize_rules.finds_amax(w):
             data, scales, kept = plan_quantize_and_amax(builder, w)
         else:
             data, scales = _scaled_weight(builder, w, rowwise, other_order if both_orders else None)

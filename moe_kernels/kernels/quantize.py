@@ -293,10 +293,10 @@ def plan_quantize_weight(
     """Plan the results of `ops.quantize_weight` for a weight `[E, N, K]`, no extent of which is 0."""
     (weight,), (rowwise,) = tensors, options
     if not rowwise:
-        back = builder.alloc(weight.mT.shape, _E4M3)
-        made = plan_quantize(builder, (weight,), ("128x128", _E4M3, False), back)
-        return *made, back, builder.alloc((0,), torch.float32)
-    if rules.saves_amax(weight):
+        backward = builder.alloc(weight.mT.shape, _E4M3)
+        made = plan_quantize(builder, (weight,), ("128x128", _E4M3, False), backward)
+        return *made, backward, builder.alloc((0,), torch.float32)
+    if rules.finds_amax(weight):
         data, scales, amax = plan_quantize_and_amax(builder, weight)
         return data, scales, *plan_quantize_transposed(builder, weight, amax)
     both = [plan_quantize(builder, (x,), ("rowwise", _E4M3, False)) for x in (weight, weight.mT)]
@@ -308,7 +308,7 @@ def plan_quantize_and_amax(
 ) -> tuple[SymbolicTensor, SymbolicTensor, SymbolicTensor]:
     """Plan "rowwise" data `[G, R, K]` and scales `[G, R, 1]` of x, and the bits of amax `[G, K]` of its columns.
 
-    `rules.saves_amax(x)` must be true.
+    `rules.finds_amax(x)` must be true.
     """
     G, R, K = x.shape
     data, scales = builder.alloc(x.shape, _E4M3), builder.alloc((G, R, 1), torch.float32)

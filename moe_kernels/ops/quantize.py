@@ -15,7 +15,7 @@ from moe_kernels.scaled import scales_shape
 _PLANNER = "moe_kernels.kernels.quantize"
 QUANTIZE = Operator("quantize", _PLANNER, ("x",), ("x",), lambda tensors, _: Counts(tensors[0].size(0)))
 # For weights: their number of rows is constant, so loads along the rows of a transposed layout can be wide.
-QUANTIZE_WEIGHTS = Operator("quantize", _PLANNER, ("x",), (), lambda *_: Counts(0))
+QUANTIZE_CONSTANT_ROWS = Operator("quantize", _PLANNER, ("x",), (), lambda *_: Counts(0))
 QUANTIZE_WEIGHT = Operator("quantize_weight", _PLANNER, ("weight",), (), lambda *_: Counts(0))
 
 
@@ -24,7 +24,7 @@ def _quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: bool) ->
         data, scales, _ = reference.quantize(x, format, dtype=dtype, power_of_two=power_of_two)
         return data, scales
     check_rows("x", x.size(-2))
-    operator = QUANTIZE_WEIGHTS if x.dim() == 3 or lies_transposed(x) else QUANTIZE
+    operator = QUANTIZE_CONSTANT_ROWS if x.dim() == 3 or lies_transposed(x) else QUANTIZE
     data, scales = cache.call(operator, (x,), (format, dtype, power_of_two))
     if format == "1x128":
         *groups, R, parts = scales_shape(x.shape, format)
@@ -45,14 +45,9 @@ quantize = define(
 
 
 def _quantize_weight(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
-    """Return data and scales of a weight `[E, N, K]`, and of its transpose, whose scales are empty unless `rowwise`:
-    those of "128x128" are the transposed scales of the weight.
-    """
     if use_kernels(weight) and weight.numel() > 0:
         return cache.call(QUANTIZE_WEIGHT, (weight,), (rowwise,))
-    format = "rowwise" if rowwise else "128x128"
-    (data, scales, _), (back, back_scales, _) = (reference.quantize(x, format) for x in (weight, weight.mT))
-    return data, scales, back, back_scales if rowwise else scales.new_empty(0)
+    return reference.quantize_weight(weight, rowwise)
 
 
 def _quantize_weight_fake(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:

@@ -27,12 +27,12 @@ from moe_kernels.ops.quantized import (
     quantized_grouped_gemm,
     quantized_wgrad,
 )
-from moe_kernels.rules.quantize import quantises_gradient, saves_amax
+from moe_kernels.rules.quantize import finds_amax, quantises_gradient
 from moe_kernels.runtime.symbolic import lies_transposed
 from moe_kernels.scaled import BLOCK
 
 QUANTIZED_MOE_MLP = layer_operator(
-    "quantized_moe_mlp", "w_gate_up", "scales_gate_up", "w_down", "scales_down", "b_in", "b_out"
+    "quantized_moe_mlp", "w_gate_up", "scales_in", "w_down", "scales_out", "b_in", "b_out"
 )
 
 
@@ -46,12 +46,12 @@ def _quantized_moe_mlp(
     b_out: Tensor | None,  # [E, H]
     data_in: Tensor | None,  # w_gate_up in fp8; all eight are None, or none is
     scales_in: Tensor | None,  # [E, 2I, 1], or [E, cdiv(2I, 128), cdiv(H, 128)] unless `rowwise`
-    back_in: Tensor | None,  # [E, H, 2I], w_gate_up^T in fp8
-    back_scales_in: Tensor | None,  # [E, H, 1] or [E, cdiv(H, 128), cdiv(2I, 128)]
+    backward_in: Tensor | None,  # [E, H, 2I], w_gate_up^T in fp8
+    backward_scales_in: Tensor | None,  # [E, H, 1] or [E, cdiv(H, 128), cdiv(2I, 128)]
     data_out: Tensor | None,  # the same of w_down
     scales_out: Tensor | None,
-    back_out: Tensor | None,
-    back_scales_out: Tensor | None,
+    backward_out: Tensor | None,
+    backward_scales_out: Tensor | None,
     rowwise: bool,
     fast_accumulation: bool,
     fp8_wgrad: bool,
@@ -87,7 +87,7 @@ def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
         E, N, K = w.shape
         data = w.new_empty((E, K, N) if keeps and not rowwise else (0,), dtype=torch.uint8)
         if rowwise:
-            kept = w.new_empty((E, K) if keeps and saves_amax(w) else (0,), dtype=torch.int32)
+            kept = w.new_empty((E, K) if keeps and finds_amax(w) else (0,), dtype=torch.int32)
         else:
             kept = w.new_empty((E, -(-N // BLOCK), -(-K // BLOCK)) if keeps else (0,), dtype=torch.float32)
         saved += data, kept
@@ -97,26 +97,26 @@ def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.rowwise, ctx.fast_accumulation, ctx.fp8_wgrad, ctx.save = inputs[:-SPEC_LENGTH]
     hidden, _, topk_weights, *parameters = tensors[:7]
-    data_in, scales_in, back_in, back_scales_in, _, _, back_out, back_scales_out = tensors[7:]
+    data_in, scales_in, backward_in, backward_scales_in, _, _, backward_out, backward_scales_out = tensors[7:]
     ctx.spec = inputs[-SPEC_LENGTH:]
     _, preact, *weights = output[:-3]
     routing = output[-3:]
     ctx.mark_non_differentiable(*output[1:])
     if data_in is None and ctx.save:
-        back_in, back_scales_in, back_out, back_scales_out = weights
+        backward_in, backward_scales_in, backward_out, backward_scales_out = weights
     elif data_in is not None:
-        back_scales_in, back_scales_out = back_scales_in.mT, back_scales_out.mT
+        backward_scales_in, backward_scales_out = backward_scales_in.mT, backward_scales_out.mT
     # Only the gradient of hidden states multiplies by w_gate_up, in fp8.
-    by_in = needs(ctx, 0, back_in), needs(ctx, 0, back_scales_in)
+    by_in = needs(ctx, 0, backward_in), needs(ctx, 0, backward_scales_in)
     again = (preact, None, None) if ctx.save else (None, data_in, scales_in)
-    ctx.save_for_backward(hidden, topk_weights, *routing, *parameters, *again, *by_in, back_out, back_scales_out)
+    ctx.save_for_backward(
+        hidden, topk_weights, *routing, *parameters, *again, *by_in, backward_out, backward_scales_out
+    )
     ctx.set_materialize_grads(False)
 
 
-def _other_order(w: Tensor, data: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the operand by which the gradient of a product with w is multiplied, and its scales or amax if they were
-    saved with fp8 data or without.
-    """
+def _backward_operand(w: Tensor, data: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the weight as the gradient multiplies by it, and its scales, its columns' amax, or None."""
     if data is None or scales is None or scales.numel() == 0:
         return w, None
     return (data.mT if data.numel() else w), scales
@@ -124,14 +124,14 @@ def _other_order(w: Tensor, data: Tensor | None, scales: Tensor | None) -> tuple
 
 @differentiable_once
 def _gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """Quantise hidden states and "rowwise" weights again, along the dimensions contracted here: weights by their
-    columns' amax if the forward pass found it.
+    """Quantise hidden states again, along the dimension contracted here, and "rowwise" weights, unless that happened
+    before: by their columns' amax if the forward pass found it.
 
     As in the gradient of `moe_mlp`, act is recomputed from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *others = ctx.saved_tensors
     w_gate_up, w_down, b_in, b_out, preact, data_in, scales_in, *back = others
-    by_in, by_out = _other_order(w_gate_up, *back[:2]), _other_order(w_down, *back[2:])
+    by_in, by_out = _backward_operand(w_gate_up, *back[:2]), _backward_operand(w_down, *back[2:])
     del others, back
     free_saved(ctx)
     if d_out is None:
@@ -184,13 +184,13 @@ def _gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, 
     elif b_out is not None:
         d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     d_weights = (None if d is None else d.mT for d in (d_w_in, d_w_out))
-    return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_out, *[None] * (12 + len(ctx.spec))
+    return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_out, *[None] * (len(ctx.needs_input_grad) - 7)
 
 
 quantized_moe_mlp = define(
     "quantized_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down,"
-    " Tensor? b_in, Tensor? b_out, Tensor? data_in, Tensor? scales_in, Tensor? back_in, Tensor? back_scales_in,"
-    " Tensor? data_out, Tensor? scales_out, Tensor? back_out, Tensor? back_scales_out,"
+    " Tensor? b_in, Tensor? b_out, Tensor? data_in, Tensor? scales_in, Tensor? backward_in, Tensor? backward_scales_in,"
+    " Tensor? data_out, Tensor? scales_out, Tensor? backward_out, Tensor? backward_scales_out,"
     " bool rowwise, bool fast_accumulation, bool fp8_wgrad, bool save,"
     f" {SPEC}) -> ({', '.join(['Tensor'] * 9)})",
     _quantized_moe_mlp,

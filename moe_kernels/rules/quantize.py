@@ -31,9 +31,9 @@ def _tile(width: int, transposed: bool) -> tuple[int, int, int]:
     return rows, columns, max(1, rows * columns // (32 * of_a_thread))
 
 
-def saves_amax(weights: Any) -> bool:
-    """Whether a layer's forward pass finds the amax of each column of "rowwise" weights `[E, N, K]` for the backward
-    pass, which quantises columns: if rows are contiguous and not longer than AT_ONCE.
+def finds_amax(weights: Any) -> bool:
+    """Whether the amax of each column of "rowwise" weights `[E, N, K]`, by which columns are quantised, is found while
+    rows are: if these are contiguous and not longer than AT_ONCE.
     """
     return weights.stride(2) == 1 and 0 < weights.size(2) <= AT_ONCE
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import FP8_STACK, H200, empty, lowered, requests
 
 from moe_kernels.glu import GLUSpec
-from moe_kernels.ops.quantize import QUANTIZE, QUANTIZE_WEIGHTS
+from moe_kernels.ops.quantize import QUANTIZE, QUANTIZE_CONSTANT_ROWS
 from moe_kernels.ops.quantized import QUANTIZED_GROUPED_GEMM
 from moe_kernels.ops.quantized_layer import QUANTIZED_MOE_MLP
 from moe_kernels.runtime import compile as compiler
@@ -60,11 +60,11 @@ def narrow_accesses(report: dict[str, Any]) -> list[str]:
         (QUANTIZE, empty(8192, 32784), "rowwise", "quantize_rows"),
         (QUANTIZE, empty(65536, 7168), "1x128", "quantize_parts"),
         (QUANTIZE, empty(600_000, 4096), "1x128", "quantize_parts"),  # more than 2^31 elements
-        (QUANTIZE_WEIGHTS, empty(128, 1536, 2048), "128x128", "quantize_squares"),
-        (QUANTIZE_WEIGHTS, empty(128, 2048, 1536).mT, "128x128", "quantize_squares"),
-        (QUANTIZE_WEIGHTS, empty(128, 1536, 2048), "rowwise", "quantize_parts"),
-        (QUANTIZE_WEIGHTS, empty(128, 2048, 1536).mT, "rowwise", "quantize_rows"),
-        (QUANTIZE_WEIGHTS, empty(2048, 1536).mT, "1x128", "quantize_parts"),
+        (QUANTIZE_CONSTANT_ROWS, empty(128, 1536, 2048), "128x128", "quantize_squares"),
+        (QUANTIZE_CONSTANT_ROWS, empty(128, 2048, 1536).mT, "128x128", "quantize_squares"),
+        (QUANTIZE_CONSTANT_ROWS, empty(128, 1536, 2048), "rowwise", "quantize_parts"),
+        (QUANTIZE_CONSTANT_ROWS, empty(128, 2048, 1536).mT, "rowwise", "quantize_rows"),
+        (QUANTIZE_CONSTANT_ROWS, empty(2048, 1536).mT, "1x128", "quantize_parts"),
     ],
 )
 def test_wide_accesses(operator: Operator, x: torch.Tensor, format: str, kernel: str) -> None:
@@ -115,7 +115,9 @@ def test_no_half_is_read_too_early(dtype: torch.dtype, by_columns: bool) -> None
     if not by_columns:
         reports.append(lowered(transposing(weights[0])))
     x = empty(2048, 1536, dtype=dtype).mT
-    reports += [lowered(*requests(QUANTIZE_WEIGHTS, (x,), (f, E4M3, False))) for f in ("rowwise", "1x128", "128x128")]
+    reports += [
+        lowered(*requests(QUANTIZE_CONSTANT_ROWS, (x,), (f, E4M3, False))) for f in ("rowwise", "1x128", "128x128")
+    ]
     quantising = [report for report in reports if "quantize" in report["name"]]
     assert len({report["name"] for report in quantising}) == (5 if by_columns else 7)
     for report in quantising:
@@ -127,7 +129,7 @@ def test_numbers_share_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of squares are not constants of the kernel: the code is shared, the arguments differ."""
     monkeypatch.setattr(compiler, "_hosts", {})
     weights = [empty(128, 1536, 2048), empty(8, 4096, 2048)]
-    found = [requests(QUANTIZE_WEIGHTS, (w,), ("128x128", E4M3, False)) for w in weights]
+    found = [requests(QUANTIZE_CONSTANT_ROWS, (w,), ("128x128", E4M3, False)) for w in weights]
     made = [compiler.lower(request, H200) for (request,) in found]
     assert len(compiler._hosts) == 1
     (first, one), (second, other) = made
