@@ -435,6 +435,7 @@ def test_memory(compute: str, fp8_wgrad: bool, device: str) -> None:
     """With about 16 rows per group: the bytes that must be held, plus a tenth of them for scales and tables."""
     arguments, options = make(1024, 128, 64, 512, 8, torch.bfloat16, device), {"fp8_wgrad": fp8_wgrad}
     d_out = torch.randn(1024, 128, device=device).bfloat16()
+    gc.collect()  # what other tests left
     before, deadline = torch.cuda.memory_allocated(), time.monotonic() + 5
     results = sum(x.nbytes for x in run(arguments, d_out, compute=compute, **options).values())
     gc.collect()
