@@ -23,7 +23,7 @@ from moe_kernels import checks, requirements, rules
 from moe_kernels.experts import moe_mlp
 from moe_kernels.grouped_gemm import grouped_gemm
 from moe_kernels.models import MODELS
-from moe_kernels.nn import MoE
+from moe_kernels.nn import MoE, quantize_once
 from moe_kernels.ops import batched, layer, moves, products, quantized, quantized_layer, scaled, scaled_layer
 from moe_kernels.ops.quantize import QUANTIZE, QUANTIZE_WEIGHT
 from moe_kernels.runtime import cache, store, targets
@@ -236,7 +236,7 @@ def _meta(x: Tensor, gradient: bool) -> Tensor:
 
 
 def _run_module(module: Any, T: int, training: bool) -> None:
-    """Run a layer on meta tensors for T tokens, and its backward pass if `training`."""
+    """Run a layer on meta tensors for T tokens, and its backward pass if `training`, also within `quantize_once`."""
     parameters = {name: _meta(p, training and p.requires_grad) for name, p in _tensors(module)}
     routings: list[tuple[Tensor, ...]] = [()]
     if isinstance(module, MoE):
@@ -256,6 +256,23 @@ def _run_module(module: Any, T: int, training: bool) -> None:
         out = functional_call(module, parameters, (hidden, *routing))
         if training:
             out.backward(torch.empty_like(out))
+    if training and isinstance(module, MoE) and module.format is None and module.compute is not None:
+        within = _WithinQuantizeOnce(module)
+        out = functional_call(within, {f"layer.{name}": p for name, p in parameters.items()}, (hidden,))
+        out.backward(torch.empty_like(out))
+
+
+class _WithinQuantizeOnce(nn.Module):
+    """A layer whose calls are each within `quantize_once`."""
+
+    def __init__(self, layer: MoE):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with quantize_once(self.layer):
+            out: Tensor = self.layer(hidden)
+        return out
 
 
 def _run_shape(shape: LayerShape, T: int, training: bool) -> None:

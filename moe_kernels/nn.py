@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,18 @@ from moe_kernels.experts import moe_mlp
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.quantize import quantize, quantize_weight
 from moe_kernels.routing import topk_softmax
-from moe_kernels.runtime.torch_internals import reshaped, transformed
+from moe_kernels.runtime.torch_internals import reshaped
 from moe_kernels.scaled import FP8_COMPUTE, QuantizedWeight, ScaledTensor
 
 _QUANTIZED = ("w_gate_up", "w_gate_up_scales", "w_down", "w_down_scales")
+
+
+class _Kept(NamedTuple):
+    """What `quantize_once` keeps of a layer."""
+
+    compute: str
+    weights: tuple[QuantizedWeight, QuantizedWeight]
+    versions: list[tuple[int, int]]
 
 
 class MoE(nn.Module):
@@ -40,9 +48,7 @@ class MoE(nn.Module):
 
     w_gate_up: Tensor
     w_down: Tensor
-    _kept: dict[Any, list[QuantizedWeight]] | None = (
-        None  # within `quantize_once`: at most one, by what it is made from
-    )
+    _kept: _Kept | None = None  # within `quantize_once`
 
     def __init__(
         self,
@@ -208,6 +214,7 @@ class MoE(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         """Apply `fn` as in `nn.Module`, for `.to()` and similar, but keep the dtypes of fp8 weights and scales."""
+        self._kept = None  # fp8 weights of others
         apply: Any = super()._apply
         if self.format is None:
             apply(fn, recurse)
@@ -253,24 +260,18 @@ class MoE(nn.Module):
 
     def _weights(self) -> Sequence[Tensor | ScaledTensor | QuantizedWeight]:
         """Return both weights as `moe_mlp` takes them."""
-        weights = self.w_gate_up, self.w_down
+        weights, kept = (self.w_gate_up, self.w_down), self._kept
         if self.format is not None:
             scales = self.get_buffer("w_gate_up_scales"), self.get_buffer("w_down_scales")
             return [ScaledTensor(*both, FP8_COMPUTE[self.format]) for both in zip(weights, scales, strict=True)]
-        if self.compute is None or self._kept is None or transformed():
+        if kept is None or kept.compute != self.compute:
             return weights
-        made_from: Any = ()  # traced code has neither ids nor versions
-        if not torch.compiler.is_compiling():
-            # What inference mode returns could not be saved for a backward pass, and has no versions.
-            if torch.is_inference_mode_enabled() or any(w.is_inference() for w in weights):
-                return weights
-            made_from = tuple((id(w), w._version) for w in weights)
-        key = self.compute, made_from
-        if key not in self._kept:
-            self._kept.clear()
-            # This also keeps the weights, so that no others get their ids.
-            self._kept[key] = [quantize_weight(w, self.compute) for w in weights]
-        return [kept._replace(weight=w) for kept, w in zip(self._kept[key], weights, strict=True)]
+        if any(one.weight is not w for one, w in zip(kept.weights, weights, strict=True)):
+            return weights
+        # Traced code does not see versions.
+        if not torch.compiler.is_compiling() and kept.versions != _versions(weights):
+            return weights
+        return kept.weights
 
     def _accumulates_fast(self) -> bool:
         return self.fast_accumulation if (self.format or self.compute) == "fp8_rowwise" else False
@@ -315,7 +316,7 @@ class MoE(nn.Module):
 
 @contextmanager
 def quantize_once(module: nn.Module) -> Iterator[None]:
-    """Within this context, layers with `compute` quantise their weights in the first call only.
+    """Quantise the weights of layers with `compute` here, and not in their calls within this context.
 
     For the microbatches of a training step, whose results and gradients have the same bits as without it:
 
@@ -325,27 +326,43 @@ def quantize_once(module: nn.Module) -> Iterator[None]:
                     loss(model, microbatch).backward()
             optimizer.step()
 
-    The fp8 weights of a layer are kept from its first call to the end of the context. They take as much memory as its
-    weights in bfloat16, with `fully_shard` as all ranks' weights. Weights are quantised again if they change in place
-    or are replaced, but not those of compiled code or of `fully_shard`: end the context before the optimizer's step.
+    The fp8 weights take as much memory as the weights in bfloat16, until the context ends. Call the optimizer's step
+    after it: weights that are replaced or changed in place within the context are quantised in each call from then on,
+    but PyTorch's version counters do not show all changes, as those by fused optimizers, and compiled code does not
+    look at them. For FSDP2, weights that are gathered again are others: to keep them between microbatches, pass
+    `reshard_after_forward=False` to `fully_shard`, and call `set_reshard_after_backward(False)`.
 
     Args:
-        module: a model; its `MoE` layers may be anywhere in it. Nothing happens to others.
+        module: a model; its `MoE` layers may be anywhere in it. Nothing happens to others, and to layers for which
+            another such context has not ended.
 
     Raises:
-        TypeError: not a module.
+        TypeError: not a module, or weights are sharded: after `fully_shard`, call `unshard()` first.
+        ValueError, RuntimeError: as for `quantize_weight`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    before = [layer._kept for layer in layers]
-    for layer in layers:
-        layer._kept = {}
+    kept: dict[MoE, _Kept] = {}
+    for layer in module.modules():
+        if isinstance(layer, MoE) and layer.format is None and layer.compute is not None and layer._kept is None:
+            weights = layer.w_gate_up, layer.w_down
+            if any(hasattr(w, "placements") for w in weights):
+                raise TypeError("module: expected layers whose weights are not sharded: call unshard() first")
+            with torch.inference_mode(False):  # whose results no backward pass could save
+                both = quantize_weight(weights[0], layer.compute), quantize_weight(weights[1], layer.compute)
+            kept[layer] = _Kept(layer.compute, both, _versions(weights))
+    for layer, one in kept.items():
+        layer._kept = one
     try:
         yield
     finally:
-        for layer, outside in zip(layers, before, strict=True):
-            layer._kept = outside
+        for layer in kept:
+            layer._kept = None
+
+
+def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return what changes if weights do, in most ways."""
+    return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
 
 def _draw(weight: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_kernels import MoE, grouped_gemm, moe_mlp, quantize_once, quantize_weight, swiglu_ffn
+from moe_kernels import MoE, grouped_gemm, moe_mlp, ops, quantize_once, swiglu_ffn
 from moe_kernels.expert_parallel import combine, dispatch
 
 P, E, TOP_K, H, I = 2, 6, 2, 5, 4  # noqa: E741
@@ -80,15 +80,23 @@ def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
     mesh, found = init_device_mesh("cpu", (P,)), []
     for shape, compute in RESIDUALS:
         model = layer(compute)
-        fully_shard(model[0], mesh=mesh)  # not the root alone, whose weights stay gathered until the backward
+        keeps = compute is not None
+        # Not the root alone, whose weights stay gathered until the backward.
+        fully_shard(model[0], mesh=mesh, reshard_after_forward=not keeps)
         fully_shard(model, mesh=mesh)
-        counted = patch("moe_kernels.nn.quantize_weight", side_effect=quantize_weight)
-        with warnings.catch_warnings(), quantize_once(model), counted as quantised:
+        if compute:
+            with pytest.raises(TypeError, match=r"call unshard\(\) first"), quantize_once(model):
+                pass
+        model[0].unshard()
+        counted = patch("moe_kernels.experts.ops.quantized_moe_mlp", side_effect=ops.quantized_moe_mlp)
+        with warnings.catch_warnings(), quantize_once(model), counted as operator:
             warnings.simplefilter("error")  # for example, that the result of a module is a view
-            for _ in range(2):
+            for last in (False, True):
+                model[0].set_reshard_after_backward(last or not keeps)
                 gradients = gradients_of_residual(model, shape, rank)
-            found.append([d.full_tensor() for d in gradients])
-            assert quantised.call_count == (2 if compute else 0)
+            # Gradients of weights that stay unsharded are not found by `zero_grad`, and add up.
+            found.append([d.full_tensor() / (2 if keeps else 1) for d in gradients])
+            assert [call.args[7] is not None for call in operator.call_args_list] == [True, True] * keeps
     with pytest.raises(TypeError, match=r"^w_gate_up: expected a plain parameter, .* before it is sharded"):
         model[0].quantize("fp8_block")
     return found

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +18,20 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from training import COMPUTE, DIFFERENTIABLE, exactly, run
 
-from moe_kernels import MoE, QuantizedWeight, ScaledTensor, moe_mlp, quantize, quantize_once, quantize_weight
+from moe_kernels import (
+    MoE,
+    QuantizedWeight,
+    ScaledTensor,
+    ahead,
+    moe_mlp,
+    ops,
+    quantize,
+    quantize_once,
+    quantize_weight,
+)
 from moe_kernels.ahead import collect, layers_of
 
 T, H, I, E, TOP_K = 40, 160, 136, 4, 2  # noqa: E741
@@ -400,88 +416,111 @@ def gradients_of(call: Any, layer: MoE, tokens: list[Tensor]) -> list[Tensor]:
     return [*made, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
 
 
-@pytest.fixture
-def quantised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The arguments of all calls of `quantize_weight` by layers."""
-    called: list[Any] = []
-    monkeypatch.setattr("moe_kernels.nn.quantize_weight", lambda *args: called.append(args) or quantize_weight(*args))
-    return called
+def quantises(call: Callable[[], Any]) -> bool:
+    """Whether a call quantises weights, by what it passes to the operator, or gives it fp8 data."""
+    with mock.patch("moe_kernels.experts.ops.quantized_moe_mlp", side_effect=ops.quantized_moe_mlp) as operator:
+        call()
+    assert operator.call_count == 1
+    return operator.call_args.args[7] is None
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
-def test_weights_are_quantised_once(compute: str, quantised: list[Any]) -> None:
-    """Within the context, unless they change; results and gradients have the same bits as outside."""
+def test_weights_are_quantised_once(compute: str) -> None:
+    """Results and gradients have the same bits within the context, which weights do not outlive."""
     layer = MoE(H, I, E, TOP_K, renormalize=True, compute=compute)
-    model, tokens = torch.nn.Sequential(torch.nn.Identity(), layer), [torch.randn(T, H) for _ in range(3)]
-    right = gradients_of(model, layer, tokens)
-    assert not quantised
+    other = MoE(H, I, E, TOP_K, renormalize=True).quantize("fp8_block")
+    model, tokens = torch.nn.ModuleList([other, torch.nn.Sequential(layer)]), [torch.randn(T, H) for _ in range(3)]
+    right = gradients_of(layer, layer, tokens)
+    assert quantises(lambda: layer(tokens[0]))
     with quantize_once(model):
-        for made, expected in zip(gradients_of(model, layer, tokens), right, strict=True):
+        for made, expected in zip(gradients_of(layer, layer, tokens), right, strict=True):
             assert torch.equal(made, expected)
-        assert len(quantised) == 2
+        kept = weakref.ref(layer._kept.weights[0].forward.data)
+        assert not quantises(lambda: layer(tokens[0]))
         with quantize_once(layer):
-            layer(tokens[0])
-            assert len(quantised) == 4
-        layer(tokens[0])
-        assert len(quantised) == 4
-        copy.deepcopy(layer)(tokens[0])
-        assert len(quantised) == 4
-        layer.compute = next(other for other in COMPUTE if other != compute)
-        layer(tokens[0])
-        assert len(quantised) == 6
+            assert not quantises(lambda: layer(tokens[0]))
+        assert not quantises(lambda: layer(tokens[0]))
+        assert quantises(lambda: copy.deepcopy(layer)(tokens[0]))
+        assert quantises(lambda: pickle.loads(pickle.dumps(layer))(tokens[0]))
+        layer.compute = next(name for name in COMPUTE if name != compute)
+        assert quantises(lambda: layer(tokens[0]))
         layer.compute = None
         layer(tokens[0])
-    layer.compute = compute
+        layer.compute = compute
+        assert not quantises(lambda: layer(tokens[0]))
+    assert quantises(lambda: layer(tokens[0]))
     with pytest.raises(KeyError), quantize_once(model):
         raise KeyError
-    layer(tokens[0])
-    assert len(quantised) == 6
-    for module in (None, [layer]):
-        with pytest.raises(TypeError, match=r"^module: expected an nn\.Module, got"), quantize_once(module):
-            pass
+    assert quantises(lambda: layer(tokens[0]))
+    gc.collect()
+    assert kept() is None
 
 
-def test_changed_weights_are_quantised_again(quantised: list[Any]) -> None:
+def test_contexts_that_end_in_any_order() -> None:
+    layer, x = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block"), torch.randn(T, H)
+    contexts = [quantize_once(layer) for _ in range(2)]
+    for context in contexts:
+        context.__enter__()
+    assert not quantises(lambda: layer(x))
+    for context in contexts:
+        context.__exit__(None, None, None)
+        assert quantises(lambda: layer(x))
+
+
+def test_changed_weights_are_quantised_again() -> None:
     """In place, and replaced, also by tensors that may get the id of the one before."""
     layer, x = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block"), torch.randn(T, H)
 
-    def assert_as_outside(weight: Tensor | None) -> None:
+    def assert_as_outside(weight: Tensor | None = None) -> None:
         given = {} if weight is None else {"w_down": weight}
-        count = len(quantised)
-        made = torch.func.functional_call(layer, given, (x,))
-        assert len(quantised) == count + 2
+        made = torch.func.functional_call(layer, given, (x.to(layer.w_down.dtype),))
         outside = copy.deepcopy(layer)
-        assert torch.equal(made, torch.func.functional_call(outside, given, (x,)))
+        assert torch.equal(made, torch.func.functional_call(outside, given, (x.to(layer.w_down.dtype),)))
 
-    with quantize_once(layer), torch.no_grad():
-        assert_as_outside(None)
-        layer.w_down.mul_(2)
-        assert_as_outside(None)
+    def load() -> None:
         layer.load_state_dict({name: y.detach() + 1 for name, y in layer.state_dict().items()}, assign=True)
-        assert_as_outside(None)
-        for i in range(20):
-            del layer.w_down
-            layer.w_down = torch.nn.Parameter(torch.randn(E, H, I) * (i + 1))
-            assert_as_outside(None)
-            assert_as_outside(torch.randn(E, H, I) * (i + 1))
+
+    changes: list[Callable[[], Any]] = [
+        lambda: layer.w_down.mul_(2),
+        lambda: layer.w_gate_up.add_(1),
+        load,
+        lambda: setattr(layer.w_down, "data", torch.randn(E, H, I)),
+        lambda: layer.bfloat16(),
+        lambda: layer.float(),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            with quantize_once(layer):
+                assert not quantises(lambda: layer(x.to(layer.w_down.dtype)))
+                assert_as_outside()
+                change()
+                assert_as_outside()
+        with quantize_once(layer):
+            for i in range(20):
+                assert_as_outside(torch.randn(E, H, I) * (i + 1))
+                del layer.w_down
+                layer.w_down = torch.nn.Parameter(torch.randn(E, H, I) * (i + 1))
+                assert_as_outside()
 
 
-def test_nothing_of_inference_mode_is_kept() -> None:
+def test_weights_are_quantised_once_in_inference_mode() -> None:
     layer, x = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_rowwise"), torch.randn(T, H)
     right = gradients_of(layer, layer, [x])
     with torch.inference_mode():
         other = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_rowwise")
-    with quantize_once(layer), quantize_once(other):
-        with torch.inference_mode():
-            assert torch.equal(layer(x), right[0])
-        with torch.no_grad():
-            assert torch.equal(other(x), other(x))
-        for made, expected in zip(gradients_of(layer, layer, [x]), right, strict=True):
-            assert torch.equal(made, expected)
+        context = quantize_once(torch.nn.ModuleList([layer, other]))
+        context.__enter__()
+        assert torch.equal(layer(x), right[0])
+    for made, expected in zip(gradients_of(layer, layer, [x]), right, strict=True):
+        assert torch.equal(made, expected)
+    with torch.no_grad():
+        assert torch.equal(other(x), other(x))
+        assert not quantises(lambda: other(x))
+    context.__exit__(None, None, None)
 
 
 def test_weights_are_quantised_once_in_compiled_code() -> None:
-    """Code is compiled for the first call and for the next ones, and not again in the next context."""
+    """Code is compiled once for all contexts; it quantises no weights, but those that are passed in their place."""
     torch._dynamo.reset()
     layer = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block")
     tokens = [torch.randn(T, H) for _ in range(3)]
@@ -494,26 +533,40 @@ def test_weights_are_quantised_once_in_compiled_code() -> None:
         with quantize_once(layer):
             for made, expected in zip(gradients_of(compiled, layer, tokens), right, strict=True):
                 assert torch.equal(made, expected)
-    calls = [str([node.target for node in graph.graph.nodes]) for graph in backend.graphs]
-    assert [text.count("moe_kernels.quantize_weight") for text in calls] == [2, 0]
+    assert len(backend.graphs) == 1
+    other = {"w_down": torch.randn(E, H, I)}
     with quantize_once(layer):
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         for made, expected in zip(gradients_of(compiled, layer, tokens), right, strict=True):
             assert torch.equal(made, expected)
+        with torch.no_grad():
+            made = torch.compile(torch.func.functional_call, backend="aot_eager")(layer, other, (tokens[0],))
+    assert torch.equal(made, torch.func.functional_call(layer, other, (tokens[0],)))
 
 
-def test_weights_are_quantised_once_with_checkpoints(quantised: list[Any]) -> None:
-    layer, tokens = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block"), [torch.randn(T, H) for _ in range(2)]
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_weights_are_quantised_once_with_checkpoints(compute: str) -> None:
+    """Of both kinds, selective, around compiled code, and in it."""
+    torch._dynamo.reset()
+    layer, tokens = MoE(H, I, E, TOP_K, renormalize=True, compute=compute), [torch.randn(T, H) for _ in range(2)]
     right = gradients_of(layer, layer, tokens)
-    for use_reentrant in (False, True):
+    compiled = torch.compile(layer, backend="aot_eager")
+    every = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda x: checkpoint(layer, x, use_reentrant=False),
+        lambda x: checkpoint(layer, x, use_reentrant=True),
+        lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=every),
+        lambda x: checkpoint(compiled, x, use_reentrant=False),
+        torch.compile(lambda x: checkpoint(layer, x, use_reentrant=False), fullgraph=True, backend="aot_eager"),
+    ]
+    for call in calls:
         with quantize_once(layer):
-            found = gradients_of(lambda x, mode=use_reentrant: checkpoint(layer, x, use_reentrant=mode), layer, tokens)
+            found = gradients_of(call, layer, tokens)
         for made, expected in zip(found, right, strict=True):
             assert torch.equal(made, expected)
-    assert len(quantised) == 4
 
 
-def test_what_is_trained_under_transforms_is_not_kept() -> None:
+def test_weights_of_transforms_are_not_those_that_are_kept() -> None:
     layer = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_rowwise")
     hidden, parameters = torch.randn(T, H), {name: p.detach() for name, p in layer.named_parameters()}
 
@@ -524,7 +577,17 @@ def test_what_is_trained_under_transforms_is_not_kept() -> None:
     with quantize_once(layer):
         for name, x in torch.func.grad(loss)(parameters).items():
             assert torch.equal(x, right[name]), name
-        assert layer._kept == {}
+
+
+def test_quantize_once_refuses() -> None:
+    for module in (None, [MoE(H, I, E, TOP_K, renormalize=True)]):
+        with pytest.raises(TypeError, match=r"^module: expected an nn\.Module, got"), quantize_once(module):
+            pass
+    model = torch.nn.ModuleList(MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block") for _ in range(2))
+    model[1].double()
+    with pytest.raises(TypeError, match=r"^weight: expected bfloat16, float16 or float32"), quantize_once(model):
+        pass
+    assert quantises(lambda: model[0](torch.randn(T, H)))
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
@@ -621,9 +684,9 @@ def test_what_is_made_ahead() -> None:
     assert wanted.count("quantized_grouped_gemm") == 2
     assert wanted.count("quantized_moe_mlp") == 1
     assert "grouped_gemm_wgrad" not in wanted
-    with quantize_once(layer):
-        again = [one.operator for one in collect([call, call])]
-    assert sorted(again) == sorted([*wanted, "quantize_weight", "quantize_weight"])
+    both = [one.operator for one in collect([partial(ahead._run_module, layer, 64, True)])]
+    assert sorted(set(both)) == sorted({*wanted, "quantize_weight"})
+    assert both.count("quantized_moe_mlp") == both.count("quantize_weight") == 2
 
 
 GOOD = make(torch.bfloat16)
