@@ -214,7 +214,7 @@ class MoE(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         """Apply `fn` as in `nn.Module`, for `.to()` and similar, but keep the dtypes of fp8 weights and scales."""
-        self._kept = None  # fp8 weights of others
+        self._kept = None  # made from the tensors before
         apply: Any = super()._apply
         if self.format is None:
             apply(fn, recurse)

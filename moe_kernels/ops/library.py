@@ -219,6 +219,11 @@ def use_kernels(A: Tensor, *others: Tensor | None) -> bool:
     return all([x is None or x.dtype != torch.float64 for x in (A, *others)])
 
 
+def along_rows(operand: Tensor) -> Tensor:  # [..., R, K], contracted along K
+    """Return the operand with contiguous rows, which tensor cores need in fp8; copied if they are not."""
+    return operand if operand.stride(-1) == 1 else operand.contiguous()
+
+
 def check_rows(name: str, M: int) -> None:
     """Raise ValueError for more than MAX_ROWS rows, which is the most that kernels can count."""
     if M > MAX_ROWS:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import SPEC
-from moe_kernels.ops.library import check_rows, define, refusing, use_kernels
+from moe_kernels.ops.library import along_rows, check_rows, define, refusing, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.scaled import scales_shape
@@ -70,8 +70,8 @@ def _quantized_grouped_gemm(
     # Viewed here, because PyTorch 2.11 lacks this view under vmap.
     A, B = (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x for x in (A, B))
     M = (A if slot_to_row is None else slot_to_row).size(0)
-    if B.dtype == torch.float8_e4m3fn and B.stride(1) != 1:  # tensor cores need it contiguous along K
-        B = B.mT.contiguous().mT
+    if B.dtype == torch.float8_e4m3fn:
+        B = along_rows(B.mT).mT
     tensors = (A, scales_A, B, scales_B, group_offsets, slot_to_row, bias)
     if not use_kernels(A) or 0 in (M, *A.shape, *B.shape):
         return reference.quantized_grouped_gemm(*tensors, rowwise, out_dtype)

@@ -18,7 +18,7 @@ from moe_kernels.ops.layer import (
     weight_gradient,
     weights_of_rows,
 )
-from moe_kernels.ops.library import define, free_saved, needs, use_kernels
+from moe_kernels.ops.library import along_rows, define, free_saved, needs, use_kernels
 from moe_kernels.ops.moves import combine_rows, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient
 from moe_kernels.ops.quantized import (
@@ -62,11 +62,8 @@ def _quantized_moe_mlp(
     because autograd and vmap refuse fp8.
     """
     slots = (topk_ids, topk_weights)
-    # Tensor cores need fp8 operands that are contiguous along the contraction.
-    first, second = (
-        (w, None) if data is None else (data if data.stride(2) == 1 else data.contiguous(), scales)
-        for w, data, scales in ((w_gate_up, data_in, scales_in), (w_down, data_out, scales_out))
-    )
+    first = (w_gate_up, None) if data_in is None else (along_rows(data_in), scales_in)
+    second = (w_down, None) if data_out is None else (along_rows(data_out), scales_out)
     if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_gate_up.shape, *w_down.shape):
         routing = reference.route(*slots, w_gate_up.size(0))[:3]
         group_offsets, _, slot_to_row = routing
@@ -102,10 +99,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     _, preact, *weights = output[:-3]
     routing = output[-3:]
     ctx.mark_non_differentiable(*output[1:])
-    if data_in is None and ctx.save:
-        backward_in, backward_scales_in, backward_out, backward_scales_out = weights
-    elif data_in is not None:
+    if data_in is not None:
         backward_scales_in, backward_scales_out = backward_scales_in.mT, backward_scales_out.mT
+    elif ctx.save:
+        backward_in, backward_scales_in, backward_out, backward_scales_out = weights
     # Only the gradient of hidden states multiplies by w_gate_up, in fp8.
     by_in = needs(ctx, 0, backward_in), needs(ctx, 0, backward_scales_in)
     again = (preact, None, None) if ctx.save else (None, data_in, scales_in)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference
-from moe_kernels.ops.library import check_rows, define, refusing, use_kernels
+from moe_kernels.ops.library import along_rows, check_rows, define, refusing, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.torch_internals import PLAIN
@@ -50,11 +50,7 @@ def _scaled_grouped_gemm(
         operands = ScaledTensor(A, scales_A, formats[0]), ScaledTensor(B, scales_B, formats[1])
         return reference.scaled_grouped_gemm(*operands, group_offsets, bias, out_dtype=out_dtype)
     check_rows("A", A.size(0))
-    # Tensor cores need fp8 operands that are contiguous along K.
-    if A.stride(1) != 1:
-        A = A.contiguous()
-    if B.stride(-2) != 1:
-        B = B.mT.contiguous().mT
+    A, B = along_rows(A), along_rows(B.mT).mT
     scales_A = flattened(scales_A, A)
     return cache.call(
         SCALED_GROUPED_GEMM, (A, scales_A, B, scales_B, group_offsets, bias), (out_dtype, variant, fast_accumulation)

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import SPEC, layer_operator, run_layer
-from moe_kernels.ops.library import define, refusing, use_kernels
+from moe_kernels.ops.library import along_rows, define, refusing, use_kernels
 from moe_kernels.ops.scaled import NO_GRADIENTS
 from moe_kernels.scaled import ScaledTensor
 
@@ -39,9 +39,7 @@ def _scaled_moe_mlp(
         weights = ScaledTensor(w_gate_up, scales_gate_up, format), ScaledTensor(w_down, scales_down, format)
         named: dict[str, Any] = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, **GLUSpec(*spec)._asdict()}
         return reference.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, **named)
-    # Tensor cores need fp8 operands that are contiguous along the contraction.
-    w_gate_up, w_down = (w if w.stride(2) == 1 else w.contiguous() for w in (w_gate_up, w_down))
-    parameters = (w_gate_up, scales_gate_up, w_down, scales_down, gate_up_bias, down_bias)
+    parameters = (along_rows(w_gate_up), scales_gate_up, along_rows(w_down), scales_down, gate_up_bias, down_bias)
     options = (rowwise, fast_accumulation, GLUSpec(*spec))
     return run_layer(SCALED_MOE_MLP, (hidden, topk_ids, topk_weights), parameters, options)[0]
 
