@@ -17,10 +17,11 @@ import signal
 import stat
 import sys
 import sysconfig
+import threading
 import tokenize
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -1238,16 +1239,20 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return Compiler(monkeypatch)
 
 
-def build(folder: Path, text: str = "int launch;") -> bytes:
-    """Build a launcher as Triton does if its own cache does not have it."""
+def request(folder: Path, text: str) -> bytes:
+    """Request a launcher as Triton does if its own cache does not have it."""
     from triton import knobs
 
     folder.mkdir()
     (folder / "main.c").write_text(text)
-    with launch.libraries():
-        path = knobs.build.impl("launcher", str(folder / "main.c"), str(folder), [], [], [])
+    path = knobs.build.impl("launcher", str(folder / "main.c"), str(folder), [], [], [])
     assert Path(path).parent == folder
     return Path(path).read_bytes()
+
+
+def build(folder: Path, text: str = "int launch;") -> bytes:
+    with launch.libraries():
+        return request(folder, text)
 
 
 def test_launchers_are_kept(root: Path, tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1265,6 +1270,38 @@ def test_launchers_are_kept(root: Path, tmp_path: Path, compiler: Compiler, monk
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "cpython-399" if name == "SOABI" else real(name))
     build(tmp_path / "4")
     assert compiler.built[2:] == ["int launch;"]
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_missing_launchers_are_built_at_the_same_time(
+    root: Path, tmp_path: Path, compiler: Compiler, writable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the block's binaries. Without a folder to write to, they are kept until its end."""
+    from triton.backends.nvidia import driver
+
+    def binary(kind: str, extension: str = "cubin") -> store.Binary:
+        return store.Binary("key", (kind,), (), "{}", extension, b"code")
+
+    def make_launcher(constants: dict[Any, Any], signature: dict[str, str], descriptors: Any) -> str:
+        return f"launch {signature['a0']};"
+
+    def build(name: str, src: str, *rest: Any) -> str:
+        together.wait()  # an error, unless another two are built meanwhile
+        return compiler.build(name, src, *rest)
+
+    together = threading.Barrier(3, timeout=10)
+    monkeypatch.setattr(driver, "make_launcher", make_launcher, raising=False)
+    monkeypatch.setattr("triton.runtime.build._build", build)
+    store.write_library(launch._key("launch i8;"), b"\x7fELF launch i8;")
+    if not writable:
+        fail(monkeypatch, "link", errno.EROFS)
+        fail(monkeypatch, "replace", errno.EROFS)
+    binaries = [binary("i64"), binary("i32"), binary("i32"), binary("i8"), binary("i1", "hsaco")]
+    with nullcontext() if writable else one_warning("cannot be written to"), launch.libraries(binaries):
+        for i, text in enumerate(("driver;", "launch i32;", "launch i8;", "launch i64;")):
+            assert request(tmp_path / str(i), text) == b"\x7fELF " + text.encode()
+    assert sorted(compiler.built) == ["driver;", "launch i32;", "launch i64;"]
+    assert store.contents(root)["libraries"][0] == (4 if writable else 1)
 
 
 @pytest.mark.parametrize("missing", ["_build", "knobs.build", "knobs.cache"])
@@ -1345,19 +1382,9 @@ def test_launchers_without_a_compiler(tmp_path: Path, compiler: Compiler, monkey
 
 def test_building_ahead_leaves_triton_as_it_was(tmp_path: Path, compiler: Compiler) -> None:
     from triton import knobs
-    from triton.backends import nvidia
 
-    class Nvidia:
-        include_dirs: tuple[str, ...] = ()
-        libraries: tuple[str, ...] = ()
-
-        @staticmethod
-        def library_dirs() -> list[str]:
-            return []
-
-    assert nvidia
-    launch._build_into_store("int launch;", Nvidia)
-    launch._build_into_store("int launch;", Nvidia)
+    for _ in range(2):
+        launch._build(launch._missing({"int launch;"}), [], [], [])
     assert compiler.built == ["int launch;"]
     assert knobs.build.impl is None
     assert build(tmp_path / "1") == b"\x7fELF int launch;"

@@ -195,8 +195,9 @@ def _load(
 
     def load(made: Mapping[str, store.Binary], sources: Mapping[str, Any]) -> None:
         plans.binaries.update(made)
-        for name, binary in made.items():
-            if (name, device) not in plans.launchers:
+        new = {name: binary for name, binary in made.items() if (name, device) not in plans.launchers}
+        with launch.libraries(new.values()):
+            for name, binary in new.items():
                 plans.launchers[name, device] = launch.launcher(_kernel(binary, sources.get(name), gpu))
 
     plan, _ = plan_of(operator, inputs, options, text, gpu, load)

@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ import torch
 
 from moe_kernels import requirements
 from moe_kernels.runtime import store
+from moe_kernels.runtime.attributes import replaced
 from moe_kernels.runtime.plan import Constant, Descriptor, Launch, Pointer
 
 _MOST_ENCODED = 1024  # cached TMA descriptors, of 128 bytes each, per descriptor of a launch
@@ -193,8 +195,7 @@ def launcher(kernel: Any) -> Launcher:
         triton.OutOfResources: the kernel needs more than this GPU has.
         RuntimeError: there is no C compiler, and no library that was built before.
     """
-    with libraries():
-        kernel.run  # noqa: B018  (loads the kernel, and its launcher)
+    kernel.run  # noqa: B018  (loads the kernel, and its launcher)
     try:
         return DirectLauncher(kernel)
     except UNEXPECTED:
@@ -226,11 +227,12 @@ def compiled_kernel(record: store.Binary) -> Any:
 
 
 @contextmanager
-def libraries() -> Iterator[None]:
+def libraries(records: Collection[store.Binary] = ()) -> Iterator[None]:
     """Within the block, Triton's C libraries, a launcher for each signature, come from the store if it has them.
 
     Triton requests only those that are not in its own cache. It loads that cache's files unchecked, so a new folder
     replaces a cache that others may write to, or the user may not. Libraries that are built are added to the store.
+    With the first, the missing launchers of `records` are built, all at the same time.
     """
     try:
         from triton import knobs
@@ -243,7 +245,7 @@ def libraries() -> Iterator[None]:
     with scope:
         if not store.is_private(knobs.cache.dir):
             knobs.cache.dir = _own_folder().name
-        knobs.build.impl = _library
+        knobs.build.impl = functools.partial(_library, records, {})
         try:
             yield
         finally:
@@ -273,32 +275,78 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="moe_kernels")
 
 
-def _library(name: str, src: str, srcdir: str, library_dirs: Any, include_dirs: Any, libraries: Any) -> str:
-    """Triton's build hook: return the path of the library of the C file `src`."""
-    from triton import knobs
-    from triton.runtime.build import _build
+def _library(
+    records: Collection[store.Binary],
+    built: dict[str, bytes],
+    name: str,
+    src: str,
+    srcdir: str,
+    library_dirs: Any,
+    include_dirs: Any,
+    libraries: Any,
+) -> str:
+    """Triton's build hook: return the path of the library of the C file `src`. `built` is what earlier calls built."""
+    source = Path(src).read_text()
+    content = built.get(_key(source)) or store.read_library(_key(source))
+    if content is None:
+        try:
+            others = set() if built else _sources(records)
+        except UNEXPECTED:
+            others = set()
+        built |= _build({source} | _missing(others), library_dirs, include_dirs, libraries)
+        content = built[_key(source)]
+    path = os.path.join(srcdir, f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    Path(path).write_bytes(content)
+    return path
 
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    key = hashlib.sha256(Path(src).read_bytes()).hexdigest()
-    path = os.path.join(srcdir, f"{name}{suffix}")
-    if (content := store.read_library(key)) is not None:
-        Path(path).write_bytes(content)
-        return path
-    if os.environ.get("CC") is None and not (shutil.which("gcc") or shutil.which("clang")):
+
+def _key(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def _sources(records: Collection[store.Binary]) -> set[str]:
+    """Return the C files of the launchers of `records`. From Triton 3.7 on, one launcher serves all kernels."""
+    from triton.backends.nvidia import driver as nvidia
+
+    if not hasattr(nvidia, "make_launcher"):
+        return set()
+    sources = set()
+    for record in records:
+        if record.extension == "cubin":
+            signature = {f"a{i}": kind for i, kind in enumerate(record.signature)}
+            sources.add(nvidia.make_launcher({(i,): None for i in record.constants}, signature, record.descriptors))
+    return sources
+
+
+def _missing(sources: set[str]) -> set[str]:
+    return {source for source in sources if store.read_library(_key(source)) is None}
+
+
+def _build(sources: Collection[str], *options: Any) -> dict[str, bytes]:
+    """Build C files with Triton's options, all at the same time; store the libraries, and return them by key."""
+    from triton import knobs
+    from triton.runtime import build
+
+    if sources and os.environ.get("CC") is None and not (shutil.which("gcc") or shutil.which("clang")):
         raise RuntimeError(
             "moe_kernels: Triton needs a C compiler to build a launcher, and found none. Install one (apt install gcc) "
             "or make launchers elsewhere: python -m moe_kernels compile --help"
         )
-    ours, knobs.build.impl = knobs.build.impl, None
-    try:
-        built: str = _build(name, src, srcdir, library_dirs, include_dirs, libraries, [])
-    finally:
-        knobs.build.impl = ours
-    store.write_library(key, Path(built).read_bytes())
+
+    def library(source: str) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "library.c")
+            Path(path).write_text(source)
+            return Path(build._build("library", path, folder, *options, [])).read_bytes()
+
+    with replaced(knobs.build, impl=None), ThreadPoolExecutor() as pool:
+        built = dict(zip(map(_key, sources), pool.map(library, sources), strict=True))
+    for key, content in built.items():
+        store.write_library(key, content)
     return built
 
 
-def build_libraries(records: list[store.Binary]) -> int:
+def build_libraries(records: Collection[store.Binary]) -> int:
     """Build the launchers of `records` and Triton's driver library into the store, without a GPU. Return their number.
 
     They are linked against a stub of libcuda, so no driver is needed: names are bound when a library is loaded.
@@ -312,7 +360,7 @@ def build_libraries(records: list[store.Binary]) -> int:
         raise requirements.lacks("triton", f"launcher that can be built ahead ({error})") from error
 
 
-def _build_libraries(records: list[store.Binary]) -> int:
+def _build_libraries(records: Collection[store.Binary]) -> int:
     from triton import knobs
     from triton.backends.nvidia import driver as nvidia
 
@@ -322,14 +370,8 @@ def _build_libraries(records: list[store.Binary]) -> int:
         nvidia.libcuda_dirs.cache_clear()
         nvidia.library_dirs.cache_clear()
         try:
-            sources = {Path(nvidia.dirname, "driver.c").read_text()}
-            if hasattr(nvidia, "make_launcher"):
-                for record in records:
-                    signature = {f"a{i}": kind for i, kind in enumerate(record.signature)}
-                    constants = {(i,): None for i in record.constants}
-                    sources.add(nvidia.make_launcher(constants, signature, record.descriptors))
-            for source in sources:
-                _build_into_store(source, nvidia)
+            sources = {Path(nvidia.dirname, "driver.c").read_text()} | _sources(records)
+            _build(_missing(sources), nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries)
             return len(sources)
         finally:
             nvidia.libcuda_dirs.cache_clear()
@@ -343,11 +385,3 @@ def _build_stub(folder: str) -> None:
     source, stub = os.path.join(folder, "stub.c"), os.path.join(folder, "libcuda.so.1")
     Path(source).write_text("")
     subprocess.run([compiler, "-shared", "-Wl,-soname,libcuda.so.1", source, "-o", stub], check=True)
-
-
-def _build_into_store(source: str, nvidia: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "main.c")
-        Path(path).write_text(source)
-        if store.read_library(hashlib.sha256(source.encode()).hexdigest()) is None:
-            _library("library", path, folder, nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries)

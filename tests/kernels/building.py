@@ -53,7 +53,8 @@ def function(
         launchers = {name: InterpreterLauncher(one.function) for name, one in specialized.items()}
     else:
         binaries = {name: compiler.binary(one, gpu) for name, one in specialized.items()}
-        launchers = {name: launch.launcher(launch.compiled_kernel(one)) for name, one in binaries.items()}
+        with launch.libraries(binaries.values()):
+            launchers = {name: launch.launcher(launch.compiled_kernel(one)) for name, one in binaries.items()}
     return emit(plan, launchers, device)
 
 
