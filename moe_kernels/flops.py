@@ -65,37 +65,20 @@ def _first_half(rows: _Shape, group_offsets: _Shape, w_in: _Shape, w_up: _Shape 
 
 
 @register_flop_formula([_OPERATORS.moe_mlp, _OPERATORS.moe_layer])
-def _layer(
-    hidden: _Shape,
-    topk_ids: _Shape,
-    topk_weights: _Shape,
-    w_gate_up: _Shape,
-    w_down: _Shape,
-    w_up: _Shape | None,
-    *_: Any,
-    **__: Any,
-) -> int:
+def _layer(hidden: _Shape, topk_ids: _Shape, topk_weights: _Shape, *others: Any, **__: Any) -> int:
+    w_gate_up, w_down, w_up, *_ = others
     return _by_experts(prod(topk_ids), w_gate_up, w_down, w_up)
 
 
 @register_flop_formula(_OPERATORS.quantized_moe_mlp)
-def _quantized_layer(
-    hidden: _Shape, topk_ids: _Shape, topk_weights: _Shape, w_gate_up: _Shape, w_down: _Shape, *_: Any, **__: Any
-) -> int:
+def _quantized_layer(hidden: _Shape, topk_ids: _Shape, topk_weights: _Shape, *others: Any, **__: Any) -> int:
+    w_gate_up, w_down, *_ = others
     return _by_experts(prod(topk_ids), w_gate_up, w_down)
 
 
 @register_flop_formula(_OPERATORS.scaled_moe_mlp)
-def _scaled_layer(
-    hidden: _Shape,
-    topk_ids: _Shape,
-    topk_weights: _Shape,
-    w_gate_up: _Shape,
-    scales_gate_up: _Shape,
-    w_down: _Shape,
-    *_: Any,
-    **__: Any,
-) -> int:
+def _scaled_layer(hidden: _Shape, topk_ids: _Shape, topk_weights: _Shape, *others: Any, **__: Any) -> int:
+    w_gate_up, _, w_down, *_ = others
     return _by_experts(prod(topk_ids), w_gate_up, w_down)
 
 
