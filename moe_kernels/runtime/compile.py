@@ -153,12 +153,10 @@ def _type_of(x: Any) -> str:
 
 
 def binary(specialized: Specialization, gpu: Gpu, fewer_stages: bool = False) -> store.Binary:
-    """Return a binary from the store, or else compile and store it, if need be with `within_shared_memory`."""
+    """Return a binary from the store, or else compile it by `within_shared_memory` and store it."""
     if (known := store.read_binary(specialized.key)) is not None:
         return known
-    compiled = (within_shared_memory if fewer_stages else compiled_kernel)(specialized, gpu)
-    if compiled.metadata.shared > gpu.shared_memory:
-        raise _too_large(compiled, gpu)
+    compiled = within_shared_memory(specialized, gpu, fewer_stages)
     made = store.Binary(
         key=specialized.key,
         signature=specialized.signature,
@@ -170,27 +168,23 @@ def binary(specialized: Specialization, gpu: Gpu, fewer_stages: bool = False) ->
     return store.write_binary(made)
 
 
-def within_shared_memory(specialized: Specialization, gpu: Gpu) -> Any:
-    """Return a `compiled_kernel` with at most the given stages of loads, and as many as fit into the GPU's memory.
+def within_shared_memory(specialized: Specialization, gpu: Gpu, fewer_stages: bool = True) -> Any:
+    """Return a `compiled_kernel` with the given stages of loads or, with `fewer_stages`, as many of them as fit into
+    the GPU's memory.
 
     The same stages take more shared memory on some GPUs. On a B200, accumulators are in a memory of their own, and
     results pass through shared memory that the loads cannot use.
 
     Raises:
-        triton.OutOfResources: one stage needs more shared memory than a program can have.
+        triton.OutOfResources: it needs more shared memory than a program can have.
     """
     compiled = compiled_kernel(specialized, gpu)
     while compiled.metadata.shared > gpu.shared_memory:
-        if compiled.metadata.num_stages <= 1:
-            raise _too_large(compiled, gpu)
+        if not fewer_stages or compiled.metadata.num_stages <= 1:
+            raise triton.OutOfResources(compiled.metadata.shared, gpu.shared_memory, "shared memory")
         options = {**specialized.options, "num_stages": compiled.metadata.num_stages - 1}
         compiled = compiled_kernel(replace(specialized, options=options), gpu)
     return compiled
-
-
-def _too_large(compiled: Any, gpu: Gpu) -> Exception:
-    error: Exception = triton.OutOfResources(compiled.metadata.shared, gpu.shared_memory, "shared memory")
-    return error
 
 
 def compiled_kernel(specialized: Specialization, gpu: Gpu) -> Any:
@@ -224,7 +218,7 @@ class Compiling:
 
     def binaries(self, fewer_stages: bool) -> dict[str, store.Binary]:
         """Wait for all compilations that have begun, and return the binaries by key. With `fewer_stages`, what needs
-        too much shared memory is compiled `within_shared_memory`.
+        too much shared memory is compiled with fewer stages of loads.
         """
         made = {}
         try:
