@@ -333,16 +333,16 @@ def check_quantized_moe_mlp(
     fp8_wgrad: bool,
 ) -> None:
     """Check the arguments of `moe_mlp` with `compute`."""
-    check_compute(compute)
+    check_compute("compute", compute, optional=True)
     check_bools(fp8_wgrad=fp8_wgrad)
     _check_accumulation(fast_accumulation, FP8_COMPUTE[compute] == "rowwise")
-    for name in ("w_gate_up", "w_down"):
-        if isinstance(getattr(experts, name), ScaledTensor):
+    quantized = {"w_gate_up": experts.w_gate_up, "w_down": experts.w_down}
+    for name, value in quantized.items():
+        if isinstance(value, ScaledTensor):
             raise ValueError(
                 f"compute: expected None for weights in fp8, got {compute!r}; {name} is a ScaledTensor, and compute "
                 "quantises bfloat16, float16 or float32 weights"
             )
-    quantized = {name: getattr(experts, name) for name in ("w_gate_up", "w_down")}
     if any(isinstance(value, QuantizedWeight) for value in quantized.values()):
         for name, value in quantized.items():
             if not isinstance(value, QuantizedWeight):
@@ -400,16 +400,11 @@ def _check_one_layout(experts: Experts) -> None:
         )
 
 
-def check_fp8_compute(name: str, value: str) -> None:
-    """Check the name of a way to compute in fp8."""
-    if value not in tuple(FP8_COMPUTE):
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, FP8_COMPUTE))}, got {value!r}")
-
-
-def check_compute(compute: str | None) -> None:
-    """Check the name of the precision of a layer's products."""
-    if compute is not None and (not isinstance(compute, str) or compute not in FP8_COMPUTE):
-        raise ValueError(f"compute: expected None or one of {', '.join(map(repr, FP8_COMPUTE))}, got {compute!r}")
+def check_compute(name: str, value: str | None, optional: bool = False) -> None:
+    """Check the name of a way to compute in fp8; `optional` also allows None."""
+    if not (optional and value is None) and value not in tuple(FP8_COMPUTE):
+        one_of = f"{'None or ' if optional else ''}one of {', '.join(map(repr, FP8_COMPUTE))}"
+        raise ValueError(f"{name}: expected {one_of}, got {value!r}")
 
 
 def check_scaled_moe_mlp(
@@ -562,7 +557,7 @@ def check_quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: boo
 
 def check_quantize_weight(weight: Tensor, compute: str) -> None:  # [E, N, K]
     """Check the arguments of `quantize_weight`."""
-    check_fp8_compute("compute", compute)
+    check_compute("compute", compute)
     _check_tensor("weight", weight)
     check_kernel_dtype("weight", weight.dtype)
     if weight.dim() != 3:

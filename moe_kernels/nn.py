@@ -90,7 +90,7 @@ class MoE(nn.Module):
         checks.check_int("num_experts", num_experts, 1)
         checks.check_int("top_k", top_k, 1, num_experts)
         checks.check_spec(GLUSpec(activation, gated, False, alpha, limit))
-        checks.check_compute(compute)
+        checks.check_compute("compute", compute, optional=True)
         checks.check_bools(renormalize=renormalize, fp8_wgrad=fp8_wgrad, fast_accumulation=fast_accumulation)
         checks.check_parameter_dtype(dtype, in_fp8=compute is not None)
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
@@ -188,7 +188,7 @@ class MoE(nn.Module):
             TypeError: weights in float64, which layers in fp8 do not support, or sharded.
             RuntimeError: the layer is already quantised, or a weight is parametrised or pruned.
         """
-        checks.check_fp8_compute("format", format)
+        checks.check_compute("format", format)
         if self.format is not None:
             raise RuntimeError(f"this layer was quantised before, as {self.format!r}; quantise the original weights")
         for name in ("w_gate_up", "w_down"):  # both first, so that no layer is left with one of them in fp8
