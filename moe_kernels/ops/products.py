@@ -93,7 +93,7 @@ def _wgrad(
     return out[0] if shared else out
 
 
-def _wgrad_fake(
+def wgrad_fake(
     A_packed: Tensor, d_out: Tensor, group_offsets: Tensor, shared: bool, transposed: bool, out_dtype: torch.dtype
 ) -> Tensor:
     groups = () if shared else (group_offsets.size(0) - 1,)
@@ -132,7 +132,7 @@ grouped_gemm_wgrad = define(
     "grouped_gemm_wgrad(Tensor A_packed, Tensor d_out, Tensor group_offsets, bool shared, bool transposed,"
     " ScalarType out_dtype) -> Tensor",
     _wgrad,
-    _wgrad_fake,
+    wgrad_fake,
     _wgrad_setup,
     _wgrad_backward,
 )

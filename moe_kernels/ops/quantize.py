@@ -51,11 +51,10 @@ def _quantize_weight(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
 
 
 def _quantize_weight_fake(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
-    made: list[Tensor] = []
-    for x in (weight, weight.mT):
-        shape = scales_shape(x.shape, "rowwise" if rowwise else "128x128")
-        made += x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.float32)
-    return *made[:3], made[3] if rowwise else weight.new_empty(0, dtype=torch.float32)
+    format = "rowwise" if rowwise else "128x128"
+    made = (_quantize_fake(w, format, torch.float8_e4m3fn, False) for w in (weight, weight.mT))
+    (data, scales), (backward, backward_scales) = made
+    return data, scales, backward, backward_scales if rowwise else scales.new_empty(0)
 
 
 quantize_weight = define(

@@ -12,6 +12,7 @@ from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import SPEC
 from moe_kernels.ops.library import along_rows, check_rows, define, refusing, use_kernels
+from moe_kernels.ops.products import wgrad_fake
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.scaled import scales_shape
@@ -106,10 +107,7 @@ def _quantized_wgrad(
 
 def _quantized_wgrad_fake(X: Tensor, Y: Tensor, group_offsets: Tensor, *others: Any) -> Tensor:
     _, _, transposed, out_dtype = others
-    G, P, Q = group_offsets.size(0) - 1, X.size(1), Y.size(1)
-    if transposed:
-        return X.new_empty((G, Q, P), dtype=out_dtype).mT
-    return X.new_empty((G, P, Q), dtype=out_dtype)
+    return wgrad_fake(X, Y, group_offsets, False, transposed, out_dtype)
 
 
 def _quantized_activate_backward(
