@@ -20,7 +20,7 @@ import torch
 
 from moe_kernels import requirements
 from moe_kernels.ahead import LayerShape, compile_ahead, output, requests
-from moe_kernels.models import MODELS, NOT_SWIGLU, positive
+from moe_kernels.models import MODELS, NOT_SWIGLU, positive, shape
 from moe_kernels.runtime import store, targets
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import MAX_ROWS
@@ -95,13 +95,10 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 def layer(text: str) -> LayerShape:
     """Parse the sizes in "H,I,E,TOP_K", for argparse."""
-    try:
-        H, width, E, top_k = (int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected H,I,E,TOP_K, got {text!r}") from None
-    if min(H, width, E, top_k) < 1 or top_k > E:
-        raise argparse.ArgumentTypeError(f"expected positive numbers, top_k at most E, got {text!r}")
-    return LayerShape(H, width, E, top_k)
+    sizes = LayerShape(*shape(text, "H,I,E,TOP_K"))
+    if sizes.top_k > sizes.num_experts:
+        raise argparse.ArgumentTypeError(f"expected top_k of at most E, got {text!r}")
+    return sizes
 
 
 def token_range(text: str) -> range:

@@ -30,13 +30,13 @@ def gemms(H: int, width: int) -> dict[str, tuple[int, int]]:
     return {"up": (2 * width, H), "down": (H, width)}
 
 
-def shape(text: str) -> tuple[int, int, int, int]:
-    """Parse "G,M,N,K", for argparse."""
+def shape(text: str, form: str = "G,M,N,K") -> tuple[int, int, int, int]:
+    """Parse four numbers as in `form`, for argparse."""
     numbers = [positive(number) for number in text.split(",")]
     if len(numbers) != 4:
-        raise argparse.ArgumentTypeError(f"expected G,M,N,K, got {text!r}")
-    G, M, N, K = numbers
-    return G, M, N, K
+        raise argparse.ArgumentTypeError(f"expected {form}, got {text!r}")
+    first, second, third, fourth = numbers
+    return first, second, third, fourth
 
 
 def positive(text: str) -> int:
