@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_kernels import checks, ops
 from moe_kernels.glu import GLUSpec, columns
 from moe_kernels.ops.layer import MOE_MLP
-from moe_kernels.ops.scaled_layer import SCALED_MOE_MLP
+from moe_kernels.ops.scaled import SCALED_MOE_MLP
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.torch_internals import autocast, differentiated, transformed
 from moe_kernels.scaled import QuantizedWeight, ScaledTensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from typing import Any
@@ -19,6 +18,7 @@ from moe_kernels import (
     reference,
     scaled_grouped_mm,
 )
+from moe_kernels.ops import scaled as operators
 from moe_kernels.ops.scaled import flattened
 from moe_kernels.runtime import cache, targets
 from moe_kernels.testing import assert_scaled_grouped_gemm_close, assert_within_budget
@@ -222,8 +222,7 @@ def test_gpus_without_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, ids, weights = torch.randn(M, 32), torch.zeros(M, 1, dtype=torch.int32), torch.ones(M, 1)
     experts = quantize(torch.randn(4, 32, 32), "128x128"), quantize(torch.randn(4, 32, 16), "128x128")
     recipes = A.data, B.data, A.scales[:, 0], RECIPES.RowWise, B.scales[:, 0], RECIPES.RowWise
-    for module in ("quantize", "scaled", "scaled_layer"):
-        monkeypatch.setattr(importlib.import_module(f"moe_kernels.ops.{module}"), "use_kernels", lambda *_: True)
+    monkeypatch.setattr(operators, "use_kernels", lambda *_: True)
     monkeypatch.setattr(cache, "plans", cache.PlanCache())
     monkeypatch.setattr(cache.plans, "reads_store", False)
     monkeypatch.setattr(targets, "of_device", lambda kind, index: targets.KNOWN[name])

@@ -1,4 +1,4 @@
-"""scaled_grouped_gemm and scaled_wgrad."""
+"""Operators of fp8 data with scales: quantize, quantize_weight, scaled_grouped_gemm, scaled_wgrad, scaled_moe_mlp."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference
+from moe_kernels.glu import GLUSpec
+from moe_kernels.ops.layer import SPEC, layer_operator, run_layer
 from moe_kernels.ops.library import along_rows, check_rows, define, refusing, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.runtime.symbolic import lies_transposed
 from moe_kernels.runtime.torch_internals import PLAIN
-from moe_kernels.scaled import ScaledTensor
+from moe_kernels.scaled import ScaledTensor, scales_shape
 
 # Of programs that were traced without gradients; the checks of the public functions refuse other calls.
 NO_GRADIENTS = "{} has no gradients: run this program under torch.no_grad(), or trace one with bfloat16 operands"
+_PLANNER = "moe_kernels.kernels.quantize"
+# For weights: their number of rows is constant, so loads along the rows of a transposed layout can be wide.
+QUANTIZE_CONSTANT_ROWS = Operator("quantize", _PLANNER, ("x",), (), lambda *_: Counts(0))
+QUANTIZE = Operator("quantize", _PLANNER, ("x",), ("x",), lambda tensors, _: Counts(tensors[0].size(0)))
+QUANTIZE_WEIGHT = Operator("quantize_weight", _PLANNER, ("weight",), (), lambda *_: Counts(0))
 SCALED_GROUPED_GEMM = Operator(
     "scaled_grouped_gemm",
     planner="moe_kernels.kernels.scaled_gemm",
@@ -23,13 +31,60 @@ SCALED_GROUPED_GEMM = Operator(
     rows=("A", "scales_A"),
     counts=lambda tensors, _: Counts(tensors[0].size(0), groups=tensors[4].size(0) - 1),
 )
-
 SCALED_WGRAD = Operator(
     "scaled_wgrad",
     planner="moe_kernels.kernels.scaled_wgrad",
     inputs=("X", "scales_X", "Y", "scales_Y", "group_offsets"),
     rows=("X", "Y"),
     counts=lambda tensors, options: Counts(tensors[0].size(0), (tensors[2].size(0),)),
+)
+SCALED_MOE_MLP = layer_operator(
+    "scaled_moe_mlp", "w_gate_up", "scales_gate_up", "w_down", "scales_down", "gate_up_bias", "down_bias"
+)
+
+
+def _quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    if not use_kernels(x) or x.numel() == 0:
+        data, scales, _ = reference.quantize(x, format, dtype=dtype, power_of_two=power_of_two)
+        return data, scales
+    check_rows("x", x.size(-2))
+    operator = QUANTIZE_CONSTANT_ROWS if x.dim() == 3 or lies_transposed(x) else QUANTIZE
+    data, scales = cache.call(operator, (x,), (format, dtype, power_of_two))
+    if format == "1x128":
+        *groups, R, parts = scales_shape(x.shape, format)
+        scales = scales.view(*groups, parts, R).mT
+    return data, scales
+
+
+def _quantize_fake(x: Tensor, format: str, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    *groups, rows, parts = scales_shape(x.shape, format)
+    shape = (*groups, parts, rows) if format == "1x128" else (*groups, rows, parts)
+    scales = x.new_empty(shape, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), scales.mT if format == "1x128" else scales
+
+
+quantize = define(
+    "quantize(Tensor x, str format, ScalarType dtype, bool power_of_two) -> (Tensor, Tensor)", _quantize, _quantize_fake
+)
+
+
+def _quantize_weight(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
+    if use_kernels(weight) and weight.numel() > 0:
+        return cache.call(QUANTIZE_WEIGHT, (weight,), (rowwise,))
+    return reference.quantize_weight(weight, rowwise)
+
+
+def _quantize_weight_fake(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
+    format = "rowwise" if rowwise else "128x128"
+    made = (_quantize_fake(w, format, torch.float8_e4m3fn, False) for w in (weight, weight.mT))
+    (data, scales), (backward, backward_scales) = made
+    return data, scales, backward, backward_scales if rowwise else scales.new_empty(0)
+
+
+quantize_weight = define(
+    "quantize_weight(Tensor weight, bool rowwise) -> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize_weight,
+    _quantize_weight_fake,
 )
 
 
@@ -118,4 +173,39 @@ scaled_wgrad = define(
     _scaled_wgrad,
     _scaled_wgrad_fake,
     *refusing(NO_GRADIENTS.format("scaled_grouped_mm")),
+)
+
+
+def _scaled_moe_mlp(
+    hidden: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, top_k]
+    topk_weights: Tensor,  # [T, top_k]
+    w_gate_up: Tensor,  # [E, 2I, H] or [E, I, H]
+    scales_gate_up: Tensor,  # [E, 2I, 1], or [E, cdiv(2I, 128), cdiv(H, 128)] unless `rowwise`
+    w_down: Tensor,  # [E, H, I]
+    scales_down: Tensor,  # [E, H, 1] or [E, cdiv(H, 128), cdiv(I, 128)]
+    gate_up_bias: Tensor | None,  # [E, 2I] or [E, I]
+    down_bias: Tensor | None,  # [E, H]
+    rowwise: bool,
+    fast_accumulation: bool,
+    *spec: Any,
+) -> Tensor:  # [T, H]
+    empty = 0 in (*topk_ids.shape, *w_gate_up.shape, *w_down.shape)
+    if empty or not use_kernels(hidden):
+        format = "rowwise" if rowwise else "128x128"
+        weights = ScaledTensor(w_gate_up, scales_gate_up, format), ScaledTensor(w_down, scales_down, format)
+        named: dict[str, Any] = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, **GLUSpec(*spec)._asdict()}
+        return reference.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, **named)
+    parameters = (along_rows(w_gate_up), scales_gate_up, along_rows(w_down), scales_down, gate_up_bias, down_bias)
+    options = (rowwise, fast_accumulation, GLUSpec(*spec))
+    return run_layer(SCALED_MOE_MLP, (hidden, topk_ids, topk_weights), parameters, options)[0]
+
+
+scaled_moe_mlp = define(
+    "scaled_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor scales_gate_up,"
+    " Tensor w_down, Tensor scales_down, Tensor? gate_up_bias, Tensor? down_bias, bool rowwise,"
+    f" bool fast_accumulation, {SPEC}) -> Tensor",
+    _scaled_moe_mlp,
+    lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
+    *refusing(NO_GRADIENTS.format("moe_mlp with fp8 weights")),
 )

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import FP8_STACK, HELION_1_5_0, empty, lowered, requests
 
 from moe_kernels.glu import GLUSpec
-from moe_kernels.ops.scaled_layer import SCALED_MOE_MLP
+from moe_kernels.ops.scaled import SCALED_MOE_MLP
 from moe_kernels.runtime.plan import Request
 from moe_kernels.scaled import scales_shape
 
