@@ -83,8 +83,7 @@ def check_scaled_grouped_gemm(
     by_rows = B.scales.shape == (*groups, K, 1)
     hint = "; for [.., K, N] pass quantize(B.mT, 'rowwise').mT" if rowwise and by_rows else ""
     _check_shape("B.scales", B.scales, f"[{'G, ' if groups else ''}{right}]", (*groups, blocks, columns), hint)
-    if bias is not None:
-        _check_shape("bias", bias, "[G, N]", (group_offsets.shape[0] - 1, N))
+    _check_shape("bias", bias, "[G, N]", (group_offsets.shape[0] - 1, N))
     return _check_scaled_result((data, A_packed.scales, weight, B.scales), bias, out_dtype, "out_dtype")
 
 
@@ -234,8 +233,7 @@ def check_gating(
         return f"; {top_groups} of {num_groups} groups have {most} of {E} experts" if num_groups > 1 else ""
 
     check_int("top_k", top_k, 1, most, hint)
-    if bias is not None:
-        _check_shape("bias", bias, "[E]", (E,))
+    _check_shape("bias", bias, "[E]", (E,))
 
 
 def check_layer(hidden: Tensor, router: Tensor) -> None:
@@ -479,8 +477,7 @@ def _check_routed(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert
     elif not spec.gated and W % 2 == 0 and fits(W // 2):
         hint = "; if w_gate_up holds gate and up, pass gated=True"
     _check_shape("w_down", w_down, form, down, hint)
-    if down_bias is not None:
-        _check_shape("down_bias", down_bias, "[E, H]", (E, H))
+    _check_shape("down_bias", down_bias, "[E, H]", (E, H))
 
 
 def _check_first_floats(name: str, inputs: Tensor, experts: Experts, reference: bool) -> None:
@@ -520,10 +517,8 @@ def _check_first_shapes(
         swapped = w_up.shape != w_gate_up.shape == getattr(w_down, "shape", None) and w_up.shape == w_gate_up.mT.shape
         hint = "; w_up and w_down seem swapped: Mixtral's w1, w3, w2 are gate, up, down" if swapped else ""
         _check_shape("w_up", w_up, shape, w_gate_up.shape, hint)
-    if gate_up_bias is not None:
-        _check_shape("gate_up_bias", gate_up_bias, f"[E, {width}]", (E, W))
-    if up_bias is not None:
-        _check_shape("up_bias", up_bias, "[E, I]", (E, W))
+    _check_shape("gate_up_bias", gate_up_bias, f"[E, {width}]", (E, W))
+    _check_shape("up_bias", up_bias, "[E, I]", (E, W))
 
 
 def check_spec(spec: GLUSpec, two_weights: bool = False, up_bias: bool = False) -> None:
@@ -977,8 +972,9 @@ def _check_rank(name: str, value: Tensor, forms: str, hint: str = "") -> None:
         raise ValueError(f"{name}: expected shape {forms}, got {list(value.shape)}{hint}")
 
 
-def _check_shape(name: str, value: Tensor, form: str, shape: Sequence[int], hint: str = "") -> None:
-    if value.shape != shape:
+def _check_shape(name: str, value: Tensor | None, form: str, shape: Sequence[int], hint: str = "") -> None:
+    """Check that `value`, if given, has this shape; `form` describes it in the error message."""
+    if value is not None and value.shape != shape:
         hint = hint or (f"; pass {name}.mT" if value.dim() == 3 and value.mT.shape == shape else "")
         raise ValueError(f"{name}: expected shape {form} = {list(shape)}, got {list(value.shape)}{hint}")
 
