@@ -24,7 +24,7 @@ from moe_kernels.experts import moe_mlp
 from moe_kernels.grouped_gemm import grouped_gemm
 from moe_kernels.models import MODELS
 from moe_kernels.nn import MoE, quantize_once
-from moe_kernels.ops import batched, layer, moves, products, quantized, quantized_layer, scaled
+from moe_kernels.ops import batched, layer, moves, products, quantized, scaled
 from moe_kernels.runtime import cache, store, targets
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import MAX_ROWS, Counts, Operator, portable, rows_bounds, signature, symbolic
@@ -33,7 +33,7 @@ from moe_kernels.runtime.targets import Gpu
 
 _OPERATORS = {  # by name, which determines the planner
     operator.name: operator
-    for module in (batched, layer, moves, products, quantized, quantized_layer, scaled)
+    for module in (batched, layer, moves, products, quantized, scaled)
     for operator in vars(module).values()
     if isinstance(operator, Operator)
 }

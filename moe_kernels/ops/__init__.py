@@ -32,8 +32,12 @@ from moe_kernels.ops.batched import uniform_grouped_gemm, varied_grouped_gemm
 from moe_kernels.ops.layer import activate, activate_backward, moe_layer, moe_mlp, swiglu_ffn
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad
-from moe_kernels.ops.quantized import quantized_activate_backward, quantized_grouped_gemm, quantized_wgrad
-from moe_kernels.ops.quantized_layer import quantized_moe_mlp
+from moe_kernels.ops.quantized import (
+    quantized_activate_backward,
+    quantized_grouped_gemm,
+    quantized_moe_mlp,
+    quantized_wgrad,
+)
 from moe_kernels.ops.scaled import quantize, quantize_weight, scaled_grouped_gemm, scaled_moe_mlp, scaled_wgrad
 
 __all__ = [

@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import FP8_STACK, H200, empty, lowered, requests
 
 from moe_kernels.glu import GLUSpec
-from moe_kernels.ops.quantized import QUANTIZED_GROUPED_GEMM
-from moe_kernels.ops.quantized_layer import QUANTIZED_MOE_MLP
+from moe_kernels.ops.quantized import QUANTIZED_GROUPED_GEMM, QUANTIZED_MOE_MLP
 from moe_kernels.ops.scaled import QUANTIZE, QUANTIZE_CONSTANT_ROWS
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Request
