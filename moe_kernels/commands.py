@@ -175,9 +175,13 @@ def _refused(options: argparse.Namespace) -> str | None:
 
 
 def _progress(done: int, total: int) -> None:
+    """Show a bar that grows in place on a terminal; elsewhere, as in a log, a line for each tenth of the plans."""
     width = 40 * done // total
-    end = "\n" if done == total else ""
-    print(f"\r  [{'#' * width}{' ' * (40 - width)}] {done} of {total} plans", end=end, file=sys.stderr, flush=True)
+    bar = f"  [{'#' * width}{' ' * (40 - width)}] {done} of {total} plans"
+    if sys.stderr.isatty():
+        print(f"\r{bar}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    elif 10 * done // total > 10 * (done - 1) // total:
+        print(bar, file=sys.stderr, flush=True)
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:

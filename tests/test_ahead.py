@@ -710,13 +710,24 @@ def test_compile_ends_with_what_is_wrong(
     assert capsys.readouterr().err == f"compile: {error}\n"
 
 
-def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for done in range(1, 5):
         commands._progress(done, 4)
     assert capsys.readouterr().err.split("\r")[1:] == [
         f"  [{'#' * (10 * done)}{' ' * (40 - 10 * done)}] {done} of 4 plans" + "\n" * (done == 4)
         for done in range(1, 5)
     ]
+
+
+@pytest.mark.parametrize(
+    ("total", "shown"), [(1, [1]), (4, [1, 2, 3, 4]), (99, [10, 20, 30, 40, 50, 60, 70, 80, 90, 99])]
+)
+def test_progress_without_a_terminal(total: int, shown: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    for done in range(1, total + 1):
+        commands._progress(done, total)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("] ")[2] for line in lines] == [f"{done} of {total} plans" for done in shown]
 
 
 def test_cache_show_and_clear(
