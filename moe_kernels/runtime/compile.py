@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -295,6 +296,7 @@ def _example_of(x: Any, static: bool) -> Any:
 
 def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[Any], gpu: Gpu) -> Callable[..., Any]:
     with ExitStack() as stack:
+        stack.enter_context(_thread_state_restored())
         tensors = stack.enter_context(_example_tensors(gpu))
         stack.enter_context(torch_internals.without_symmetric_memory())
         if not hasattr(hl.inline_triton, "_get_masked_value"):
@@ -312,6 +314,22 @@ def _generate(request: Request, config: Mapping[str, Any], examples: Sequence[An
     )
     module._helion_tensor_descriptor = _descriptor
     return getattr(module, request.kernel.fn.__name__)
+
+
+@contextmanager
+def _thread_state_restored() -> Iterator[None]:
+    """Restore Helion's state of this thread, mostly stacks, after the block. With what Ctrl-C can leave there, Helion
+    would refuse all later kernels.
+    """
+    helion_modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "helion"]
+    states = [vars(x) for module in helion_modules for x in vars(module).values() if isinstance(x, threading.local)]
+    before = [{name: list(x) if isinstance(x, list) else x for name, x in state.items()} for state in states]
+    try:
+        yield
+    finally:
+        for state, values in zip(states, before, strict=True):
+            state.clear()
+            state.update(values)
 
 
 @contextmanager

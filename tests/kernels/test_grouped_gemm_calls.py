@@ -431,3 +431,27 @@ def test_a_process_group_changes_nothing_in_a_kernel(
         torch.distributed.destroy_process_group()
     assert len(made) == 2
     assert made[0] == made[1]
+
+
+@pytest.mark.usefixtures("fresh_plans")
+def test_code_can_be_generated_after_an_interrupt(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helion has no chance then to remove the node from its stack: the interrupt comes as the node is entered."""
+    locations = pytest.importorskip("helion._compiler.source_location").SourceLocation
+    nodes = pytest.importorskip("helion._compiler.ast_extension").ExtendedAST
+    enter = locations.set_fx_location
+
+    def interrupted(location: Any) -> None:
+        if len(nodes.current()) > 1:
+            monkeypatch.setattr(locations, "set_fx_location", enter)
+            raise KeyboardInterrupt
+        enter(location)
+
+    monkeypatch.setattr(compiler, "_hosts", {})
+    monkeypatch.setattr(store, "read_plan", lambda *_: None)
+    monkeypatch.setattr(locations, "set_fx_location", interrupted)
+    A, B, offsets = make_inputs([3, 0, 30], 32, 48, dtype=torch.float16, device=device)
+    with isolated():
+        with pytest.raises(KeyboardInterrupt):
+            grouped_gemm_jagged(A, B, offsets)
+        assert len(nodes.current()) == 0
+        assert_grouped_gemm_close(grouped_gemm_jagged(A, B, offsets), A, B, offsets)
