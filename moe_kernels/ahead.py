@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ def compile_ahead(
 
     Raises:
         TypeError, ValueError: a size or token count that is not an int or out of range; an unsupported dtype; an
-            unknown GPU or model, or a module without a layer of this package.
+            unknown GPU or model, a module without a layer of this package, or sharded weights.
         RuntimeError: `gpu` is None, and there is no GPU; there is no C compiler; or TRITON_INTERPRET is set.
         OSError: the folder cannot be written to, or its size limit is too small.
     """
@@ -165,6 +166,8 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
         raise TypeError(f"what: expected a module, a LayerShape or a model's name, got {type(what).__name__}")
     layers = layers_of(what)
     for name, tensor in (each for module in layers for each in _tensors(module)):
+        if hasattr(tensor, "placements"):
+            raise TypeError(f"{name}: expected weights that are not sharded: compile before fully_shard, or unshard()")
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
             checks.check_kernel_dtype(name, tensor.dtype)
     found: list[Callable[[], None]] = [
@@ -236,7 +239,7 @@ def _meta(x: Tensor, gradient: bool) -> Tensor:
 
 def _run_module(module: Any, T: int, training: bool) -> None:
     """Run a layer on meta tensors for T tokens, and its backward pass if `training`, also within `quantize_once`."""
-    parameters = {name: _meta(p, training and p.requires_grad) for name, p in _tensors(module)}
+    parameters = {f"layer.{name}": _meta(p, training and p.requires_grad) for name, p in _tensors(module)}
     routings: list[tuple[Tensor, ...]] = [()]
     if isinstance(module, MoE):
         H, dtype = module.router.size(1), module.router.dtype
@@ -250,27 +253,25 @@ def _run_module(module: Any, T: int, training: bool) -> None:
         # Some models keep the router weights in float32.
         kinds = dict.fromkeys((dtype, torch.float32))
         routings = [(ids, torch.empty(T, top_k, dtype=kind, **like)) for kind in kinds]
+    quantizes = training and isinstance(module, MoE) and module.format is None and module.compute is not None
     for routing in routings:
-        hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=training)
-        out = functional_call(module, parameters, (hidden, *routing))
-        if training:
-            out.backward(torch.empty_like(out))
-    if training and isinstance(module, MoE) and module.format is None and module.compute is not None:
-        within = _WithinQuantizeOnce(module)
-        out = functional_call(within, {f"layer.{name}": p for name, p in parameters.items()}, (hidden,))
-        out.backward(torch.empty_like(out))
+        for within in (nullcontext, quantize_once) if quantizes else (nullcontext,):
+            hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=training)
+            out = functional_call(_Forward(module, within), parameters, (hidden, *routing))
+            if training:
+                out.backward(torch.empty_like(out))
 
 
-class _WithinQuantizeOnce(nn.Module):
-    """A layer whose calls are each within `quantize_once`."""
+class _Forward(nn.Module):
+    """The `forward` of a layer within a context, without its hooks and without what `layer.compile()` made of it."""
 
-    def __init__(self, layer: MoE):
+    def __init__(self, layer: nn.Module, within: Callable[[nn.Module], AbstractContextManager[Any]]):
         super().__init__()
-        self.layer = layer
+        self.layer, self.within = layer, within
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        with quantize_once(self.layer):
-            out: Tensor = self.layer(hidden)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with self.within(self.layer):
+            out: Tensor = self.layer.forward(*inputs)
         return out
 
 
@@ -334,7 +335,7 @@ def _making(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int) -> Iterator[None
             yield
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, context, None if here else partial(_pretend, gpu))
+    pool = ProcessPoolExecutor(jobs, context, _initialise, (None if here else gpu,))
     try:
         for future in as_completed([pool.submit(_make, one, gpu) for one in wanted]):
             future.result()
@@ -343,11 +344,21 @@ def _making(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int) -> Iterator[None
         pool.shutdown(cancel_futures=True)
 
 
-def _pretend(gpu: Gpu) -> None:
-    """Initialise a process that compiles for a GPU which this machine does not have."""
-    from moe_kernels.runtime import compile as compiler  # imports Helion
+def _initialise(absent: Gpu | None) -> None:
+    """Initialise a process that compiles, for the GPU of this machine or for one that is absent."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if absent is not None:
+        from moe_kernels.runtime import compile as compiler  # imports Helion
 
-    compiler.pretend(gpu)
+        compiler.pretend(absent)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent does, which cannot end it when it is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _make(wanted: PlanRequest, gpu: Gpu) -> None:

@@ -183,11 +183,16 @@ print(json.dumps(found))
 )
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a separate process that sees no GPU."""
+def without_gpu(**environment: str) -> dict[str, str]:
+    """Return the environment of a process that sees no GPU."""
     dropped = ("TRITON_INTERPRET", "MOE_KERNELS_CACHE_DIR", "MOE_KERNELS_CACHE_READONLY", "MOE_KERNELS_CONFIG_DIR")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()} | environment
+    return env | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()} | environment
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a separate process that sees no GPU."""
+    env = without_gpu(**environment)
     return subprocess.run(
         [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=600, check=False
     )
@@ -374,6 +379,24 @@ def test_layers_of_a_module() -> None:
     found = ahead.layers_of(nn.ModuleList([*kinds, *[bare() for _ in range(3)], nn.Linear(3, 3)]))
     assert found == kinds
     assert ahead.layers_of(nn.Linear(3, 3)) == []
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_layer_with_hooks_that_was_compiled(training: bool) -> None:
+    """Neither its hooks nor its compiled code get meta tensors."""
+    layer = MoE(64, 32, 4, 2, renormalize=True, dtype=torch.float16)
+    plain = ahead.collect(ahead._calls(layer, [1, 5], training))
+    layer.register_forward_pre_hook(lambda *_: pytest.fail("the hook was called"))
+    layer.compile()
+    found = ahead.collect(ahead._calls(layer, [1, 5], training))
+    assert [one.signature for one in found] == [one.signature for one in plain] != []
+
+
+def test_sharded_weights_are_refused() -> None:
+    layer = MoE(64, 32, 4, 2, renormalize=True)
+    layer.w_down.placements = ("Shard(0)",)  # type: ignore[assignment]  # as those of a DTensor
+    with pytest.raises(TypeError, match=r"w_down: expected weights that are not sharded: compile before fully_shard"):
+        ahead.compile_ahead(torch.nn.Sequential(layer), tokens=[1], gpu="h200")
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,6 +656,18 @@ def test_ctrl_c_ends_compile_without_a_traceback(
     monkeypatch.setattr(commands, "compile_ahead", interrupted)
     assert compile_main("--model", "olmoe", "--gpu", "h200") == 130
     assert capsys.readouterr().err == "\nInterrupted. What is made is kept; the same command continues.\n"
+
+
+def test_other_processes_end_with_a_compile_that_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("helion")
+    command = [sys.executable, "-m", "moe_kernels", "compile", "--layer", "64,32,4,2", "--tokens", "1:2000"]
+    command += ["--gpu", "h200", "--jobs", "2", "--output", str(tmp_path)]
+    with subprocess.Popen(command, env=without_gpu(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        while " plans\n" not in run.stderr.readline():
+            assert run.poll() is None
+        run.kill()
+        run.communicate(timeout=60)  # raises TimeoutExpired if a process keeps stdout or stderr open
 
 
 def test_a_failure_ends_the_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
