@@ -213,7 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     every = [(seed, compute) for seed in SEEDS for compute in COMPUTES]
     parser.add_argument("--only", type=pair, nargs="+", default=every, metavar="SEED:COMPUTE", help="default: all")
     parser.add_argument("--tiny", action="store_true", help="a small model and little text, also on a CPU")
-    parser.add_argument("--json", type=run.to_file, help="default: benchmarks/results/<gpu>/convergence.json, on a GPU")
+    parser.add_argument(
+        "--json",
+        type=partial(run.to_file, keeps="case"),
+        help="default: benchmarks/results/<gpu>/convergence.json, on a GPU",
+    )
     options = parser.parse_args(argv)
     if not (options.tiny or torch.cuda.is_available()):
         parser.error("needs a CUDA GPU; --tiny runs without")

@@ -360,7 +360,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
     parser.add_argument("--load", action="store_true", help="with dense products in turns: sustained clocks")
     parser.add_argument("--tiny", action="store_true", help="small cases, also on a CPU")
-    parser.add_argument("--json", type=run.to_file, help="default: benchmarks/results/<gpu>/fp8[-load].json, on a GPU")
+    parser.add_argument(
+        "--json",
+        type=partial(run.to_file, keeps="part"),
+        help="default: benchmarks/results/<gpu>/fp8[-load].json, on a GPU",
+    )
     options = parser.parse_args(argv)
     if not (options.tiny or torch.cuda.is_available()):
         parser.error("needs a CUDA GPU; --tiny runs without")

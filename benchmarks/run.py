@@ -103,11 +103,20 @@ def meta(device: torch.device, command: str) -> dict[str, Any]:
     }
 
 
-def to_file(text: str) -> Path:
-    """Parse the name of a file to write, for argparse."""
-    if Path(text).is_dir():
+def to_file(text: str, keeps: str | None = None) -> Path:
+    """Parse the name of a file to write, for argparse. With `keeps`, the records in an old one must have this field."""
+    file = Path(text)
+    if file.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file, got the folder {text!r}")
-    return Path(text)
+    parent = next(folder for folder in file.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    if keeps is not None and file.exists():
+        try:
+            _ = [record[keeps] for record in Results.read(file).records]
+        except (OSError, ValueError, TypeError, KeyError):
+            raise argparse.ArgumentTypeError(f"{text!r} has no results of this command") from None
+    return file
 
 
 def to_folder(text: str) -> Path:

@@ -23,6 +23,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--tiny", action="store_true", help="a few small tokens, also on a CPU")
     parser.add_argument(
-        "--json", type=run.to_file, help="default: benchmarks/results/<gpu>/transformers.json, on a GPU"
+        "--json",
+        type=partial(run.to_file, keeps="part"),
+        help="default: benchmarks/results/<gpu>/transformers.json, on a GPU",
     )
     options = parser.parse_args(argv)
     if not (options.tiny or torch.cuda.is_available()):

@@ -93,7 +93,8 @@ def read_lines(file: Path) -> tuple[list[run.Record], list[run.Record]]:
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         with suppress(json.JSONDecodeError):
             value = json.loads(line)
-            (metas if "meta" in value else records).append(value.get("meta", value))
+            if isinstance(value, dict):
+                (metas if "meta" in value else records).append(value.get("meta", value))
     return metas, records
 
 

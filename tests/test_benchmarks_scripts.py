@@ -18,6 +18,7 @@ import torch.distributed as dist
 from processes import python_path
 
 from benchmarks import convergence, fp8, plots, report, run, start_up, tables, wide
+from benchmarks.__main__ import main
 from moe_kernels import ops, quantize
 from tritonbench_ops.baselines import Provider
 
@@ -150,6 +151,33 @@ def test_start_up_asks_for_a_gpu(
     with pytest.raises(SystemExit):
         start_up.main()
     assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["convergence", "fp8", pytest.param("transformers_stack", marks=needs_transformers)])
+@pytest.mark.parametrize("content", ["{broken", "[]", '{"meta": {}, "records": [{"suite": "table"}], "skipped": []}'])
+def test_a_file_without_results_to_keep_is_refused(
+    name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(content)
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"benchmarks.{name}").main(["--tiny", "--json", str(file)])
+    assert f"argument --json: {str(file)!r} has no results of this command" in capsys.readouterr().err
+    assert file.read_text() == content
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv"])
+def test_a_file_that_cannot_be_written_is_refused(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "read only")
+    (tmp_path / "read only").mkdir()
+    for folder in ("a file", "read only"):
+        file = tmp_path / folder / "not there" / "results"
+        with pytest.raises(SystemExit):
+            main(["--suite", "smoke", option, str(file)])
+        assert f"argument {option}: {str(file)!r} cannot be written" in capsys.readouterr().err
 
 
 def test_start_up_refuses_a_folder_to_write_to(

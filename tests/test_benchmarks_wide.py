@@ -174,6 +174,12 @@ def test_a_run_takes_up_where_another_ended(
     assert "| half-empty | 2 |" in text and "Times are of eager calls" in text
 
 
+def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wide.jsonl").write_text("[]\n")
+    assert wide.main(command(tmp_path)) == 2
+    assert "wide.jsonl was not written by this command: name another file" in capsys.readouterr().err
+
+
 def test_cases_of_fewer_providers_are_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert wide.main([*command(tmp_path), "--providers", "ours"]) == 0
     assert wide.main([*command(tmp_path), "--providers", "torch", "ours"]) == 0
