@@ -67,6 +67,7 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
     into, back, gated = layout = _layout("experts[0]", experts[0])
     names = (*into, back)
     first = [_weight(experts[0], name) for name in names]
+    checks.check_matrix(f"experts[0].{back}.weight", first[-1], "[H, I]")
     H, I = first[-1].shape  # noqa: E741
     rows = 2 * I if gated and len(into) == 1 else I
     if first[0].dtype not in checks.DTYPES:

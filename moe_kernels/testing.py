@@ -163,9 +163,12 @@ def assert_scaled_grouped_gemm_close(
     cores accumulate products of fp8 in about 14 bits. Rows outside all groups must be exact zeros.
 
     Raises:
-        AssertionError, ValueError: as in `assert_within_budget`; also AssertionError for nonzero rows outside groups.
+        AssertionError, ValueError: as in `assert_within_budget`; also AssertionError for a shape that is not `[M, N]`,
+            and for nonzero rows outside groups.
     """
     A_exact, B_exact = (reference.dequantize(x).double() for x in (A_packed, B))
+    if out.shape != (len(A_exact), B_exact.shape[-1]):
+        raise AssertionError(f"out: expected shape {[len(A_exact), B_exact.shape[-1]]}, got {list(out.shape)}")
     plain = reference.scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype=out.dtype)
     offsets = clamp_offsets(group_offsets, len(A_exact)).tolist()
     for start, end in ((0, offsets[0]), (offsets[-1], len(out))):

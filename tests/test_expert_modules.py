@@ -201,6 +201,9 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
     int8.w1.weight = nn.Parameter(torch.ones(I, H, dtype=torch.int8), requires_grad=False)
     conv = ffn()
     conv.w1 = nn.Conv1d(H, I, 1, bias=False).double()
+    empty = ffn()
+    for parameter in empty.parameters():
+        parameter.data = parameter.new_empty(0)
     swapped = ffn()
     swapped.forward = lambda x: swapped.w2(F.silu(swapped.w3(x)) * swapped.w1(x))  # type: ignore[method-assign]
     return {
@@ -246,6 +249,11 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
             [ffn(), ffn().to("meta")],
             ValueError,
             r"^experts\[1\]\.w1\.weight: expected on cpu with experts\[0\], got on meta; move it with \.to\(\)",
+        ),
+        "weights without elements, as sharded by ZeRO-3": (
+            [empty],
+            ValueError,
+            r"^experts\[0\]\.w2\.weight: expected shape \[H, I\], got \[0\]",
         ),
         "quantized": ([int8], TypeError, "expected bfloat16, .* got torch.int8; dequantize"),
         "an activation with a limit": (

@@ -94,7 +94,7 @@ def test_results(format: str, dtype: torch.dtype, out_dtype: torch.dtype | None)
     out = grouped_gemm(A, B, group_offsets, out_dtype=out_dtype)
     assert out.dtype == (out_dtype or torch.bfloat16)
     assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
-    for broken in (torch.zeros_like(out), out.roll(1, 0)):
+    for broken in (torch.zeros_like(out), out.roll(1, 0), torch.cat((out, torch.zeros_like(out[:1])))):
         with pytest.raises(AssertionError):
             assert_scaled_grouped_gemm_close(broken, A, B, group_offsets)
 
