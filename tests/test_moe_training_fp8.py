@@ -281,18 +281,20 @@ def test_transforms(compute: str) -> None:
 REFUSED = "neither gradients of gradients nor forward-mode derivatives; pass compute=None"
 
 
+@pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("fp8_wgrad", [True, False])
 @pytest.mark.parametrize("compute", COMPUTE)
-def test_gradients_of_gradients(compute: str, fp8_wgrad: bool) -> None:
-    """They are refused for every gradient, also with some of the arguments frozen."""
-    arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H, requires_grad=True)
+def test_gradients_of_gradients(compute: str, fp8_wgrad: bool, constant: bool) -> None:
+    """They are refused for every gradient, also with some arguments frozen, or a constant gradient of the result."""
+    arguments, d_out = make(torch.float32, bias=True), torch.randn(T, H, requires_grad=not constant)
     options: dict[str, Any] = {"compute": compute, "fp8_wgrad": fp8_wgrad}
     for trained in (DIFFERENTIABLE, *([name] for name in DIFFERENTIABLE), ("hidden", "gate_up_bias")):
         given = {name: x.detach().requires_grad_(name in trained) for name, x in arguments.items()}
         leaves = [given[name] for name in trained]
+        of = leaves if constant else [*leaves, d_out]
         for x in torch.autograd.grad(moe_mlp(**given, **options), leaves, d_out, create_graph=True):
             with pytest.raises(RuntimeError, match=REFUSED):
-                torch.autograd.grad(x.square().sum(), [*leaves, d_out], retain_graph=True, allow_unused=True)
+                torch.autograd.grad(x.square().sum(), of, retain_graph=True, allow_unused=True)
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -314,8 +316,13 @@ def test_gradients_of_gradients_and_forward_mode_by_transforms(name: str) -> Non
     def loss(value: Tensor) -> Tensor:
         return layer(value).square().sum()
 
+    def linear(value: Tensor) -> Tensor:
+        return layer(value).sum()
+
     for call in (
         lambda: torch.func.grad(lambda y: torch.func.grad(loss)(y).square().sum())(x),
+        lambda: torch.func.grad(lambda y: torch.func.grad(linear)(y).square().sum())(x),
+        lambda: torch.autograd.functional.hvp(linear, x, x),
         lambda: torch.func.hessian(loss)(x),
         lambda: torch.func.jvp(layer, (x,), (x,)),
         lambda: torch.no_grad()(torch.func.jvp)(layer, (x,), (x,)),

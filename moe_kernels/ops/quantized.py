@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -165,19 +164,12 @@ _FIRST_ORDER_ONLY = refusing(
 )
 
 
-def differentiable_once(gradient: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Wrap an operator's gradient so that differentiating its results raises RuntimeError."""
-
-    def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = gradient(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return found
-        return tuple(None if x is None else _first_order(x) for x in found)
-
-    return once
-
-
-_first_order = define("first_order(Tensor x) -> Tensor", torch.clone, torch.empty_like, *_FIRST_ORDER_ONLY)
+_first_order = define(
+    "first_order(Tensor gradient, Tensor source) -> Tensor",
+    lambda gradient, source: gradient.clone(),
+    lambda gradient, source: torch.empty_like(gradient),
+    *_FIRST_ORDER_ONLY,
+)
 quantized_grouped_gemm = define(
     "quantized_grouped_gemm(Tensor A, Tensor? scales_A, Tensor B, Tensor? scales_B, Tensor group_offsets,"
     " Tensor? slot_to_row, Tensor? bias, bool rowwise, bool fast_accumulation, ScalarType out_dtype) -> Tensor",
@@ -284,17 +276,22 @@ def _backward_operand(w: Tensor, data: Tensor | None, scales: Tensor | None) -> 
     return (data.mT if data.numel() else w), scales
 
 
-@differentiable_once
 def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     """Quantise hidden states again, along the dimension contracted here, and "rowwise" weights, unless that happened
     before: by their columns' amax if the forward pass found it.
 
     As in the gradient of `moe_mlp`, act is recomputed from `preact`, and d_topk_weights is <d_out @ w_out^T, act>.
+    If autograd records it, all gradients depend on `source`, a tensor that requires grad, so that they are refused when
+    differentiated: they need not depend on others, such as a constant `d_out`.
     """
     hidden, topk_weights, group_offsets, row_to_slot, slot_to_row, *others = ctx.saved_tensors
     w_gate_up, w_down, b_in, b_out, preact, data_in, scales_in, *back = others
     by_in, by_out = _backward_operand(w_gate_up, *back[:2]), _backward_operand(w_down, *back[2:])
     del others, back
+    source = None
+    if torch.is_grad_enabled():
+        candidates = (d_out, hidden, topk_weights, w_gate_up, w_down, b_in, b_out)
+        source = next((x for x in candidates if x is not None and x.requires_grad), None)
     free_saved(ctx)
     if d_out is None:
         return (None,) * len(ctx.needs_input_grad)
@@ -346,7 +343,8 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
     elif b_out is not None:
         d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     d_weights = (None if d is None else d.mT for d in (d_w_in, d_w_out))
-    return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_out, *[None] * (len(ctx.needs_input_grad) - 7)
+    made = d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_out, *[None] * (len(ctx.needs_input_grad) - 7)
+    return made if source is None else tuple(None if d is None else _first_order(d, source) for d in made)
 
 
 quantized_moe_mlp = define(
