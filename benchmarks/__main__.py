@@ -47,7 +47,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--suite", nargs="+", choices=SUITES, metavar="NAME", help="default: table; see --list")
     parser.add_argument("--shapes", nargs="+", type=shape, metavar="G,M,N,K", help="these in place of a suite")
     parser.add_argument(
-        "--sizes", nargs="+", choices=get_args(SizeKind), default=["softmax"], help="of the groups of --shapes"
+        "--sizes",
+        nargs="+",
+        choices=get_args(SizeKind),
+        default=["softmax"],
+        help="of the groups of --shapes; default: softmax",
     )
     parser.add_argument(
         "--layout", choices=LAYOUTS, help="how B lies in memory: [G, K, N], or [G, N, K] viewed transposed"

@@ -527,7 +527,8 @@ def check_spec(spec: GLUSpec, two_weights: bool = False, up_bias: bool = False) 
     check_number("alpha", spec.alpha)
     check_number("limit", spec.limit)
     if spec.activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {spec.activation!r}")
+        hint = "; SwiGLU is silu with gated=True" if spec.activation in ("swiglu", "swish") else ""
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {spec.activation!r}{hint}")
     if spec.activation in CLAMPED and not spec.gated:
         raise ValueError(f"gated: expected True for {spec.activation}, got False")
     if spec.activation in CLAMPED and not spec.limit >= 0:
@@ -1016,7 +1017,8 @@ def _check_indices(name: str, value: Tensor) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}{hint}")
     _check_tensor(name, value)
     if value.dtype not in _INDEX_DTYPES:
-        raise TypeError(f"{name}: expected int32 or int64, got {value.dtype}")
+        hint = "; ids come before weights" if name == "topk_ids" and value.is_floating_point() else ""
+        raise TypeError(f"{name}: expected int32 or int64, got {value.dtype}{hint}")
 
 
 def _check_tensor(name: str, value: object) -> None:

@@ -329,25 +329,28 @@ def quantize_once(module: nn.Module) -> Iterator[None]:
     The fp8 weights take as much memory as the weights in bfloat16, until the context ends. Call the optimizer's step
     after it: weights that are replaced or changed in place within the context are quantised in each call from then on,
     but PyTorch's version counters do not show all changes, as those by fused optimizers, and compiled code does not
-    look at them. For FSDP2, weights that are gathered again are others: to keep them between microbatches, pass
-    `reshard_after_forward=False` to `fully_shard`, and call `set_reshard_after_backward(False)`.
+    look at them. For FSDP2, call `unshard()` of each FSDP module first. Weights that are gathered again are others: to
+    keep them between microbatches, pass `reshard_after_forward=False` to `fully_shard`, and call
+    `set_reshard_after_backward(False)` for all microbatches but the last.
 
     Args:
         module: a model; its `MoE` layers may be anywhere in it. Nothing happens to others, and to layers for which
             another such context has not ended.
 
     Raises:
-        TypeError: not a module, or weights are sharded: after `fully_shard`, call `unshard()` first.
+        TypeError: not a module, or weights are sharded.
         ValueError, RuntimeError: as for `quantize_weight`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     kept: dict[MoE, _Kept] = {}
-    for layer in module.modules():
+    for name, layer in module.named_modules():
         if isinstance(layer, MoE) and layer.format is None and layer.compute is not None and layer._kept is None:
             weights = layer.w_gate_up, layer.w_down
             if any(hasattr(w, "placements") for w in weights):
-                raise TypeError("module: expected layers whose weights are not sharded: call unshard() first")
+                raise TypeError(
+                    f"module: the weights of the layer {name!r} are sharded: call unshard() of each FSDP module first"
+                )
             with torch.inference_mode(False):  # whose results no backward pass could save
                 both = quantize_weight(weights[0], layer.compute), quantize_weight(weights[1], layer.compute)
             kept[layer] = _Kept(layer.compute, both, _versions(weights))

@@ -85,7 +85,10 @@ def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
         fully_shard(model[0], mesh=mesh, reshard_after_forward=not keeps)
         fully_shard(model, mesh=mesh)
         if compute:
-            with pytest.raises(TypeError, match=r"call unshard\(\) first"), quantize_once(model):
+            with (
+                pytest.raises(TypeError, match=r"layer '0' are sharded: call unshard\(\) of each"),
+                quantize_once(model),
+            ):
                 pass
         model[0].unshard()
         counted = patch("moe_kernels.experts.ops.quantized_moe_mlp", side_effect=ops.quantized_moe_mlp)

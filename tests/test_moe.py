@@ -394,7 +394,7 @@ def test_autocast_and_inference_mode() -> None:
 
 
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"activation": "swish"}, ValueError, "activation: expected one of silu, .*got 'swish'"),
+    ({"activation": "swish"}, ValueError, "activation: expected one of silu, .*got 'swish'; SwiGLU is silu with"),
     ({"activation": "clamped_swiglu", "gated": False}, ValueError, "gated: expected True for clamped_swiglu"),
     ({"activation": "clamped_silu", "gated": False}, ValueError, "gated: expected True for clamped_silu"),
     ({"w_up": torch.zeros(E, I, H), "gated": False}, ValueError, "w_up: expected None for experts without a gate"),
@@ -425,7 +425,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"gate_up_bias: expected shape \[E, 2I\] = \[4, 4\], got \[4, 2\]",
     ),
     ({"w_down": torch.zeros(E, H, I, device="meta")}, ValueError, "w_down: expected on cpu with hidden, got on meta"),
-    ({"topk_ids": IDS.float()}, TypeError, "topk_ids: expected int32 or int64, got torch.float32"),
+    ({"topk_ids": IDS.float()}, TypeError, "topk_ids: expected int32 or int64, got torch.float32; ids come before"),
     (
         {"topk_weights": torch.zeros(T, 1)},
         ValueError,
