@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import H200, TRITON_3_8, TRITON_3_9, empty, lowered, requests, waits_for_each
+from sm90 import H200, TRITON, TRITON_3_9, empty, lowered, requests, waits_for_each
 
 from moe_kernels.ops import batched
 from moe_kernels.rules import varied
@@ -73,7 +73,7 @@ def test_squares(monkeypatch: pytest.MonkeyPatch, size: int, columns: tuple[bool
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 def test_float32(monkeypatch: pytest.MonkeyPatch, columns: bool) -> None:
     """Tensor cores multiply it in parts if B is stored as [N, K]; each product is waited for."""
-    stack = (16 if TRITON_3_9 else 8 if TRITON_3_8 else 0) if columns else 0
+    stack = (16 if TRITON_3_9 else 8 if TRITON == (3, 8) else 0) if columns else 0
     report = compiled(monkeypatch, [(512, 768, 1024)] * 4, dtype=torch.float32, columns=(False, columns), stack=stack)
     assert (report["wgmma"] > 0) == columns
     assert report["mma_sync"] == 0 and waits_for_each(report["ptx"])
