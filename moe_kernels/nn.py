@@ -349,7 +349,8 @@ def quantize_once(module: nn.Module) -> Iterator[None]:
             weights = layer.w_gate_up, layer.w_down
             if any(hasattr(w, "placements") for w in weights):
                 raise TypeError(
-                    f"module: the weights of the layer {name!r} are sharded: call unshard() of each FSDP module first"
+                    f"module: the weights of the layer {name or 'MoE'!r} are sharded: call unshard() of each FSDP "
+                    "module first"
                 )
             with torch.inference_mode(False):  # whose results no backward pass could save
                 both = quantize_weight(weights[0], layer.compute), quantize_weight(weights[1], layer.compute)
