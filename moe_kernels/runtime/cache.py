@@ -196,6 +196,8 @@ def _load(
     def load(made: Mapping[str, store.Binary], sources: Mapping[str, Any]) -> None:
         plans.binaries.update(made)
         new = {name: binary for name, binary in made.items() if (name, device) not in plans.launchers}
+        if not new:  # a plan without kernels does not even import Triton
+            return
         with launch.libraries(new.values()):
             for name, binary in new.items():
                 plans.launchers[name, device] = launch.launcher(_kernel(binary, sources.get(name), gpu))

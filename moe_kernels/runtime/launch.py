@@ -322,12 +322,16 @@ def _missing(sources: set[str]) -> set[str]:
     return {source for source in sources if store.read_library(_key(source)) is None}
 
 
+def _c_compiler() -> str | None:
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
 def _build(sources: Collection[str], *options: Any) -> dict[str, bytes]:
     """Build C files with Triton's options, all at the same time; store the libraries, and return them by key."""
     from triton import knobs
     from triton.runtime import build
 
-    if sources and os.environ.get("CC") is None and not (shutil.which("gcc") or shutil.which("clang")):
+    if sources and _c_compiler() is None:
         raise RuntimeError(
             "moe_kernels: Triton needs a C compiler to build a launcher, and found none. Install one (apt install gcc) "
             "or make launchers elsewhere: python -m moe_kernels compile --help"
@@ -379,7 +383,7 @@ def _build_libraries(records: Collection[store.Binary]) -> int:
 
 
 def _build_stub(folder: str) -> None:
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    compiler = _c_compiler()
     if compiler is None:
         raise RuntimeError("Triton's launchers need a C compiler, and none was found: apt install gcc")
     source, stub = os.path.join(folder, "stub.c"), os.path.join(folder, "libcuda.so.1")

@@ -30,8 +30,8 @@ from moe_kernels.runtime.signature import Operator, symbolic
 # A WGMMA instruction whose accumulator is followed by a list of registers, not by a shared memory descriptor.
 FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^;{]*\{[^;}]*\},\s*\{")
 FP8_CONVERSION = re.compile(r"cvt\.rn\.satfinite\.e[45]m[32]x2")
-TRITON_3_6 = (requirements.minor(triton.__version__) or (0, 0)) <= (3, 6)
 TRITON = requirements.minor(triton.__version__) or (0, 0)
+TRITON_3_6 = TRITON <= (3, 6)
 TRITON_3_9 = TRITON >= (3, 9)
 HELION_1_5_0 = requirements.installed("helion") == "1.5.0"
 # The most bytes per thread that ptxas may spill from registers to memory in fp8 kernels.
