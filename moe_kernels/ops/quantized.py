@@ -288,10 +288,6 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
     w_gate_up, w_down, b_in, b_out, preact, data_in, scales_in, *back = others
     by_in, by_out = _backward_operand(w_gate_up, *back[:2]), _backward_operand(w_down, *back[2:])
     del others, back
-    source = None
-    if torch.is_grad_enabled():
-        candidates = (d_out, hidden, topk_weights, w_gate_up, w_down, b_in, b_out)
-        source = next((x for x in candidates if x is not None and x.requires_grad), None)
     free_saved(ctx)
     if d_out is None:
         return (None,) * len(ctx.needs_input_grad)
@@ -344,6 +340,10 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
         d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
     d_weights = (None if d is None else d.mT for d in (d_w_in, d_w_out))
     made = d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_out, *[None] * (len(ctx.needs_input_grad) - 7)
+    if not torch.is_grad_enabled():
+        return made
+    sources = (d_out, hidden, topk_weights, w_gate_up, w_down, b_in, b_out)
+    source = next((x for x in sources if x is not None and x.requires_grad), None)
     return made if source is None else tuple(None if d is None else _first_order(d, source) for d in made)
 
 
