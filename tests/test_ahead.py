@@ -205,7 +205,10 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 class Made(NamedTuple):
-    """Results of three runs of `compile`: inference, the same again, and training for fewer tokens with two jobs."""
+    """Results of three runs of `compile`: inference, the same again, and training for fewer tokens with two jobs.
+
+    Its C compiler links, as Ubuntu's does, only libraries that have a symbol that is used.
+    """
 
     folder: Path
     runs: list[subprocess.CompletedProcess[str]]
@@ -217,7 +220,10 @@ class Made(NamedTuple):
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     pytest.importorskip("helion")
     base = tmp_path_factory.mktemp("ahead")
-    folder, environment = base / "folder", {"TRITON_CACHE_DIR": str(base / "triton"), "XDG_CACHE_HOME": str(base)}
+    folder, compiler = base / "folder", base / "cc"
+    compiler.write_text('#!/bin/sh\nexec gcc -Wl,--as-needed "$@"\n')
+    compiler.chmod(0o755)
+    environment = {"TRITON_CACHE_DIR": str(base / "triton"), "XDG_CACHE_HOME": str(base), "CC": str(compiler)}
     layer = ["--layer", ",".join(map(str, SIZES)), "--dtype", "float16", "--gpu", "h200", "--output", str(folder)]
     inference = [*layer, "--tokens", f"{TOKENS[0]}:{TOKENS[-1]}"]
     runs, listings = [], []
@@ -265,6 +271,15 @@ def test_nothing_is_made_twice(made: Made) -> None:
     assert kinds[f"{store._libraries().partition('/')[2]}.so"] == libraries
     assert made.compiled == len([name for name in training if name.endswith(".cubin")])
     assert not [name for name in training if name.endswith(".tmp")]
+
+
+def test_launchers_load_the_driver(made: Made) -> None:
+    """They were linked against a stub of its library, which has no symbols."""
+    launchers = list(made.folder.rglob("*.so"))
+    assert launchers
+    for launcher in launchers:
+        needed = subprocess.run(["readelf", "-d", launcher], capture_output=True, text=True, check=True).stdout
+        assert "Shared library: [libcuda.so.1]" in needed
 
 
 def described(x: Any) -> Any:

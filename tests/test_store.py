@@ -1218,12 +1218,17 @@ def test_nothing_unpickles_or_evaluates() -> None:
 
 
 class Compiler:
-    """Stand-in for a C compiler."""
+    """Stand-in for a C compiler, and for the dynamic linker."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.built: list[str] = []
         monkeypatch.setattr("triton.runtime.build._build", self.build)
+        monkeypatch.setattr("ctypes.CDLL", self.load)
         monkeypatch.setenv("CC", "cc")
+
+    def load(self, path: str) -> None:
+        if not Path(path).read_bytes().startswith(b"\x7fELF "):
+            raise OSError("undefined symbol: cuModuleGetFunction")
 
     def build(self, name: str, src: str, srcdir: str, *_: Any) -> str:
         text = Path(src).read_text()
@@ -1355,6 +1360,21 @@ def test_launchers_that_may_not_be_loaded(root: Path, tmp_path: Path, compiler: 
         assert build(tmp_path / "2") == good
         assert build(tmp_path / "3") == good
     assert len(compiler.built) == 2
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+def test_launchers_that_cannot_be_loaded(
+    readonly: bool, root: Path, tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one is built: it was built on a machine with a newer C library, for example."""
+    store.write_library(launch._key("int launch;"), b"\x7fELF2 of another machine")
+    if readonly:
+        monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", str(root))
+        monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "own"))
+        store.forget()
+    with no_warning():
+        assert build(tmp_path / "1") == build(tmp_path / "2") == b"\x7fELF int launch;"
+    assert compiler.built == ["int launch;"]
 
 
 def test_launchers_without_a_folder(tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ look different, the public launch is used.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import inspect
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -287,17 +288,29 @@ def _library(
 ) -> str:
     """Triton's build hook: return the path of the library of the C file `src`. `built` is what earlier calls built."""
     source = Path(src).read_text()
-    content = built.get(_key(source)) or store.read_library(_key(source))
-    if content is None:
+    path = os.path.join(srcdir, f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    if _key(source) not in built:
+        stored = store.read_library(_key(source))
+        if stored is not None:
+            Path(path).write_bytes(stored)
+            if _can_be_loaded(path):
+                return path
         try:
             others = set() if built else _sources(records)
         except UNEXPECTED:
             others = set()
         built |= _build({source} | _missing(others), library_dirs, include_dirs, libraries)
-        content = built[_key(source)]
-    path = os.path.join(srcdir, f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}")
-    Path(path).write_bytes(content)
+    Path(path).write_bytes(built[_key(source)])
     return path
+
+
+def _can_be_loaded(path: str) -> bool:
+    """Whether a library can be loaded here. One that was built elsewhere may need a newer C library."""
+    try:
+        ctypes.CDLL(path)
+    except OSError:
+        return False
+    return True
 
 
 def _key(source: str) -> str:
@@ -326,7 +339,9 @@ def _c_compiler() -> str | None:
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
-def _build(sources: Collection[str], *options: Any) -> dict[str, bytes]:
+def _build(
+    sources: Collection[str], library_dirs: Any, include_dirs: Any, libraries: Any, flags: Sequence[str] = ()
+) -> dict[str, bytes]:
     """Build C files with Triton's options, all at the same time; store the libraries, and return them by key."""
     from triton import knobs
     from triton.runtime import build
@@ -341,7 +356,8 @@ def _build(sources: Collection[str], *options: Any) -> dict[str, bytes]:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "library.c")
             Path(path).write_text(source)
-            return Path(build._build("library", path, folder, *options, [])).read_bytes()
+            options = library_dirs, include_dirs, libraries, list(flags)
+            return Path(build._build("library", path, folder, *options)).read_bytes()
 
     with replaced(knobs.build, impl=None), ThreadPoolExecutor() as pool:
         built = dict(zip(map(_key, sources), pool.map(library, sources), strict=True))
@@ -375,7 +391,9 @@ def _build_libraries(records: Collection[store.Binary]) -> int:
         nvidia.library_dirs.cache_clear()
         try:
             sources = {Path(nvidia.dirname, "driver.c").read_text()} | _sources(records)
-            _build(_missing(sources), nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries)
+            # The stub has no symbols. Some compilers, such as Ubuntu's, link only libraries that have one that is used.
+            flags = ["-Wl,--no-as-needed", "-l:libcuda.so.1"]
+            _build(_missing(sources), nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries, flags)
             return len(sources)
         finally:
             nvidia.libcuda_dirs.cache_clear()
