@@ -60,12 +60,20 @@ def call_module(module, T, training):
         if training:
             out.backward(torch.randn_like(out))
 
+def call_experts(module, T, training):
+    with torch.set_grad_enabled(training):
+        w_gate_up, w_down = module.w_gate_up, module.w_down
+        ids = torch.zeros(T, module.top_k, dtype=torch.int64)
+        hidden, topk_weights = (w_down.new_zeros(T, n, requires_grad=training) for n in (w_down.size(1), module.top_k))
+        out = moe_mlp(hidden, ids, topk_weights, w_gate_up, w_down)
+        if training:
+            out.backward(torch.randn_like(out))
+
 def call_products(module, T):
     with torch.no_grad():
         w_gate_up, w_down = module.w_gate_up, module.w_down
         (E, H, I), top_k = w_down.shape, module.top_k
-        ids, offsets = torch.zeros(T, top_k, dtype=torch.int64), torch.zeros(E + 1, dtype=torch.int32)
-        moe_mlp(w_down.new_zeros(T, H), ids, w_down.new_zeros(T, top_k), w_gate_up, w_down)
+        offsets = torch.zeros(E + 1, dtype=torch.int32)
         grouped_gemm(w_down.new_zeros(T * top_k, H), w_gate_up.mT, offsets)
         grouped_gemm(w_down.new_zeros(T * top_k, I), w_down.mT, offsets)
 """
@@ -100,9 +108,11 @@ module = MoE(*json.loads(sys.argv[1]), renormalize=True, dtype=torch.float16)
 with cache.collecting(find):
     for T in json.loads(sys.argv[2]):
         call_module(module, T, False)
+        call_experts(module, T, False)
         call_products(module, T)
     for T in json.loads(sys.argv[3]):
         call_module(module, T, True)
+        call_experts(module, T, True)
 compilers = ("helion", "torch._inductor", "moe_kernels.kernels", "moe_kernels.runtime.compile")
 imported = [name for name in sys.modules if name.startswith(compilers)]
 other = targets.KNOWN["h100"]
@@ -155,10 +165,13 @@ for dtype in (torch.bfloat16, torch.float32):
                 compare(name, module, T, training, lambda: call_module(module, T, training))
 
 module = MoE(64, 32, 4, 2, renormalize=True, dtype=torch.float16)
-inference = [lambda: call_module(module, 20, False), lambda: call_products(module, 20)]
 shape = ahead.LayerShape(64, 32, 4, 2, torch.float16)
+inference, training = [lambda: call_products(module, 20)], []
+for call in (call_module, call_experts):
+    inference.append(lambda call=call: call(module, 20, False))
+    training.append(lambda call=call: call(module, 20, True))
 compare("a shape", shape, 20, False, *inference)
-compare("a shape, training: True", shape, 20, True, *inference, lambda: call_module(module, 20, True))
+compare("a shape, training: True", shape, 20, True, *inference, *training)
 
 if importlib.util.find_spec("transformers") is not None:
     import transformers
