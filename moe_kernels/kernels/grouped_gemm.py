@@ -21,17 +21,7 @@ from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails, grouped_gemm_tall
 from moe_kernels.kernels.declare import kernel, left_operand, tma_readable, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
-from moe_kernels.kernels.inline import (
-    BY_ROW,
-    block_of,
-    clamped,
-    decode_odd,
-    int32,
-    numbered_row,
-    numbered_tile,
-    running_max,
-    unmasked,
-)
+from moe_kernels.kernels.inline import BY_ROW, block_of, decode_odd, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
 from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules.config import Config
@@ -95,12 +85,9 @@ def jagged(
         end = M
         previous = hl.zeros([], dtype=torch.int32)
         for tile_g in hl.tile(G + 1):
-            ends = running_max(clamped(group_offsets, tile_g.index, M), previous)
-            before = (numbered_tile(ends, tile_g.index + 1, by_row, block_m) <= tile) & (tile_g.index <= G)
-            region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
-            start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
-            end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
-            previous = torch.amax(ends)
+            region, start, end, previous = skip_regions(
+                (region, start, end, previous), group_offsets, tile_g.index, G, M, tile, by_row, block_m
+            )
         row0 = numbered_row(tile, region, start, end, by_row, block_m)
         if row0 < end:
             acc = hl.zeros([block_m, tile_n], dtype=torch.float32)

@@ -89,9 +89,28 @@ def first_row(tile: torch.Tensor, region: torch.Tensor, region_start: torch.Tens
     return region_start + (tile - divide(region_start, block_m) - region) * block_m
 
 
-def numbered_tile(start: torch.Tensor, region: torch.Tensor, by_row: torch.Tensor, block_m: int) -> torch.Tensor:
-    """Return the number of a region's first tile: its first row if `by_row`, start // block_m + region otherwise."""
-    return torch.where(by_row, start, divide(start, block_m) + region)
+def skip_regions(
+    found: tuple[torch.Tensor, ...],  # what this returned for the offsets before: at first 0, 0, M, 0
+    group_offsets: torch.Tensor,  # [G + 1]
+    index: torch.Tensor,  # of the offsets that follow
+    G: int,
+    M: torch.Tensor,
+    tile: torch.Tensor,
+    by_row: torch.Tensor,  # tiles are numbered BY_ROW, not BY_REGION
+    block_m: int,
+) -> tuple[torch.Tensor, ...]:
+    """Return the region of `tile` and its first and end row, as far as the offsets up to `index` tell, and the last of
+    these offsets.
+    """
+    region, start, end, previous = found
+    ends = running_max(clamped(group_offsets, index, M), previous)
+    following = index + 1
+    number = torch.where(by_row, ends, divide(ends, block_m) + following)  # of the first tile of the next region
+    before = (number <= tile) & (index <= G)
+    region = region + torch.sum(before.to(torch.int32), dtype=torch.int32)
+    start = torch.maximum(start, torch.amax(torch.where(before, ends, 0)))
+    end = torch.minimum(end, torch.amin(torch.where(before, M, ends)))
+    return region, start, end, torch.amax(ends)
 
 
 def numbered_row(
