@@ -74,6 +74,11 @@ def activated(gate: torch.Tensor, up: torch.Tensor | None, name: str, alpha: flo
     return nonlinear(gate, name, alpha) * up
 
 
+def _block(x: torch.Tensor | None, index: list[Any], inside: torch.Tensor | None = None) -> Any:
+    """Return a block of `x` in float32; None if there is no `x`."""
+    return None if x is None else hl.load(x, index, extra_mask=inside).to(torch.float32)
+
+
 def _clamped_up(up: torch.Tensor, name: str, limit: float) -> torch.Tensor:
     """Return the factor that multiplies f(gate)."""
     up = torch.clamp(up, min=-limit, max=limit)
@@ -97,11 +102,8 @@ def activate(
         zero = hl.zeros([], dtype=torch.int32)
         r = (tile_r.id + zero).to(torch.int64)
         if r < decode_odd(odd_R, zero):
-            g = gate[r, tile_i].to(torch.float32)
-            if up is None:
-                act[r, tile_i] = activated(g, None, name, alpha, limit).to(act.dtype)
-            else:
-                act[r, tile_i] = activated(g, up[r, tile_i].to(torch.float32), name, alpha, limit).to(act.dtype)
+            g, u = _block(gate, [r, tile_i]), _block(up, [r, tile_i])
+            act[r, tile_i] = activated(g, u, name, alpha, limit).to(act.dtype)
     return act
 
 
@@ -145,12 +147,9 @@ def activate_quantized(
         if r < decode_odd(odd_R, zero):
             columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
             inside = columns < I
-            act = hl.load(gate, [r, columns], extra_mask=inside).to(torch.float32)
-            if up is None:
-                act = activated(act, None, name, alpha, limit)
-            else:
-                u = hl.load(up, [r, columns], extra_mask=inside).to(torch.float32)
-                act = activated(act, u, name, alpha, limit)
+            g = _block(gate, [r, columns], inside)
+            u = _block(up, [r, columns], inside)
+            act = activated(g, u, name, alpha, limit)
             amax = largest_of(act, hl.zeros([tile_p], dtype=torch.int32), 1)
             _write_quantised(data, scales, act, amax, r, tile_p.index, columns, inside, largest)
     return data
@@ -175,13 +174,10 @@ def activate_backward(
         zero = hl.zeros([], dtype=torch.int32)
         r = (tile_r.id + zero).to(torch.int64)
         if r < decode_odd(odd_R, zero):
-            g = gate[r, tile_i].to(torch.float32)
-            d = d_act[r, tile_i].to(torch.float32)
-            if up is None:
-                d_gate[r, tile_i] = (d * _slope(g, name, alpha)).to(d_gate.dtype)
-            else:
-                dg, du = _gated_backward(g, up[r, tile_i].to(torch.float32), d, name, alpha, limit)
-                d_gate[r, tile_i] = dg.to(d_gate.dtype)
+            g, d, u = _block(gate, [r, tile_i]), _block(d_act, [r, tile_i]), _block(up, [r, tile_i])
+            dg, du = _gradients(g, u, d, name, alpha, limit)
+            d_gate[r, tile_i] = dg.to(d_gate.dtype)
+            if d_up is not None:
                 d_up[r, tile_i] = du.to(d_gate.dtype)
     return d_gate
 
@@ -227,16 +223,14 @@ def weighted_backward(
             for tile_p in hl.tile(parts):
                 columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
                 inside = columns < I
-                g = hl.load(gate, [r, columns], extra_mask=inside).to(torch.float32)
-                d = hl.load(d_act, [r, columns], extra_mask=inside).to(torch.float32)
-                if up is None:
-                    act = activated(g, None, name, alpha, limit)
-                    dg = (w * d * _slope(g, name, alpha)).to(d_gate.dtype)
-                else:
-                    u = hl.load(up, [r, columns], extra_mask=inside).to(torch.float32)
-                    act = activated(g, u, name, alpha, limit)
-                    dg, du = _gated_backward(g, u, w * d, name, alpha, limit)
-                    dg, du = dg.to(d_gate.dtype), du.to(d_gate.dtype)
+                g = _block(gate, [r, columns], inside)
+                d = _block(d_act, [r, columns], inside)
+                u = _block(up, [r, columns], inside)
+                act = activated(g, u, name, alpha, limit)
+                wide_gate, wide_up = _gradients(g, u, w * d, name, alpha, limit)
+                dg = wide_gate.to(d_gate.dtype)
+                if d_up is not None:
+                    du = wide_up.to(d_gate.dtype)
                     hl.store(d_up, [r, columns], du, extra_mask=inside)
                 hl.store(d_gate, [r, columns], dg, extra_mask=inside)
                 if weighted is not None:
@@ -258,10 +252,12 @@ def weighted_backward(
     return d_gate
 
 
-def _gated_backward(
-    gate: torch.Tensor, up: torch.Tensor, d: torch.Tensor, name: str, alpha: float, limit: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of gate and up for float32 tiles."""
+def _gradients(
+    gate: torch.Tensor, up: torch.Tensor | None, d: torch.Tensor, name: str, alpha: float, limit: float
+) -> tuple[torch.Tensor, Any]:
+    """Return the gradients of gate and of up, which is None if there is no up, for float32 tiles."""
+    if up is None:
+        return d * _slope(gate, name, alpha), None
     if name in CLAMPED:
         g = torch.clamp(gate, max=limit)
         u = _clamped_up(up, name, limit)
