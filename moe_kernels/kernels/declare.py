@@ -16,7 +16,7 @@ from helion.runtime.settings import default_autotuner_fn
 from moe_kernels import requirements, rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
-from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor
+from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, least, needs_int64
 from moe_kernels.runtime.targets import Gpu
 
 
@@ -97,6 +97,31 @@ def whole_blocks(x: SymbolicTensor) -> SymbolicTensor:
     few = [n if isinstance(n, SymbolicInt) else min(2, n) for n in groups]
     blocks = [n if isinstance(n, SymbolicInt) else 256 for n in (rows, columns)]
     return replace(x, example_shape=(*few, *blocks))
+
+
+def jagged_fields(
+    gpu: Gpu,
+    A: SymbolicTensor,  # [.., K]
+    weights: Sequence[SymbolicTensor],
+    outs: Sequence[SymbolicTensor | None],  # [M, N]
+    group_offsets: SymbolicTensor,
+    *vectors: SymbolicTensor | None,  # biases, scales and maps
+) -> dict[str, Any]:
+    """Return the fields that the problems of all jagged products have: `rows`, `M`, and those of `rules.Access`."""
+    results = [out for out in outs if out is not None]
+    M, G = least(results[0].size(0)), group_offsets.size(0) - 1
+    contracts, int64_vectors = A.size(1) > 0, needs_int64(group_offsets, *vectors)
+    return {
+        "rows": rules.floor_power_of_2(M // G),
+        "M": rules.floor_power_of_2(M),
+        "tma_A": contracts and not int64_vectors and tma_readable(gpu, A),
+        "tma_B": contracts and all(tma_readable(gpu, B) for B in weights),
+        "tma_out": all(out.size(1) >= 16 and tma_readable(gpu, out) for out in results),
+        # These apply to pointers only: TMA takes 32-bit coordinates whatever the extent.
+        "int64_A": int64_vectors or needs_int64(A),
+        "int64_B": needs_int64(*weights),
+        "int64_out": needs_int64(*results),
+    }
 
 
 def tma_readable(gpu: Gpu, tensor: SymbolicTensor) -> bool:

@@ -19,14 +19,14 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails, grouped_gemm_tall
-from moe_kernels.kernels.declare import kernel, left_operand, tma_readable, whole_blocks
+from moe_kernels.kernels.declare import jagged_fields, kernel, left_operand, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import BY_ROW, block_of, decode_odd, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
 from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
-from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, most, needs_int64
+from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, most
 
 
 def _preset_basic(A: torch.Tensor, B: torch.Tensor, group_offsets: torch.Tensor, bias: Any, *_: Any) -> Config:
@@ -186,7 +186,7 @@ def multiply(
     shared, transposed = B.size(0) == 1, lies_transposed(B)
     B = weights_row_major(builder, A_packed, B.transpose(1, 2) if transposed else B, G)
     B = replace(B, few_groups=True)
-    problem = _problem(builder, A_packed, B, G, bias, out, transposed, needs_int64(group_offsets, bias))
+    problem = _problem(builder, A_packed, B, group_offsets, bias, out, transposed)
     choice = rules.choose(problem, variant)
     if choice.variant in ("tails", "tall"):
         kernel_file = grouped_gemm_tails if choice.variant == "tails" else grouped_gemm_tall
@@ -214,32 +214,21 @@ def _problem(
     builder: Builder,
     A_packed: SymbolicTensor,
     B: SymbolicTensor,  # [_, N, K] if `transposed`, otherwise [_, K, N]
-    G: int,
+    group_offsets: SymbolicTensor,
     bias: SymbolicTensor | None,
     out: SymbolicTensor,
     transposed: bool,
-    int64_vectors: bool,  # group_offsets or bias need an int64 index
 ) -> rules.Problem:
-    M, K = A_packed.shape
-    dtype = torch.promote_types(A_packed.dtype, B.dtype)
-    N, gpu = out.size(1), builder.gpu
+    dtype, gpu = torch.promote_types(A_packed.dtype, B.dtype), builder.gpu
     return rules.Problem(
-        rows=rules.floor_power_of_2(least(M) // G),
-        M=rules.floor_power_of_2(least(M)),
-        N=N,
-        K=K,
-        G=G,
+        N=out.size(1),
+        K=A_packed.size(1),
+        G=group_offsets.size(0) - 1,
         dtype=dtype,
         tf32=rules.tf32_allowed(dtype),
-        tma_A=not int64_vectors and K > 0 and tma_readable(gpu, A_packed),
-        tma_B=K > 0 and tma_readable(gpu, B),
-        tma_out=N >= 16 and tma_readable(gpu, out),
-        # These apply to pointers only: TMA takes 32-bit coordinates whatever the extent.
-        int64_A=int64_vectors or needs_int64(A_packed),
-        int64_B=needs_int64(B),
-        int64_out=needs_int64(out),
         has_bias=bias is not None,
         transposed=transposed,
         out_dtype=None if out.dtype == dtype else out.dtype,
         gpu=gpu,
+        **jagged_fields(gpu, A_packed, [B], [out], group_offsets, bias),
     )

@@ -168,10 +168,21 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     if is_trivial(builder, X.size(0), out):
         return out
     X, Y = row_major(builder, left_operand(builder, X, Y.dtype), Y)
-    M = X.size(0)
-    problem = _problem(builder, X, Y, out)
-    if needs_int64(group_offsets):
-        problem = replace(problem, tma=False, int64_rows=True)
+    M, (G, P, Q), gpu = X.size(0), out.shape, builder.gpu
+    compute_dtype, int64_offsets = torch.promote_types(X.dtype, Y.dtype), needs_int64(group_offsets)
+    problem = wgrad_rules.Problem(
+        M=rules.floor_power_of_2(least(M)),
+        P=P,
+        Q=Q,
+        G=G,
+        dtype=compute_dtype,
+        tf32=rules.tf32_allowed(compute_dtype),
+        tma=not int64_offsets and tma_readable(gpu, X) and tma_readable(gpu, Y),
+        tma_out=out.element_size() == 2 and tma_readable(gpu, out),
+        # `int64_rows` applies to pointers only: TMA takes 32-bit coordinates whatever the extent.
+        int64_rows=int64_offsets or needs_int64(X, Y),
+        int64_out=needs_int64(out.select(0, 0)),
+    )
     choice = wgrad_rules.rule(problem)
     if choice.persistent:
         multiply_persistent(builder, X, Y, group_offsets, out, choice.tma)
@@ -233,21 +244,3 @@ def _ordered(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> Symboli
     int64_index = needs_int64(group_offsets)
     builder.launch(order_offsets, (group_offsets, ordered, M * 2 + 1), config, int64_index=int64_index)
     return ordered
-
-
-def _problem(builder: Builder, X: SymbolicTensor, Y: SymbolicTensor, out: SymbolicTensor) -> wgrad_rules.Problem:
-    (G, P, Q), gpu = out.shape, builder.gpu
-    dtype = torch.promote_types(X.dtype, Y.dtype)
-    return wgrad_rules.Problem(
-        M=rules.floor_power_of_2(least(X.size(0))),
-        P=P,
-        Q=Q,
-        G=G,
-        dtype=dtype,
-        tf32=rules.tf32_allowed(dtype),
-        tma=tma_readable(gpu, X) and tma_readable(gpu, Y),
-        tma_out=out.element_size() == 2 and tma_readable(gpu, out),
-        # `int64_rows` applies to pointers only: TMA takes 32-bit coordinates whatever the extent.
-        int64_rows=needs_int64(X, Y),
-        int64_out=needs_int64(out.select(0, 0)),
-    )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import kernel, tma_readable, whole_blocks
+from moe_kernels.kernels.declare import jagged_fields, kernel, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import BY_ROW, decode_odd, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
@@ -31,7 +31,7 @@ from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbe
 from moe_kernels.rules import scaled as scaled_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
-from moe_kernels.runtime.symbolic import SymbolicTensor, least, most, needs_int64
+from moe_kernels.runtime.symbolic import SymbolicTensor, most
 from moe_kernels.scaled import BLOCK
 
 
@@ -312,7 +312,17 @@ def multiply(
     (A,) = row_major(builder, A, shortest=LONG)
     B = weights_row_major(builder, A, B, G)
     B, scales_B = replace(B, few_groups=True), replace(scales_B, few_groups=True)
-    problem = _problem(builder, A, scales_A, B, scales_B, group_offsets, bias, out, fast)
+    problem = scaled_rules.Problem(
+        N=N,
+        K=K,
+        G=G,
+        block_scaled=scales_B.shape[1:] != (N, 1),
+        fast=fast,
+        out_dtype=out.dtype,
+        has_bias=bias is not None,
+        multiprocessors=builder.gpu.multiprocessors,
+        **jagged_fields(builder.gpu, A, [B], [out], group_offsets, bias, scales_A, scales_B),
+    )
     choice = scaled_rules.rule(problem, variant)
     block_m = choice.block_m
     tma_A, tma_B, tma_out, int64_index = choice.addressing
@@ -333,37 +343,3 @@ def multiply(
     else:
         arguments = (*listed, out, shared, block_m // 2, problem.block_scaled, inline_ptx, tma_A)
         builder.launch(promoted_persistent, arguments, choice.config, int64_index=int64_index)
-
-
-def _problem(
-    builder: Builder,
-    A: SymbolicTensor,
-    scales_A: SymbolicTensor,
-    B: SymbolicTensor,
-    scales_B: SymbolicTensor,
-    group_offsets: SymbolicTensor,
-    bias: SymbolicTensor | None,
-    out: SymbolicTensor,
-    fast: bool,
-) -> scaled_rules.Problem:
-    (M, K), N, G, gpu = A.shape, out.size(1), group_offsets.size(0) - 1, builder.gpu
-    int64_vectors = needs_int64(group_offsets, bias, scales_A, scales_B)
-    return scaled_rules.Problem(
-        rows=rules.floor_power_of_2(least(M) // G),
-        M=rules.floor_power_of_2(least(M)),
-        N=N,
-        K=K,
-        G=G,
-        block_scaled=scales_B.shape[1:] != (N, 1),
-        fast=fast,
-        out_dtype=out.dtype,
-        tma_A=not int64_vectors and tma_readable(gpu, A),
-        tma_B=tma_readable(gpu, B),
-        tma_out=N >= 16 and tma_readable(gpu, out),
-        # TMA takes 32-bit coordinates for any extent.
-        int64_A=int64_vectors or needs_int64(A),
-        int64_B=needs_int64(B),
-        int64_out=needs_int64(out),
-        has_bias=bias is not None,
-        multiprocessors=gpu.multiprocessors,
-    )

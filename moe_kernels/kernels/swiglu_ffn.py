@@ -15,7 +15,7 @@ import torch
 from moe_kernels import rules
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels.activation import activated
-from moe_kernels.kernels.declare import kernel, left_operand, tma_readable, whole_blocks
+from moe_kernels.kernels.declare import jagged_fields, kernel, left_operand, tma_readable, whole_blocks
 from moe_kernels.kernels.inline import BY_ROW, block_of, decode_odd, divide, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major
 from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
@@ -217,11 +217,25 @@ def multiply_activated(
 ) -> None:
     """Write the activation, and the preactivations if given. No tensor may be empty."""
     (A,) = row_major(builder, left_operand(builder, A, gate.dtype), shortest=LONG)
-    M, E = act.size(0), gate.size(0)
+    (M, I), H, E = act.shape, A.size(1), gate.size(0)  # noqa: E741
     pairs, transposed = _pairs(A, gate, up, builder), lies_transposed(gate)
     if transposed:
         gate, up = gate.transpose(1, 2), up.transpose(1, 2)
-    problem = _problem(builder, A, gate, up, group_offsets, row_to_slot, biases, (act, *preacts), pairs is not None)
+    dtype, gpu = torch.promote_types(A.dtype, gate.dtype), builder.gpu
+    fields = jagged_fields(gpu, A, (gate, up), (act, *preacts), group_offsets, row_to_slot, *biases)
+    problem = swiglu_rules.Problem(
+        I=I,
+        H=H,
+        E=E,
+        dtype=dtype,
+        precision=rules.precision_of(dtype, rules.tf32_allowed(dtype), gpu),
+        gathered=row_to_slot is not None,
+        save_preact=preacts[0] is not None,
+        biases=sum(bias is not None for bias in biases),
+        paired=pairs is not None,
+        slow_memory=gpu.slow_memory,
+        **fields | {"tma_A": fields["tma_A"] and row_to_slot is None},
+    )
     choice = swiglu_rules.rule(problem)
     block_m = choice.block_m
     tma_A, tma_B, tma_out, int64_index = choice.addressing
@@ -247,40 +261,3 @@ def multiply_activated(
     pairs = replace(pairs, few_groups=True)
     arguments = (A, pairs, tiles, tile_count(tiles), row_to_slot, *biases, *outs, *constants)
     builder.launch(swiglu_persistent, arguments, choice.config, int64_index=int64_index, precision=problem.precision)
-
-
-def _problem(
-    builder: Builder,
-    A: SymbolicTensor,
-    gate: SymbolicTensor,  # gate and up in memory layout: [E, H, I] or [E, I, H]
-    up: SymbolicTensor,
-    group_offsets: SymbolicTensor,
-    row_to_slot: SymbolicTensor | None,
-    biases: tuple[SymbolicTensor | None, SymbolicTensor | None],
-    outs: tuple[SymbolicTensor | None, ...],  # act and the preactivations
-    paired: bool,
-) -> swiglu_rules.Problem:
-    (M, I), H, E = outs[0].shape, A.size(1), gate.size(0)  # type: ignore[union-attr]  # noqa: E741
-    dtype, gpu = torch.promote_types(A.dtype, gate.dtype), builder.gpu
-    int64_vectors = needs_int64(group_offsets, *biases)
-    return swiglu_rules.Problem(
-        rows=rules.floor_power_of_2(least(M) // E),
-        M=rules.floor_power_of_2(least(M)),
-        I=I,
-        H=H,
-        E=E,
-        dtype=dtype,
-        precision=rules.precision_of(dtype, rules.tf32_allowed(dtype), gpu),
-        gathered=row_to_slot is not None,
-        save_preact=outs[1] is not None,
-        biases=sum(bias is not None for bias in biases),
-        paired=paired,
-        slow_memory=gpu.slow_memory,
-        tma_A=not int64_vectors and H > 0 and row_to_slot is None and tma_readable(gpu, A),
-        tma_B=H > 0 and tma_readable(gpu, gate) and tma_readable(gpu, up),
-        tma_out=I >= 16 and all(tma_readable(gpu, out) for out in outs if out is not None),
-        # These apply to pointers only: TMA takes 32-bit coordinates whatever the extent.
-        int64_A=int64_vectors or needs_int64(A, row_to_slot),
-        int64_B=needs_int64(gate, up),
-        int64_out=needs_int64(*outs),
-    )

@@ -47,8 +47,7 @@ def product(
     def steps(builder: Builder, A: SymbolicTensor, B: SymbolicTensor, offsets: Any, bias: Any, out: Any) -> None:
         transposed = lies_transposed(B)
         stored = B.transpose(1, 2) if transposed else B
-        G = group_offsets.size(0) - 1
-        problem = grouped_gemm._problem(builder, A, stored, G, bias, out, transposed, int64_vectors=False)
+        problem = grouped_gemm._problem(builder, A, stored, offsets, bias, out, transposed)
         choice, tma = rules.rule(problem, variant), builder.gpu.has_tma
         assert rules.why_illegal(choice, problem) is None
         assert choice.addressing[:3] == (tma, tma, tma and variant == "tails")
