@@ -19,6 +19,10 @@ INT32_MAX = 2**31 - 1
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul, "//": floordiv, "|": or_}
 
 
+def _operator(op: str, swapped: bool = False) -> Callable[[Any, Any], SymbolicInt]:
+    return lambda self, other: _operation(op, other, self) if swapped else _operation(op, self, other)
+
+
 @dataclass(frozen=True, eq=False)
 class SymbolicInt:
     """`("extent", i, dim)`, an extent of a plan's i-th input, or `(operation, a, b)`, within `least` and `most`.
@@ -35,26 +39,9 @@ class SymbolicInt:
     def extent(cls, tensor: int, dim: int, least: int, most: int) -> SymbolicInt:
         return cls("extent", (tensor, dim), least, most)
 
-    def __add__(self, other: Any) -> SymbolicInt:
-        return _operation("+", self, other)
-
-    def __sub__(self, other: Any) -> SymbolicInt:
-        return _operation("-", self, other)
-
-    def __mul__(self, other: Any) -> SymbolicInt:
-        return _operation("*", self, other)
-
-    def __floordiv__(self, other: Any) -> SymbolicInt:
-        return _operation("//", self, other)
-
-    def __or__(self, other: Any) -> SymbolicInt:
-        return _operation("|", self, other)
-
-    def __radd__(self, other: Any) -> SymbolicInt:
-        return _operation("+", other, self)
-
-    def __rmul__(self, other: Any) -> SymbolicInt:
-        return _operation("*", other, self)
+    __add__, __sub__, __mul__ = _operator("+"), _operator("-"), _operator("*")
+    __floordiv__, __or__ = _operator("//"), _operator("|")
+    __radd__, __rmul__ = _operator("+", swapped=True), _operator("*", swapped=True)
 
     def __eq__(self, other: object) -> bool:
         raise TypeError(f"a plan cannot depend on the value of {self}")
