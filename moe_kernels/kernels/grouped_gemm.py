@@ -21,7 +21,7 @@ from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails, grouped_gemm_tall
 from moe_kernels.kernels.declare import jagged_fields, kernel, left_operand, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
-from moe_kernels.kernels.inline import BY_ROW, block_of, decode_odd, int32, numbered_row, skip_regions, unmasked
+from moe_kernels.kernels.inline import BY_ROW, biased, block_of, decode_odd, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
 from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules.config import Config
@@ -105,8 +105,7 @@ def jagged(
                         a = unmasked(hl.load(A_packed, [load0 + hl.arange(block_m), tile_k]))
                     b = block_of(B, weight, tile_k, tile_n, transposed)
                     acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
-                if bias is not None:
-                    acc = acc + bias[group, tile_n].to(torch.float32)[None, :]
+                acc = biased(acc, bias, group, tile_n)
             inside = (rows >= row0) & (rows < end)
             hl.store(out, [rows, tile_n], acc.to(out.dtype), extra_mask=inside[:, None])
     return out
@@ -139,8 +138,7 @@ def jagged_persistent(
             a = load_rows(A_packed, row0, end, tile_k, block_m, tma_A)
             b = block_of(B, weight, tile_k, tile_n, transposed)
             acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
-        if bias is not None:
-            acc = acc + bias[group, tile_n].to(torch.float32)[None, :]
+        acc = biased(acc, bias, group, tile_n)
         if tma_out:
             hl.store(out, [row0 + block_m - end + hl.arange(block_m), tile_n, end], acc.to(out.dtype))
         else:

@@ -84,8 +84,7 @@ def jagged_tails(
             for tile_k in hl.tile(K, block_size=block_k):
                 tail_rows = load_rows(A_packed, row0, end, tile_k, 64, tma)
                 tail = hl.dot(tail_rows, load_weight(B, matrix, n, N, tile_k, 256, transposed, tma), acc=tail)
-            if bias is not None:
-                tail = tail + load_bias(bias, group, n, N, 256)
+            tail = add_bias(tail, bias, group, n, N)
             _store(tails_out, row0, end, n, tail.to(out.dtype), pieces, tma)
 
         if narrow_out is not None:
@@ -99,8 +98,7 @@ def jagged_tails(
                     rows = load_rows(A_packed, row0, end, tile_c_k, 128, tma)
                     weight = load_weight(B, matrix, last, N, tile_c_k, narrow, transposed, tma)
                     sums = hl.dot(rows, weight, acc=sums)
-                if bias is not None:
-                    sums = sums + load_bias(bias, group, last, N, narrow)
+                sums = add_bias(sums, bias, group, last, N)
                 store_columns(narrow_out, row0, end, last * (256 // narrow), sums.to(out.dtype), tma)
 
         for tile_j in hl.tile(num_whole, block_size=1):
@@ -113,8 +111,7 @@ def jagged_tails(
             for tile_k in hl.tile(K, block_size=block_k):
                 a = load_rows(A_packed, row0, end, tile_k, 128, tma)
                 acc = hl.dot(a, load_weight(B, matrix, n, N, tile_k, 256, transposed, tma), acc=acc)
-            if bias is not None:
-                acc = acc + load_bias(bias, group, n, N, 256)
+            acc = add_bias(acc, bias, group, n, N)
             _store(out, row0, end, n, acc.to(out.dtype), pieces, tma)
     return out
 
@@ -142,10 +139,12 @@ def load_weight(
     return hl.load(B, [index, tile_k, columns], extra_mask=inside.unsqueeze(0))
 
 
-def load_bias(bias: Tensor, group: Tensor, n: Tensor, N: int, width: int) -> Tensor:
-    """Return `width` biases of a group, from n * 256 on: `[1, width]`."""
-    columns = n * 256 + hl.arange(width)
-    return hl.load(bias, [group, columns], extra_mask=columns < N).to(torch.float32).unsqueeze(0)
+def add_bias(tile: Tensor, bias: Tensor | None, group: Tensor, n: Tensor, N: int) -> Tensor:
+    """Return a tile of columns from n * 256 on with the group's biases added, if there are any."""
+    if bias is None:
+        return tile
+    columns = n * 256 + hl.arange(tile.size(1))
+    return tile + hl.load(bias, [group, columns], extra_mask=columns < N).to(torch.float32).unsqueeze(0)
 
 
 def _store(out: Tensor, row0: Tensor, end: Tensor, n: Tensor, tile: Tensor, pieces: int, tma: bool) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.grouped_gemm_tails import load_bias, load_rows, load_weight, store_columns
+from moe_kernels.kernels.grouped_gemm_tails import add_bias, load_rows, load_weight, store_columns
 from moe_kernels.kernels.inline import decode_odd, int32
 from moe_kernels.kernels.tiles import MERGED, listed, max_num_tiles, place, plan_table
 from moe_kernels.rules.config import Config
@@ -63,9 +63,7 @@ def jagged_tall(
                     b = load_weight(B, matrix, n, N, tile_k, 256, transposed, tma)
                     upper = hl.dot(a, b, acc=upper)
                     lower = hl.dot(load_rows(A_packed, row0 + 128, end, tile_k, 64, tma), b, acc=lower)
-                if bias is not None:
-                    upper = upper + load_bias(bias, group, n, N, 256)
-                    lower = lower + load_bias(bias, group, n, N, 256)
+                upper, lower = add_bias(upper, bias, group, n, N), add_bias(lower, bias, group, n, N)
                 store_columns(out, row0, end, n, upper.to(out.dtype), False)
                 store_columns(out, row0 + 128, end, n, lower.to(out.dtype), False)
             else:
@@ -73,8 +71,7 @@ def jagged_tall(
                 for tile_k in hl.tile(K, block_size=block_k):
                     a = load_rows(A_packed, row0, end, tile_k, 128, tma)
                     acc = hl.dot(a, load_weight(B, matrix, n, N, tile_k, 256, transposed, tma), acc=acc)
-                if bias is not None:
-                    acc = acc + load_bias(bias, group, n, N, 256)
+                acc = add_bias(acc, bias, group, n, N)
                 store_columns(out, row0, end, n, acc.to(out.dtype), False)
     return out
 

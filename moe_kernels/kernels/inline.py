@@ -48,6 +48,11 @@ def block_of(B: torch.Tensor, g: Any, rows: Any, columns: Any, transposed: bool)
     return hl.load(B, [g, rows, columns])
 
 
+def biased(acc: torch.Tensor, bias: torch.Tensor | None, g: torch.Tensor, columns: Any) -> torch.Tensor:
+    """Return rows of group g with its `bias [G, N]` added, if there is one."""
+    return acc if bias is None else acc + hl.load(bias, [g, columns]).to(torch.float32).unsqueeze(0)
+
+
 def histogram(values: torch.Tensor, width: int, counted: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return how many of the `values` selected by `counted` equal each of 0..width - 1; `like` is [width] int32."""
     return hl.inline_triton("tl.histogram({0}, {1}, mask={2})", args=(values, width, counted), output_like=like)

@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_kernels import rules
 from moe_kernels.kernels.declare import jagged_fields, kernel, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
-from moe_kernels.kernels.inline import BY_ROW, decode_odd, int32, numbered_row, skip_regions, unmasked
+from moe_kernels.kernels.inline import BY_ROW, biased, decode_odd, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
 from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import scaled as scaled_rules
@@ -186,8 +186,7 @@ def fast_persistent(
             acc = dot(a, B[weight, tile_n, tile_k].T, acc)
         scale_a = hl.load(scales_A, [rows, 0], extra_mask=rows < end)
         acc = acc * scale_a[:, None] * scales_B[weight, tile_n, 0][None, :]
-        if bias is not None:
-            acc = acc + bias[group, tile_n].to(torch.float32)[None, :]
+        acc = biased(acc, bias, group, tile_n)
         if tma_out:
             hl.store(out, [row0 + block_m - end + hl.arange(block_m), tile_n, end], acc.to(out.dtype))
         else:

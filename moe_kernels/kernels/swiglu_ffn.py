@@ -16,7 +16,17 @@ from moe_kernels import rules
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels.activation import activated
 from moe_kernels.kernels.declare import jagged_fields, kernel, left_operand, tma_readable, whole_blocks
-from moe_kernels.kernels.inline import BY_ROW, block_of, decode_odd, divide, int32, numbered_row, skip_regions, unmasked
+from moe_kernels.kernels.inline import (
+    BY_ROW,
+    biased,
+    block_of,
+    decode_odd,
+    divide,
+    int32,
+    numbered_row,
+    skip_regions,
+    unmasked,
+)
 from moe_kernels.kernels.row_major import LONG, row_major
 from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
 from moe_kernels.rules import swiglu as swiglu_rules
@@ -89,10 +99,7 @@ def swiglu(
                     w_up = block_of(up, group, tile_h, tile_i, transposed)
                     acc_gate = hl.dot(a.to(dtype), w_gate.to(dtype), acc=acc_gate)
                     acc_up = hl.dot(a.to(dtype), w_up.to(dtype), acc=acc_up)
-                if gate_bias is not None:
-                    acc_gate = acc_gate + gate_bias[group, tile_i].to(torch.float32)[None, :]
-                if up_bias is not None:
-                    acc_up = acc_up + up_bias[group, tile_i].to(torch.float32)[None, :]
+                acc_gate, acc_up = biased(acc_gate, gate_bias, group, tile_i), biased(acc_up, up_bias, group, tile_i)
             result = activated(acc_gate, acc_up, name, alpha, limit)
             hl.store(act, [rows, tile_i], result.to(act.dtype), extra_mask=inside[:, None])
             if preact_gate is not None:
@@ -151,10 +158,7 @@ def swiglu_persistent(
             w = pair.reshape(2 * block_i, tile_h.block_size)
             acc = hl.dot(a.to(dtype), w.to(dtype).T, acc=acc)
         gate, up = hl.split(acc.reshape(block_m, 2, block_i).permute(0, 2, 1))
-        if gate_bias is not None:
-            gate = gate + gate_bias[expert, tile_i].to(torch.float32)[None, :]
-        if up_bias is not None:
-            up = up + up_bias[expert, tile_i].to(torch.float32)[None, :]
+        gate, up = biased(gate, gate_bias, expert, tile_i), biased(up, up_bias, expert, tile_i)
         result = activated(gate, up, name, alpha, limit)
         if tma_out:
             window = row0 + block_m - end + hl.arange(block_m)
