@@ -12,7 +12,6 @@ the host bounds the number of tiles by M and G without reading an offset.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import helion.language as hl
 import torch
@@ -27,14 +26,6 @@ from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbe
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, most
-
-
-def _preset_basic(A: torch.Tensor, B: torch.Tensor, group_offsets: torch.Tensor, bias: Any, *_: Any) -> Config:
-    return _preset("basic", A, B, group_offsets.size(0) - 1, bias)
-
-
-def _preset_persistent(A: torch.Tensor, B: torch.Tensor, _: Any, __: Any, bias: Any, *___: Any) -> Config:
-    return _preset("persistent", A, B, B.size(0), bias)
 
 
 def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.Tensor | None) -> Config:
@@ -54,7 +45,7 @@ def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.
     return rules.rule(by_pointers, variant).config
 
 
-@kernel(_preset_basic)
+@kernel(lambda A, B, group_offsets, bias, *_: _preset("basic", A, B, group_offsets.size(0) - 1, bias))
 def jagged(
     A_packed: torch.Tensor,  # [M, K]
     B: torch.Tensor,  # [G, K, N], or [1, K, N] if `shared`; [_, N, K] if `transposed`
@@ -111,7 +102,7 @@ def jagged(
     return out
 
 
-@kernel(_preset_persistent)
+@kernel(lambda A, B, tiles, num_tiles, bias, *_: _preset("persistent", A, B, B.size(0), bias))
 def jagged_persistent(
     A_packed: torch.Tensor,  # [M, K]
     B: torch.Tensor,  # [G, K, N], or [1, K, N] if `shared`; [_, N, K] if `transposed`

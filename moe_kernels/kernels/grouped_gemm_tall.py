@@ -9,7 +9,6 @@ the weight. So a group of up to 192 rows has one tile in each column.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import helion.language as hl
 import torch
@@ -20,16 +19,11 @@ from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_gemm_tails import add_bias, load_rows, load_weight, store_columns
 from moe_kernels.kernels.inline import decode_odd, int32
 from moe_kernels.kernels.tiles import MERGED, listed, max_num_tiles, place, plan_table
-from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
-def _preset(A: Tensor, B: Any, tiles: Any, bias: Any, *_: Any) -> Config:
-    return rules.tall(A.size(1), bias is not None, rules.BY_POINTERS)
-
-
-@kernel(_preset, static_shapes=True)
+@kernel(lambda A, B, tiles, bias, *_: rules.tall(A.size(1), bias is not None, rules.BY_POINTERS), static_shapes=True)
 def jagged_tall(
     A_packed: Tensor,  # [M, K]
     B: Tensor,  # [G, K, N]; [G, N, K] if `transposed`

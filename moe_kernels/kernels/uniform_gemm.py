@@ -22,16 +22,12 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, needs_
 from moe_kernels.runtime.targets import INTERPRETER
 
 
-def _preset_folded(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, G: int, M: int, *layout: Any) -> Config:
-    return _preset(A, B, out.view(G, M, out.size(1)), *layout)
-
-
 def _preset(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, N: int, K: int, *_: Any) -> Config:
     a, b, o = (SymbolicTensor(0, x.dtype, tuple(x.shape), x.stride(), aligned=False) for x in (A, B, out))
     return uniform_rules.by_kernel(_problem(Builder(INTERPRETER, ()), a, b, o, N, K, False, False)).config
 
 
-@kernel(_preset_folded)
+@kernel(lambda A, B, out, G, M, *layout: _preset(A, B, out.view(G, M, out.size(1)), *layout))
 def uniform_folded(
     A: torch.Tensor,  # [G * M, K], or [G * K, M] if `a_columns`
     B: torch.Tensor,  # [G * K, N], or [G * N, K] if `b_columns`

@@ -112,7 +112,7 @@ def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device:
     class Search:
         def autotune(self, *, skip_cache: bool) -> Any:
             started.append(skip_cache)
-            return helion.Config(**kernels._preset_basic(*args).config)
+            return helion.Config(**kernels._preset("basic", A, B, 3, None).config)
 
     A, B, group_offsets = make_inputs([9, 0, 40], 40, 24, dtype=torch.float16, device=device)
     M = A.size(0)
