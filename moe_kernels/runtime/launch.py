@@ -239,18 +239,15 @@ def libraries(records: Collection[store.Binary] = ()) -> Iterator[None]:
         from triton import knobs
         from triton.runtime.build import _build  # noqa: F401
 
-        before, scope = knobs.build.impl, knobs.cache.scope()
+        _, scope = knobs.build.impl, knobs.cache.scope()
     except (ImportError, AttributeError):
         yield
         return
     with scope:
         if not store.is_private(knobs.cache.dir):
             knobs.cache.dir = _own_folder().name
-        knobs.build.impl = functools.partial(_library, records, {})
-        try:
+        with replaced(knobs.build, impl=functools.partial(_library, records, {})):
             yield
-        finally:
-            knobs.build.impl = before
 
 
 def ensure_cache() -> None:
