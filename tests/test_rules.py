@@ -1089,7 +1089,7 @@ def test_bundled_files_are_read_and_legal() -> None:
                 tf32=bucket.dtype == "tf32",
             )
             choice = rules._adapted(entries.Found(made, file, 0.0), problem)
-            assert rules.why_illegal(choice, problem) is None
+            assert choice.addressing.tma == made.tma and rules.why_illegal(choice, problem) is None
 
 
 def test_an_outer_record_hears_of_what_an_inner_one_did() -> None:

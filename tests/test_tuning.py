@@ -139,6 +139,20 @@ def test_how_helion_is_asked(bench: Bench, tmp_path: Path, monkeypatch: pytest.M
     assert accepts(helion.Config(**{**seed, "block_sizes": [256, 64]})) is None  # more than N = 96
 
 
+def test_a_search_from_a_tuned_config_with_tma_stores(bench: Bench) -> None:
+    """As of `tune --force`. Without its stores by TMA, which a search does not use, the config is still legal."""
+    problem = problem_of(512, 32768, 1536, 2048, 64, torch.bfloat16, gpu=GPU)
+    by_rule = rules.rule(problem, "persistent", 128)
+    assert by_rule.addressing.tma_out
+    kernel, config = by_rule.variant, by_rule.config.config
+    where = (rules.bucket_of(problem), by_rule.block_m, by_rule.addressing.tma)
+    entry = entries.Entry(kernel, *where, config, 1.0, 1.0, 1, entries.installed_versions(), "", "")
+    search.search(problem, [replace(by_rule, entry=entry)], search.Inputs(TASKS[0], CPU), 60)
+    [(searched, *_)] = bench.searches
+    accepts, [seed] = searched.settings.autotune_config_filter, Bench.seeds(searched)
+    assert accepts is not None and accepts(seed) is seed
+
+
 def test_blocks_in_a_search_fit_into_the_operands(bench: Bench, tmp_path: Path) -> None:
     """Helion's search accesses tensors smaller than a block by pointers, so rows of 8 elements are not searched."""
     problem = problem_of(2048, 16384, 96, 40, 8, torch.bfloat16)

@@ -526,11 +526,10 @@ def _tuned(problem: Problem, variant: str) -> Choice | None:
 
     def usable(found: entries.Found) -> Choice | None:
         choice = _adapted(found, problem)
+        fits = choice.variant in _KERNELS[variant] and choice.addressing.tma == found.entry.tma
         # Tails that were fastest with more rows per group may be slower with fewer: see `_apart`.
-        fits = choice.variant in _KERNELS[variant] and not (
-            choice.variant == "tails" and problem.rows < found.entry.bucket.rows
-        )
-        return choice if fits and why_illegal(choice, problem) is None else None
+        slower = choice.variant == "tails" and problem.rows < found.entry.bucket.rows
+        return choice if fits and not slower and why_illegal(choice, problem) is None else None
 
     return nearest(problem.gpu, bucket_of(problem), usable)
 
@@ -567,8 +566,7 @@ def _adapted(found: entries.Found, problem: Problem) -> Choice:
 def why_illegal(choice: Choice, problem: Problem) -> str | None:
     """The reason why `choice` cannot be used for `problem`, or None."""
     values: dict[str, Any] = choice.config.config
-    addressing = _addressing(problem, choice.variant, choice.block_m)
-    if choice.addressing != addressing or (choice.entry is not None and choice.entry.tma != addressing.tma):
+    if choice.addressing != _addressing(problem, choice.variant, choice.block_m):
         return "other operands are read or written by TMA"
     needed = _indexing(problem, choice.variant, choice.addressing)
     if any(values.get(name) != value for name, value in needed.items()):

@@ -149,7 +149,7 @@ def test_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, 
     problem, _ = made_for[-1]
     if op == "grouped_gemm":
         choice: Any = rules._adapted(entries.Found(made, file, 0.0), problem)
-        assert rules.why_illegal(choice, problem) is None
+        assert choice.addressing.tma == made.tma and rules.why_illegal(choice, problem) is None
         assert rules.bucket_of(problem) == made.bucket
     else:
         operators: Any = uniform if op == "uniform" else varied
