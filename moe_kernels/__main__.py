@@ -228,7 +228,8 @@ def _print_configs() -> None:
             because = "rule: float32 as three products in TF32"
         if choice.entry is not None:
             near = choice.entry.bucket
-            because = f"tuned: {choice.source}, distance {choice.distance:.2f} from "
+            distance = rules.bucket_of(problem).distance(near)
+            because = f"tuned: {choice.source}, distance {distance:.2f} from "
             because += f"{near.rows} rows per group, N {near.N}, K {near.K}, G {near.G}"
         values: dict[str, Any] = choice.config.config
         rows.append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -78,7 +78,6 @@ class Choice:
     addressing: Addressing
     config: Config
     source: str = "rule"  # or the file that the entry is from
-    distance: float = 0.0  # from the problem that the entry was tuned for: `entries.Bucket.distance`
     entry: entries.Entry | None = field(default=None, compare=False, repr=False)
 
 
@@ -493,17 +492,19 @@ def bucket_of(problem: Problem) -> entries.Bucket:
     return entries.Bucket(dtype, problem.transposed, problem.rows, problem.N, problem.K, problem.G)
 
 
-def nearest(gpu: Gpu | None, bucket: entries.Bucket, adapted: Callable[[entries.Found], _C | None]) -> _C | None:
+def nearest(gpu: Gpu | None, bucket: entries.Bucket, adapted: Callable[[entries.Entry], _C | None]) -> _C | None:
     """The first choice, not discarded, that `adapted` makes of the tuned entries near `bucket`, the nearest first.
+    `adapted` returns None for an entry that cannot be used.
 
     There are no entries for the interpreter, or without a GPU.
     """
     if gpu is None or gpu.backend != "cuda":
         return None
-    for found in entries.near(gpu, bucket):
-        choice = adapted(found)
-        if choice is not None and not discarded(choice):
-            return choice
+    for file, entry in entries.near(gpu, bucket):
+        choice: Any = adapted(entry)
+        if choice is not None and (str(file), entry.key) not in _discarded:
+            tuned: _C = replace(choice, source=str(file), entry=entry)
+            return tuned
     return None
 
 
@@ -524,19 +525,18 @@ def tuned_digest(gpu: Gpu) -> str:
 def _tuned(problem: Problem, variant: str) -> Choice | None:
     """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
 
-    def usable(found: entries.Found) -> Choice | None:
-        choice = _adapted(found, problem)
-        fits = choice.variant in _KERNELS[variant] and choice.addressing.tma == found.entry.tma
+    def usable(entry: entries.Entry) -> Choice | None:
+        choice = _adapted(entry, problem)
+        fits = choice.variant in _KERNELS[variant] and choice.addressing.tma == entry.tma
         # Tails that were fastest with more rows per group may be slower with fewer: see `_apart`.
-        slower = choice.variant == "tails" and problem.rows < found.entry.bucket.rows
+        slower = choice.variant == "tails" and problem.rows < entry.bucket.rows
         return choice if fits and not slower and why_illegal(choice, problem) is None else None
 
     return nearest(problem.gpu, bucket_of(problem), usable)
 
 
-def _adapted(found: entries.Found, problem: Problem) -> Choice:
+def _adapted(entry: entries.Entry, problem: Problem) -> Choice:
     """Convert an entry, tuned without a bias and perhaps for another number of groups, into a choice for `problem`."""
-    entry = found.entry
     config = dict(entry.config)
     addressing = _addressing(problem, entry.kernel, entry.block_m)
     config |= _indexing(problem, entry.kernel, addressing)
@@ -552,15 +552,7 @@ def _adapted(found: entries.Found, problem: Problem) -> Choice:
     blocks = config.get("block_sizes")
     if entry.kernel == "basic" and isinstance(blocks, list) and len(blocks) == 4 and problem.G != entry.bucket.G:
         config["block_sizes"] = [blocks[0], blocks[1], offsets_block(problem.G), blocks[3]]
-    return Choice(
-        entry.kernel,
-        entry.block_m,
-        addressing,
-        Config(**config),
-        source=str(found.file),
-        distance=found.distance,
-        entry=entry,
-    )
+    return Choice(entry.kernel, entry.block_m, addressing, Config(**config))
 
 
 def why_illegal(choice: Choice, problem: Problem) -> str | None:
@@ -632,11 +624,6 @@ def record() -> Iterator[list[tuple[Any, Any]]]:
         _made.reset(token)
         if outer is not None:
             outer += made
-
-
-def discarded(choice: Any) -> bool:
-    """Whether `discard` has been called for the entry that `choice` is from."""
-    return choice.entry is not None and (choice.source, choice.entry.key) in _discarded
 
 
 def discard(choice: Any, reason: str) -> bool:

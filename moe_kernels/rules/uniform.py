@@ -6,7 +6,7 @@ The rule was derived from measurements on an H200, where cuBLAS is faster unless
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -118,13 +118,13 @@ def _tuned(problem: Problem) -> Choice | None:
     """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
     if problem.a_columns:
         return None
-    return rules.nearest(problem.gpu, bucket_of(problem), lambda found: adapted(found.entry, problem, str(found.file)))
+    return rules.nearest(problem.gpu, bucket_of(problem), lambda entry: adapted(entry, problem))
 
 
-def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | None:
+def adapted(entry: entries.Entry, problem: Problem) -> Choice | None:
     """The choice of an entry, None if it cannot be used for `problem`."""
     if entry.kernel == "bmm":
-        return Choice("bmm", source=source, entry=entry) if problem.bmm else None
+        return BMM if problem.bmm else None
     options = dict(entry.config)
     blocks = options.pop("block_sizes", None)
     if not rules.are_blocks(blocks) or entry.kernel not in ("folded", "batched"):
@@ -133,6 +133,4 @@ def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | Non
     sizes: Any = made.config.config["block_sizes"]
     if entry.kernel == "folded" and not foldable(problem, sizes[0], sizes[2]):
         return None
-    if entry.tma != made.addressing.tma:
-        return None
-    return replace(made, source=source, entry=entry)
+    return made if entry.tma == made.addressing.tma else None

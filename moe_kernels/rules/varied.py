@@ -5,7 +5,7 @@ The rule was derived from measurements on an H200.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -169,16 +169,16 @@ def _tuned(problem: Problem) -> Choice | None:
     bucket = bucket_of(problem)
     if bucket is None or not problem.aligned:
         return None
-    return rules.nearest(problem.gpu, bucket, lambda found: adapted(found.entry, problem, str(found.file)))
+    return rules.nearest(problem.gpu, bucket, lambda entry: adapted(entry, problem))
 
 
-def adapted(entry: entries.Entry, problem: Problem, source: str) -> Choice | None:
+def adapted(entry: entries.Entry, problem: Problem) -> Choice | None:
     """The choice of an entry, None if its config is not of the form that `stored` returns."""
     values: Any = [entry.config.get(name) for name in ("num_warps", "num_stages", "num_sm_multiplier")]
     blocks = entry.config.get("block_sizes")
     if not rules.are_blocks(blocks) or any(type(value) is not int or value < 1 for value in values):
         return None
-    return replace(make(len(problem.shapes), *blocks, *values), source=source, entry=entry)
+    return make(len(problem.shapes), *blocks, *values)
 
 
 def stored(choice: Choice) -> dict[str, Any]:

@@ -94,15 +94,6 @@ class Entry:
         return b.op, b.dtype, b.transposed, b.N, b.K, b.G, b.rows, self.versions.minor
 
 
-@dataclass(frozen=True)
-class Found:
-    """An entry near a problem."""
-
-    entry: Entry
-    file: Path
-    distance: float
-
-
 def installed_versions() -> Versions:
     """Return the versions of the installed packages."""
     torch_version, triton, helion = map(requirements.installed, ("torch", "triton", "helion"))
@@ -203,15 +194,15 @@ def digest(gpu: Gpu) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def near(gpu: Gpu, bucket: Bucket) -> list[Found]:
-    """Return the entries within LIMIT of `bucket`, nearest first; at equal distance those of the preferred file."""
+def near(gpu: Gpu, bucket: Bucket) -> list[tuple[Path, Entry]]:
+    """Return what `load` returns within LIMIT of `bucket`, nearest first; at equal distance, the preferred file's."""
     loaded = load(gpu)
     if not loaded and not _warned:
         _warned.add(gpu.name)
         rule = "a rule derived on an H200 and an H100 is used"
         _warn(f"no config has been tuned for {gpu.name}: {rule}. To tune: {TUNE} --help")
-    found = [Found(entry, file, bucket.distance(entry.bucket)) for file, entry in loaded]
-    return sorted((f for f in found if f.distance <= LIMIT), key=lambda f: f.distance)
+    found = [(distance, pair) for pair in loaded if (distance := bucket.distance(pair[1].bucket)) <= LIMIT]
+    return [pair for _, pair in sorted(found, key=lambda each: each[0])]
 
 
 def reload() -> None:
