@@ -77,7 +77,7 @@ class Choice:
     block_m: int  # the kernels' argument of this name
     addressing: Addressing
     config: Config
-    source: str = "rule"  # or the file that the entry is from
+    source: str = field(default="rule", compare=False)  # or the file that the entry is from
     entry: entries.Entry | None = field(default=None, compare=False, repr=False)
 
 

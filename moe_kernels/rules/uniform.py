@@ -42,7 +42,7 @@ class Choice:
     kernel: str  # "folded" or "batched"; or "bmm" for torch.bmm, which ignores the rest
     addressing: rules.Addressing = rules.BY_POINTERS
     config: Config = field(default_factory=Config)
-    source: str = "rule"  # or the file that the entry is from
+    source: str = field(default="rule", compare=False)  # or the file that the entry is from
     entry: entries.Entry | None = field(default=None, compare=False, repr=False)
 
 

@@ -51,7 +51,7 @@ class Choice:
     block_m: int
     block_n: int
     config: Config
-    source: str = "rule"  # or the file that the entry is from
+    source: str = field(default="rule", compare=False)  # or the file that the entry is from
     entry: entries.Entry | None = field(default=None, compare=False, repr=False)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import json
 import math
 import re
 import shlex
@@ -253,7 +252,7 @@ class Trials:
 
         The first `at_least` new choices are tried even after the deadline.
         """
-        listed = list(unique(choices, self.work.stored, known=self.choices))
+        listed = [choice for choice in dict.fromkeys(choices) if choice not in self.choices]
         added = []
         for i, choice in enumerate(listed):
             if i >= at_least and time.monotonic() > self.until:
@@ -320,16 +319,6 @@ def check_close(actual: Any, expected: Any) -> None:
     allowed = expected.abs().float().add_(1).mul_(tolerance)
     if not bool(((actual.float() - expected).abs_() <= allowed).all()):
         raise AssertionError("the result differs from that of the rule's config")
-
-
-def unique(choices: Iterable[Any], stored: Callable[[Any], dict[str, Any]], known: Iterable[Any] = ()) -> Iterator[Any]:
-    """Yield each choice once, except those in `known`; choices that differ only in their source are equal."""
-    seen = {json.dumps(stored(choice), sort_keys=True) for choice in known}
-    for choice in choices:
-        key = json.dumps(stored(choice), sort_keys=True)
-        if key not in seen:
-            seen.add(key)
-            yield choice
 
 
 def problem_of(operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Any:
@@ -438,7 +427,7 @@ def neighbours(choice: rules.Choice, problem: rules.Problem) -> list[rules.Choic
         for size in (blocks[i] // 2, blocks[i] * 2):
             found.append(_with(choice, block_sizes=[*blocks[:i], size, *blocks[i + 1 :]]))
     found += [_with(choice, num_warps=warps) for warps in (4, 8)]
-    return [near for near in unique(found, stored, known=[choice]) if rules.why_illegal(near, problem) is None]
+    return [near for near in dict.fromkeys(found) if near != choice and rules.why_illegal(near, problem) is None]
 
 
 def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs, budget: int) -> rules.Choice:
@@ -492,7 +481,7 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
     )
     config = tuned.autotune_multi(arg_sets, cache_tag=f"moe_kernels {start.variant} {start.block_m}")
     parts = seed.config.config.get("epilogue_subtile")
-    found = replace(start, config=Config(**config.config), entry=None, source="search")
+    found = replace(start, config=Config(**kept, **concise(config.config)))
     return storing(found, tma_out=True, epilogue_subtile=parts) if tma_out else found
 
 
