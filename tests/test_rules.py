@@ -1099,16 +1099,20 @@ def test_bundled_files_are_read_and_legal() -> None:
                 tf32=bucket.dtype == "tf32",
             )
             choice = rules._adapted(made, problem)
-            assert choice.addressing.tma == made.tma and rules.why_illegal(choice, problem) is None
+            assert choice is not None and choice.addressing.tma == made.tma
+            assert rules.why_illegal(choice, problem) is None
 
 
 def test_an_outer_record_hears_of_what_an_inner_one_did() -> None:
+    def chosen(problem: Any, choice: Any) -> Any:
+        return rules.chosen(problem, None, lambda entry, problem: None, lambda problem: choice)
+
     problem, choice = object(), object()
     with rules.record() as outer:
         with rules.record() as inner:
-            rules.chosen(problem, lambda: choice)
-        rules.with_fallback(lambda: rules.chosen(problem, lambda: None))
-    rules.chosen(problem, lambda: choice)
+            chosen(problem, choice)
+        rules.with_fallback(lambda: chosen(problem, None))
+    chosen(problem, choice)
     assert inner == [(problem, choice)] and outer == [(problem, choice), (problem, None)]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -18,7 +19,6 @@ from moe_kernels.runtime.targets import Gpu
 from moe_kernels.tuning import entries
 
 _T = TypeVar("_T")
-_C = TypeVar("_C")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +114,36 @@ ROW_MAJOR_WEIGHTS_FROM_ROWS = 128  # mean rows per group from which weights that
 
 def choose(problem: Problem, variant: str = "auto") -> Choice:
     """Return the kernel and config for `problem`. A `variant` other than "auto" restricts the choice of the kernel."""
-    return chosen(problem, lambda: _tuned(problem, variant) or rule(problem, variant))
+    return chosen(problem, bucket_of(problem), partial(_adapted, variant=variant), partial(rule, variant=variant))
 
 
-def chosen(problem: Any, choose: Callable[[], _C]) -> _C:
-    """The choice of `force`, or else `choose()`, of any operator. The enclosing `record` lists it."""
-    choice: _C = forced() or choose()
+def chosen(
+    problem: Any,  # of any operator
+    bucket: entries.Bucket | None,  # None for problems for which there are no entries
+    adapted: Callable[[entries.Entry, Any], _T | None],  # None for an entry that the problem cannot use
+    rule: Callable[[Any], _T],
+) -> _T:
+    """The choice of `force`, or else of the nearest tuned entry that can be used, or else of `rule`. The enclosing
+    `record` lists it.
+    """
+    choice: _T = forced() or _nearest(problem, bucket, adapted) or rule(problem)
     if (made := _made.get()) is not None:
         made.append((problem, choice))
     return choice
+
+
+def _nearest(
+    problem: Any, bucket: entries.Bucket | None, adapted: Callable[[entries.Entry, Any], _T | None]
+) -> _T | None:
+    """The choice of the nearest entry that can be used and is not discarded: none without a GPU, or interpreted."""
+    if bucket is None or problem.gpu is None or problem.gpu.backend != "cuda":
+        return None
+    for file, entry in entries.near(problem.gpu, bucket):
+        choice: Any = adapted(entry, problem)
+        if choice is not None and (str(file), entry.key) not in _discarded:
+            tuned: _T = replace(choice, source=str(file), entry=entry)
+            return tuned
+    return None
 
 
 def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) -> Choice:
@@ -492,22 +513,6 @@ def bucket_of(problem: Problem) -> entries.Bucket:
     return entries.Bucket(dtype, problem.transposed, problem.rows, problem.N, problem.K, problem.G)
 
 
-def nearest(gpu: Gpu | None, bucket: entries.Bucket, adapted: Callable[[entries.Entry], _C | None]) -> _C | None:
-    """The first choice, not discarded, that `adapted` makes of the tuned entries near `bucket`, the nearest first.
-    `adapted` returns None for an entry that cannot be used.
-
-    There are no entries for the interpreter, or without a GPU.
-    """
-    if gpu is None or gpu.backend != "cuda":
-        return None
-    for file, entry in entries.near(gpu, bucket):
-        choice: Any = adapted(entry)
-        if choice is not None and (str(file), entry.key) not in _discarded:
-            tuned: _C = replace(choice, source=str(file), entry=entry)
-            return tuned
-    return None
-
-
 def are_blocks(value: Any) -> TypeGuard[list[int]]:
     """Whether an entry's `block_sizes` are a list of three powers of two, each from 16 to 256."""
     return (
@@ -522,21 +527,10 @@ def tuned_digest(gpu: Gpu) -> str:
     return "" if gpu.backend != "cuda" else entries.digest(gpu)
 
 
-def _tuned(problem: Problem, variant: str) -> Choice | None:
-    """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
-
-    def usable(entry: entries.Entry) -> Choice | None:
-        choice = _adapted(entry, problem)
-        fits = choice.variant in _KERNELS[variant] and choice.addressing.tma == entry.tma
-        # Tails that were fastest with more rows per group may be slower with fewer: see `_apart`.
-        slower = choice.variant == "tails" and problem.rows < entry.bucket.rows
-        return choice if fits and not slower and why_illegal(choice, problem) is None else None
-
-    return nearest(problem.gpu, bucket_of(problem), usable)
-
-
-def _adapted(entry: entries.Entry, problem: Problem) -> Choice:
-    """Convert an entry, tuned without a bias and perhaps for another number of groups, into a choice for `problem`."""
+def _adapted(entry: entries.Entry, problem: Problem, variant: str = "auto") -> Choice | None:
+    """The choice of an entry, tuned without a bias and perhaps for another number of groups, None if it cannot be used
+    for `problem`.
+    """
     config = dict(entry.config)
     addressing = _addressing(problem, entry.kernel, entry.block_m)
     config |= _indexing(problem, entry.kernel, addressing)
@@ -552,7 +546,11 @@ def _adapted(entry: entries.Entry, problem: Problem) -> Choice:
     blocks = config.get("block_sizes")
     if entry.kernel == "basic" and isinstance(blocks, list) and len(blocks) == 4 and problem.G != entry.bucket.G:
         config["block_sizes"] = [blocks[0], blocks[1], offsets_block(problem.G), blocks[3]]
-    return Choice(entry.kernel, entry.block_m, addressing, Config(**config))
+    choice = Choice(entry.kernel, entry.block_m, addressing, Config(**config))
+    fits = entry.kernel in _KERNELS[variant] and addressing.tma == entry.tma
+    # Tails that were fastest with more rows per group may be slower with fewer: see `_apart`.
+    slower = entry.kernel == "tails" and problem.rows < entry.bucket.rows
+    return choice if fits and not slower and why_illegal(choice, problem) is None else None
 
 
 def why_illegal(choice: Choice, problem: Problem) -> str | None:

@@ -53,7 +53,7 @@ _SMS = 132
 
 def choose(problem: Problem) -> Choice:
     """How `problem` is computed."""
-    return rules.chosen(problem, lambda: _tuned(problem) or rule(problem))
+    return rules.chosen(problem, None if problem.a_columns else bucket_of(problem), adapted, rule)
 
 
 def rule(problem: Problem) -> Choice:
@@ -112,13 +112,6 @@ def bucket_of(problem: Problem) -> entries.Bucket:
     """The key of `problem` among tuned entries."""
     dtype = entries.dtype_label(problem.dtype, problem.tf32, problem.out_dtype)
     return entries.Bucket(dtype, problem.b_columns, problem.M, problem.N, problem.K, problem.G, op="uniform")
-
-
-def _tuned(problem: Problem) -> Choice | None:
-    """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
-    if problem.a_columns:
-        return None
-    return rules.nearest(problem.gpu, bucket_of(problem), lambda entry: adapted(entry, problem))
 
 
 def adapted(entry: entries.Entry, problem: Problem) -> Choice | None:

@@ -89,7 +89,7 @@ class Layout(NamedTuple):
 
 def choose(problem: Problem) -> Choice:
     """The blocks and config for `problem`."""
-    return rules.chosen(problem, lambda: _tuned(problem) or rule(problem))
+    return rules.chosen(problem, bucket_of(problem) if problem.aligned else None, adapted, rule)
 
 
 def rule(problem: Problem) -> Choice:
@@ -162,14 +162,6 @@ def bucket_of(problem: Problem) -> entries.Bucket | None:
     M, N, K = problem.shapes[0]
     dtype = entries.dtype_label(problem.dtype, problem.tf32)
     return entries.Bucket(dtype, problem.b_columns, M, N, K, len(problem.shapes), op="varied")
-
-
-def _tuned(problem: Problem) -> Choice | None:
-    """The nearest tuned choice for `problem` that can be used; None leaves it to the rule."""
-    bucket = bucket_of(problem)
-    if bucket is None or not problem.aligned:
-        return None
-    return rules.nearest(problem.gpu, bucket, lambda entry: adapted(entry, problem))
 
 
 def adapted(entry: entries.Entry, problem: Problem) -> Choice | None:

@@ -165,7 +165,8 @@ def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: ent
     flags = {"tf32": bucket.dtype == "tf32", "transposed": bucket.transposed}
     problem = problem_of(bucket.rows, M, bucket.N, bucket.K, bucket.G, dtype, **flags)
     choice = rules._adapted(entry, problem)
-    assert choice.addressing.tma == entry.tma and rules.why_illegal(choice, problem) is None
+    assert choice is not None and choice.addressing.tma == entry.tma
+    assert rules.why_illegal(choice, problem) is None
     shape = (bucket.G, entry.M, bucket.N, bucket.K)
     with rules.force(choice):
         reports = compiled(monkeypatch, "auto", shape, dtype=dtype, transposed=bucket.transposed)
