@@ -576,8 +576,8 @@ def storing(choice: rules.Choice, *, tma_out: bool, epilogue_subtile: int | None
     return _with(replace(choice, addressing=addressing), epilogue_subtile=epilogue_subtile, **indexing)
 
 
-def _with(choice: rules.Choice, **changed: Any) -> rules.Choice:
-    """Return `choice` with changed options of its config, None to remove one."""
+def _with(choice: Any, **changed: Any) -> Any:
+    """Return `choice`, of any operator, with changed options of its config, None to remove one."""
     values = {name: given for name, given in {**choice.config.config, **changed}.items() if given is not None}
     return replace(choice, config=Config(**values))
 
@@ -587,8 +587,7 @@ def _with(choice: rules.Choice, **changed: Any) -> rules.Choice:
 
 def uniform_workload(task: Task, device: torch.device) -> Workload:
     """Return the workload of `uniform_grouped_gemm`."""
-    A, (B,) = _operands(task, device, [(task.G,)])
-    tensors, options = (A, B), (task.G, A.dtype)
+    tensors, options = _operands(task, device), (task.G, DTYPES[task.dtype])
     problem = problem_of(UNIFORM_GROUPED_GEMM, tensors, options)
 
     def stored(choice: uniform.Choice) -> dict[str, Any]:
@@ -600,7 +599,12 @@ def uniform_workload(task: Task, device: torch.device) -> Workload:
         rows=task.G * task.M,
         choices=[uniform.rule(problem), uniform.choose(problem), *uniform_grid(problem)],
         calls=lambda choice: [partial(run_under(choice, UNIFORM_GROUPED_GEMM, tensors, options), *tensors)],
-        near=lambda best, until: [near for choice in best[:1] for near in uniform_variations(choice)],
+        near=lambda best, until: [
+            _with(choice, loop_orders=[order])
+            for choice in best[:1]
+            if choice.kernel != "bmm"
+            for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0])
+        ],
         stored=stored,
     )
 
@@ -620,17 +624,10 @@ def uniform_grid(problem: uniform.Problem) -> Iterator[uniform.Choice]:
                 yield uniform.make(problem, (block_m, block_n, block_k), num_warps=warps, num_stages=stages)
 
 
-def uniform_variations(choice: uniform.Choice) -> Iterator[uniform.Choice]:
-    """Yield `choice` with other orders of tiles."""
-    if choice.kernel != "bmm":
-        for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
-            yield replace(choice, config=Config(**{**choice.config.config, "loop_orders": [order]}))
-
-
 def varied_workload(task: Task, device: torch.device) -> Workload:
     """Return the workload of `varied_grouped_gemm`, for products of one size."""
-    A, group_B = _operands(task, device, [()] * task.G)
-    group_A = list(A)
+    A, B = _operands(task, device)
+    group_A, group_B = list(A), list(B)
     outs = A.new_empty(task.G, task.M, task.N)
     with rules.record() as made:
         varied_launch(group_A, group_B, list(outs))
@@ -673,13 +670,11 @@ def varied_grid(problem: varied.Problem) -> Iterator[varied.Choice]:
                 yield varied.make(len(problem.shapes), block_m, block_n, block_k, warps, stages, per_sm)
 
 
-def _operands(task: Task, device: torch.device, leading: list[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:
-    """Return `A [G, M, K]`, and for each of `leading` a `B [*leading, K, N]`; the products are O(1)."""
-    dtype = DTYPES[task.dtype]
-    A = torch.randn(task.G, task.M, task.K, device=device).to(dtype)
-    shape = (task.N, task.K) if task.transposed else (task.K, task.N)
-    Bs = [(torch.randn(*more, *shape, device=device) * task.K**-0.5).to(dtype) for more in leading]
-    return A, [B.transpose(-2, -1) if task.transposed else B for B in Bs]
+def _operands(task: Task, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return `A [G, M, K]` and `B [G, K, N]`."""
+    sizes, dtype = [task.M] * task.G, DTYPES[task.dtype]
+    A, B, _ = make_inputs(sizes, task.N, task.K, dtype=dtype, device=device, transposed=task.transposed)
+    return A.view(task.G, task.M, task.K), B
 
 
 WORKLOADS: dict[str, Callable[[Task, torch.device], Workload]] = {
