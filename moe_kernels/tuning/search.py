@@ -213,19 +213,19 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
     trials = Trials(work, device, until)
     trials.add(work.choices, at_least=3)
     times = trials.times(FIRST_ROUNDS)
-    best = sorted(times, key=lambda i: times[i])
+    rule, best = work.choices[0], sorted(times, key=lambda choice: times[choice])
     if best:
-        of = work.stored(trials.choices[best[0]])
-        by_rule = f"{times[0]:.1f} us" if 0 in times else "does not work"
+        of = work.stored(best[0])
+        by_rule = f"{times[rule]:.1f} us" if rule in times else "does not work"
         print(f"  {of['kernel']}, block_m {of['block_m']}: {times[best[0]]:.1f} us; the rule's config: {by_rule}")
-    found = trials.add(work.near([trials.choices[i] for i in best], until), at_least=1)
-    times = trials.times(ROUNDS, [0, *best[:_FINALISTS], *found])
+    found = trials.add(work.near(best, until), at_least=1)
+    times = trials.times(ROUNDS, [rule, *best[:_FINALISTS], *found])
     if not times:
         raise RuntimeError("no config works, not even the rule's")
-    winner = min(times, key=lambda i: times[i])
-    rule_us = times.get(0, times[winner])
-    if 0 in times and times[winner] * GAIN > rule_us:
-        winner = 0
+    winner = min(times, key=lambda choice: times[choice])
+    rule_us = times.get(rule, times[winner])
+    if rule in times and times[winner] * GAIN > rule_us:
+        winner = rule
     return Entry(
         bucket=bucket(task, device),
         us=round(times[winner], 2),
@@ -234,42 +234,38 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
         versions=entries.installed_versions(),
         date=datetime.date.today().isoformat(),
         command=command(task),
-        **work.stored(trials.choices[winner]),
+        **work.stored(winner),
     )
 
 
 class Trials:
-    """Numbered choices, and the calls of those that work, to be timed in turns."""
+    """The choices tried so far, and the calls of those that work, to be timed in turns."""
 
     def __init__(self, work: Workload, device: torch.device, until: float):
         self.work, self.device, self.until = work, device, until
-        self.choices: list[Any] = []
-        self.calls: dict[int, Sequence[Call]] = {}
+        self.tried: set[Any] = set()
+        self.calls: dict[Any, Sequence[Call]] = {}
         self.expected: list[Tensor] = []
 
-    def add(self, choices: Iterable[Any], at_least: int) -> list[int]:
-        """Prepare calls of the new choices; return the numbers of those that work with the result of the first one.
+    def add(self, choices: Iterable[Any], at_least: int) -> list[Any]:
+        """Prepare calls of the new choices; return those that work with the result of the first one.
 
         The first `at_least` new choices are tried even after the deadline.
         """
-        listed = [choice for choice in dict.fromkeys(choices) if choice not in self.choices]
-        added = []
+        listed = [choice for choice in dict.fromkeys(choices) if choice not in self.tried]
         for i, choice in enumerate(listed):
             if i >= at_least and time.monotonic() > self.until:
                 print(f"  the time is over: {len(listed) - i} of {len(listed)} configs were not timed")
                 break
-            self.choices.append(choice)
+            self.tried.add(choice)
             try:
-                calls = self._checked(choice)
+                self.calls[choice] = self._checked(choice)
             except Exception as error:
                 of, reason = self.work.stored(choice), str(error).split("\n")[0][:200]
                 print(f"  does not work: {of['kernel']}, {of['config']} ({type(error).__name__}: {reason})", flush=True)
                 if gpu_is_lost(self.device):
                     raise
-            else:
-                added.append(len(self.choices) - 1)
-                self.calls[added[-1]] = calls
-        return added
+        return [choice for choice in listed if choice in self.calls]
 
     def _checked(self, choice: Any) -> Sequence[Call]:
         with _poisoned():
@@ -282,12 +278,12 @@ class Trials:
             call()
         return calls
 
-    def times(self, rounds: int, numbers: Iterable[int] | None = None) -> dict[int, float]:
-        """Map choice numbers to microseconds per call: geometric means, over routings, of medians, timed in turns."""
-        chosen = [i for i in dict.fromkeys(self.calls if numbers is None else numbers) if i in self.calls]
-        calls = {(i, j): call for i in chosen for j, call in enumerate(self.calls[i])}
+    def times(self, rounds: int, choices: Iterable[Any] | None = None) -> dict[Any, float]:
+        """Map choices to microseconds per call: geometric means, over routings, of medians, timed in turns."""
+        chosen = [choice for choice in dict.fromkeys(choices or self.calls) if choice in self.calls]
+        calls = {(choice, j): call for choice in chosen for j, call in enumerate(self.calls[choice])}
         medians = interleaved(calls, rounds, self.device)
-        return {i: geometric_mean(us for (k, _), us in medians.items() if k == i) for i in chosen}
+        return {choice: geometric_mean(medians[choice, j] for j in range(len(self.calls[choice]))) for choice in chosen}
 
 
 @contextmanager
