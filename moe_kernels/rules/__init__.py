@@ -191,12 +191,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
 
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [4]}
     if variant == "persistent":
-        options["l2_groupings"] = [row_group(problem)]
-        options["pid_type"] = "persistent_interleaved"
-        if addressing.tma_A and addressing.tma_B:
-            options["range_flattens"] = [True, None]  # overlaps a tile's stores with the next tile's loads
-        if addressing.tma_out:
-            options["epilogue_subtile"] = 2  # whole tiles leave too little shared memory for these stages
+        options |= persistent_options(row_group(problem), addressing)
         if two_per_sm:
             options["num_sm_multiplier"] = 2
         blocks = [block_n, block_k]
@@ -204,6 +199,16 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
         blocks = [block_m, block_n, offsets_block(problem.G), block_k]
     options |= indexing_of(variant, problem.has_bias, addressing)
     return Choice(variant, block_m, addressing, Config(block_sizes=blocks, **options))
+
+
+def persistent_options(row_group: int, addressing: Addressing) -> dict[str, Any]:
+    """The options of a persistent kernel that loops over a list of tiles, `row_group` of them in a column."""
+    options: dict[str, Any] = {"pid_type": "persistent_interleaved", "l2_groupings": [row_group]}
+    if addressing.tma_A and addressing.tma_B:
+        options["range_flattens"] = [True, None]  # overlaps a tile's stores with the next tile's loads
+    if addressing.tma_out:
+        options["epilogue_subtile"] = 2  # whole tiles leave too little shared memory for these stages
+    return options
 
 
 def _in_parts(problem: Problem, block_m: int, addressing: Addressing) -> tuple[int, int, int, int]:

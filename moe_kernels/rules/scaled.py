@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -83,7 +82,6 @@ def _persistent(problem: Problem) -> rules.Choice:
     block_m = 128
     addressing = _addressing(problem, block_m if problem.fast else block_m // 2, tma_out=problem.fast)
     by_tma = addressing.tma_A and addressing.tma_B
-    options: dict[str, Any] = {"pid_type": "persistent_interleaved", "l2_groupings": [8]}
     bias, tables = [False] * problem.has_bias, [False] * 3
     a, b, out, _ = addressing
     if problem.fast:
@@ -92,15 +90,12 @@ def _persistent(problem: Problem) -> rules.Choice:
             block_n, num_stages = 32, 2
         elif problem.out_dtype == torch.float32:
             block_n = 128  # the result's tile shares the memory with the next tile's loads
-        if by_tma:
-            options["range_flattens"] = [True, None]  # overlaps a tile's stores with the next tile's loads
-        if out:
-            options["epilogue_subtile"] = 2  # whole tiles leave too little shared memory for these stages
+        options = rules.persistent_options(8, addressing)
         options |= rules.indexing(*tables, a, b, False, False, *bias, out)
         blocks = [rules.fitting(block_n, problem.N), _block_k(problem)]
     else:
         block_n, num_warps, num_stages = (128, 4, 3) if by_tma else (32, 8, 2)
-        options["num_sm_multiplier"] = 2
+        options = {"pid_type": "persistent_interleaved", "l2_groupings": [8], "num_sm_multiplier": 2}
         scales = [False] * 3
         loads = [*scales, b, a, a, *scales] if problem.block_scaled else [b, a, a, *scales]
         options |= rules.indexing(*tables, *loads, *bias, False, False)
