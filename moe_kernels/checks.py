@@ -465,18 +465,17 @@ def _check_routed(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert
     if topk_ids.shape[0] != T:
         raise ValueError(f"topk_ids: expected T = {T} as in hidden {[T, H]}, got {list(topk_ids.shape)}")
     _check_same_device("topk_ids", topk_ids, "hidden", hidden)
-    width = spec.width(W, w_up is not None)
-    form, down = ("[E, I, H]", (E, width, H)) if transposed else ("[E, H, I]", (E, H, width))
 
-    def fits(I: int) -> bool:  # noqa: E741
-        return bool(w_down.shape == ((E, I, H) if transposed else (E, H, I)))
+    def down(I: int) -> tuple[int, int, int]:  # noqa: E741
+        return (E, I, H) if transposed else (E, H, I)
 
     hint = ""
-    if spec.gated and w_up is None and fits(W):
+    if spec.gated and w_up is None and w_down.shape == down(W):
         hint = "; if w_gate_up holds the gate alone, pass w_up"
-    elif not spec.gated and W % 2 == 0 and fits(W // 2):
+    elif not spec.gated and W % 2 == 0 and w_down.shape == down(W // 2):
         hint = "; if w_gate_up holds gate and up, pass gated=True"
-    _check_shape("w_down", w_down, form, down, hint)
+    form = "[E, I, H]" if transposed else "[E, H, I]"
+    _check_shape("w_down", w_down, form, down(spec.width(W, w_up is not None)), hint)
     _check_shape("down_bias", down_bias, "[E, H]", (E, H))
 
 

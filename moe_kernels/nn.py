@@ -191,7 +191,7 @@ class MoE(nn.Module):
         checks.check_compute("format", format)
         if self.format is not None:
             raise RuntimeError(f"this layer was quantised before, as {self.format!r}; quantise the original weights")
-        for name in ("w_gate_up", "w_down"):  # both first, so that no layer is left with one of them in fp8
+        for name in ("w_gate_up", "w_down"):
             if name not in self._parameters:
                 raise RuntimeError(
                     f"{name}: expected a parameter of the layer, and this one is computed from others: merge them "
@@ -203,7 +203,7 @@ class MoE(nn.Module):
                     "the layer before it is sharded, as by fully_shard"
                 )
             checks.check_kernel_dtype(name, getattr(self, name).dtype)
-            checks.check_quantize(getattr(self, name), FP8_COMPUTE[format], torch.float8_e4m3fn, False)
+        # Both before any is replaced, so that no layer is left with one of them in fp8.
         made = {name: quantize(getattr(self, name), FP8_COMPUTE[format]) for name in ("w_gate_up", "w_down")}
         for name, (data, scales, _) in made.items():
             delattr(self, name)
