@@ -282,6 +282,20 @@ def test_little_time_means_no_search_but_an_entry(
     assert "too little time" in capsys.readouterr().out
 
 
+def test_neighbours_are_timed_if_a_search_fails(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(kernel: Any) -> Any:
+        raise RuntimeError("no config works")
+
+    bench.find = fail
+    bench.speed = lambda choice: 60.0 if choice.config.config["l2_groupings"] == [1] else 100.0
+    assert run(tmp_path / "f.json", todo=TASKS[:1]) == 0
+    [made] = entries.read(tmp_path / "f.json", GPU.name)
+    assert made.config["l2_groupings"] == [1] and len(bench.searches) == 1
+    assert "Helion's autotuner failed: RuntimeError: no config works" in capsys.readouterr().err
+
+
 def test_spent_time_leaves_the_rest(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -379,7 +379,7 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
             print(f"  Helion's autotuner failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             if gpu_is_lost(device):
                 raise
-            return []
+            return seeds
 
     return Workload(
         rows=M,
