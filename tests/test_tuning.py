@@ -20,7 +20,7 @@ import torch
 from moe_kernels import kernels as exported
 from moe_kernels import reference, rules
 from moe_kernels.ops.products import GROUPED_GEMM
-from moe_kernels.runtime import targets, torch_internals
+from moe_kernels.runtime import cache, targets, torch_internals
 from moe_kernels.tuning import entries, search
 
 GPU = targets.Gpu("NVIDIA Test 9000", "cuda", 90, 132, 232448)
@@ -509,3 +509,23 @@ def test_the_bucket_of_a_task_is_that_of_its_problem(
     assert (problem.gpu, problem.tma_A, problem.transposed) == (GPU, True, transposed)
     assert rules.bucket_of(problem) == search.bucket(task, CPU)
     assert search.grouped_workload(task, CPU).choices[0] == rules.rule(problem)
+
+
+@pytest.mark.parametrize(("transposed", "N", "K"), [(False, 7, 24), (False, 8, 20), (True, 8, 20)])
+def test_varied_products_that_no_entry_is_used_for_are_not_tuned(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    transposed: bool,
+    N: int,
+    K: int,
+) -> None:
+    monkeypatch.setattr(targets, "of_tensor", lambda tensor: GPU)
+    monkeypatch.setattr(entries, "near", lambda *_: [])
+    monkeypatch.setattr(cache, "find", lambda *_: None)
+    task = search.Task(2, 32, N, K, "bfloat16", transposed, "varied")
+    assert run(entries.file_in(tmp_path, GPU.name), todo=[task]) == 1
+    assert "failed: ValueError: varied products use entries only if K" in capsys.readouterr().err
+    assert not entries.read(entries.file_in(tmp_path, GPU.name), GPU.name)
+    aligned = search.varied_workload(replace(task, N=8 if transposed else 16, K=24), CPU)
+    assert aligned.choices[0].source == "rule"

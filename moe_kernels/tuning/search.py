@@ -628,6 +628,8 @@ def varied_workload(task: Task, device: torch.device) -> Workload:
     with rules.record() as made:
         varied_launch(group_A, group_B, list(outs))
     problem = made[0][0]
+    if not problem.aligned:  # no call would use the entry
+        raise ValueError("varied products use entries only if K, and N with --layout gkn, is a multiple of 16 bytes")
 
     def calls(choice: varied.Choice) -> list[Call]:
         with cache.isolated(), rules.force(choice):
