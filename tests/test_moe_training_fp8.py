@@ -610,6 +610,15 @@ def test_no_tokens_and_no_slots(compute: str) -> None:
             assert name == "out" or x.shape == (arguments | changes)[name].shape, name
 
 
+@pytest.mark.parametrize(("H", "I", "E"), [(16, 0, 2), (0, 4, 2), (0, 0, 2), (16, 4, 0)])
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_sizes_of_zero(compute: str, H: int, I: int, E: int) -> None:  # noqa: E741
+    given = {"hidden": torch.randn(3, H), "topk_ids": torch.zeros(3, 2, dtype=torch.int64)}
+    given |= {"topk_weights": torch.rand(3, 2), "w_gate_up": torch.randn(E, 2 * I, H), "w_down": torch.randn(E, H, I)}
+    for name, x in run(given, torch.randn(3, H), compute=compute).items():
+        assert x.shape == given["hidden" if name == "out" else name].shape and not x.any(), name
+
+
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_autocast_and_without_gradients(compute: str) -> None:
     """Autocast casts hidden states and nothing else."""

@@ -33,9 +33,9 @@ def _tile(width: int, transposed: bool) -> tuple[int, int, int]:
 
 def finds_amax(weights: Any) -> bool:
     """Whether the amax of each column of "rowwise" weights `[E, N, K]`, by which columns are quantised, is found while
-    rows are: if these are contiguous and not longer than AT_ONCE.
+    rows are: if these are contiguous and not longer than AT_ONCE, and there are any.
     """
-    return weights.stride(2) == 1 and 0 < weights.size(2) <= AT_ONCE
+    return weights.stride(2) == 1 and 0 < weights.size(2) <= AT_ONCE and weights.size(1) > 0
 
 
 def rows_and_amax(K: int, itemsize: int, shared_memory: int) -> Config:
