@@ -332,6 +332,7 @@ def test_the_tasks_of_a_model() -> None:
         (128, 65536, 2048, 768),
     ]
     assert all(t.transposed and t.dtype == "bfloat16" for t in todo)
+    assert [t.M for t in search.tasks(options("--model", "olmoe"))] == [128, 128, 4096, 4096, 65536, 65536]
 
 
 def test_the_tasks_of_shapes() -> None:
@@ -368,6 +369,22 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
         options(*arguments)
     assert left.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--model", "olmoe", "--op", "varied"], "--model has shapes for grouped_gemm, not for varied"),
+        (["--shapes", "4,64,32,16", "--tokens", "16"], "--tokens is for --model"),
+    ],
+    ids=["op", "tokens"],
+)
+def test_arguments_that_exclude_each_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    monkeypatch.setattr(search, "_no_gpu", lambda: None)
+    assert search.main(options(*arguments)) == 2
+    assert capsys.readouterr().err.startswith(error)
 
 
 def test_concise_leaves_out_defaults_alone() -> None:

@@ -106,7 +106,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         nargs="+",
         type=positive,
-        default=list(TOKENS),
         help="token counts for --model (default: 16 512 8192)",
     )
     parser.add_argument(
@@ -131,6 +130,9 @@ def main(options: argparse.Namespace) -> int:
     if options.model and options.op != "grouped_gemm":
         print(f"--model has shapes for grouped_gemm, not for {options.op}: give --shapes.", file=sys.stderr)
         return 2
+    if options.shapes and options.tokens:
+        print("--tokens is for --model; in --shapes, M is the number of rows.", file=sys.stderr)
+        return 2
     warnings.filterwarnings("ignore", "moe_kernels: no config has been tuned")
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = targets.of_device(device.type, device.index).name
@@ -147,7 +149,7 @@ def tasks(options: argparse.Namespace) -> list[Task]:
     shapes: list[tuple[int, int, int, int]] = options.shapes or []
     if options.model:
         H, width, E, top_k = MODELS[options.model]
-        shapes = [(E, tokens * top_k, N, K) for tokens in options.tokens for N, K in gemms(H, width).values()]
+        shapes = [(E, tokens * top_k, N, K) for tokens in options.tokens or TOKENS for N, K in gemms(H, width).values()]
     layouts = {"gkn": (False,), "gnk": (True,), "both": (False, True)}[options.layout]
     return list(dict.fromkeys(Task(*shape, options.dtype, t, options.op) for shape in shapes for t in layouts))
 
