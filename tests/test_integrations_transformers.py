@@ -240,6 +240,7 @@ FAMILIES = {  # class, activation, alpha, limit
     "deepseek_v4": ("DeepseekV4Experts", "clamped_silu", None, 1.0),
     "glm5_next": ("Glm5NextTextExperts", "clamped_silu", None, 1.0),
     "hy_v4": ("HYV4Experts", "clamped_silu", None, 1.0),
+    "hy_v4_vl": ("HYV4VLExperts", "clamped_silu", None, 1.0),
     # Models of these families read an image's sizes on the host, a graph break with any experts. The experts have none.
     "ernie4_5_vl_moe": ("Ernie4_5_VLMoeMoeExperts", "silu", None, None),
     "glm4v_moe": ("Glm4vMoeTextExperts", "silu", None, None),

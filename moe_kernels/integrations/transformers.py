@@ -46,6 +46,7 @@ _GATES = {
         "deepseek_v4": _Gate("clamped_silu", {"limit": "limit"}),
         "glm5_next": _Gate("clamped_silu", {"limit": "swiglu_limit"}),
         "hy_v4": _Gate("clamped_silu", {"limit": "swiglu_limit"}),
+        "hy_v4_vl": _Gate("clamped_silu", {"limit": "swiglu_limit"}),
     }.items()
 }
 
@@ -99,9 +100,10 @@ def experts_forward(
     """Compute the forward of a transformers class with `@use_experts_implementation`.
 
     Calls `moe_mlp` if the class has the library's default gate or none, and an activation that `moe_mlp` supports, or
-    if it has the gate of gpt_oss, openai_privacy_filter, minimax_m3_vl, deepseek_v4, glm5_next or hy_v4. Otherwise
-    computes two products, with the class's own `_apply_gate` or `act_fn` between them and its `post_expert_norm` after
-    them. Drops ids of `num_experts` or more: the library's expert parallelism uses them for other ranks' experts.
+    if it has the gate of gpt_oss, openai_privacy_filter, minimax_m3_vl, deepseek_v4, glm5_next, hy_v4 or hy_v4_vl.
+    Otherwise computes two products, with the class's own `_apply_gate` or `act_fn` between them and its
+    `post_expert_norm` after them. Drops ids of `num_experts` or more: the library's expert parallelism uses them for
+    other ranks' experts.
 
     Raises:
         TypeError: a weight is missing, or is not a plain tensor.
