@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -1398,6 +1399,21 @@ def test_launchers_without_a_compiler(tmp_path: Path, compiler: Compiler, monkey
     ):
         build(tmp_path / "3", "int other;")
     assert knobs.build.impl is None
+
+
+@pytest.mark.parametrize("error", [subprocess.CalledProcessError(1, ["gcc"]), FileNotFoundError(2, "none", "cc")])
+def test_a_compiler_that_fails(
+    error: Exception, tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what is often missing."""
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("triton.runtime.build._build", fail)
+    with pytest.raises(RuntimeError, match=r"Python\.h, .*apt install python3-dev\) or .*compile --help") as caught:
+        build(tmp_path / "1")
+    assert str(error) in str(caught.value)
 
 
 def test_building_ahead_leaves_triton_as_it_was(tmp_path: Path, compiler: Compiler) -> None:

@@ -343,10 +343,11 @@ def _build(
     from triton import knobs
     from triton.runtime import build
 
+    elsewhere = "or make launchers elsewhere: python -m moe_kernels compile --help"
     if sources and _c_compiler() is None:
         raise RuntimeError(
             "moe_kernels: Triton needs a C compiler to build a launcher, and found none. Install one (apt install gcc) "
-            "or make launchers elsewhere: python -m moe_kernels compile --help"
+            + elsewhere
         )
 
     def library(source: str) -> bytes:
@@ -354,7 +355,13 @@ def _build(
             path = os.path.join(folder, "library.c")
             Path(path).write_text(source)
             options = library_dirs, include_dirs, libraries, list(flags)
-            return Path(build._build("library", path, folder, *options)).read_bytes()
+            try:
+                return Path(build._build("library", path, folder, *options)).read_bytes()
+            except (FileNotFoundError, subprocess.CalledProcessError) as error:
+                raise RuntimeError(
+                    f"moe_kernels: the C compiler could not build a launcher of Triton's ({error}). If it did not find "
+                    f"Python.h, install Python's headers (apt install python3-dev) {elsewhere}"
+                ) from error
 
     with replaced(knobs.build, impl=None), ThreadPoolExecutor() as pool:
         built = dict(zip(map(_key, sources), pool.map(library, sources), strict=True))
