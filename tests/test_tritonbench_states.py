@@ -131,6 +131,14 @@ def test_a_provider_that_fails_shows_as_failed(fault: str, checkout: Path, tmp_p
     assert row["moe_kernels grouped_gemm (packing timed)-accuracy"] == "1.0"
 
 
+def test_the_loop_over_experts_copies_no_output(checkout: Path, tmp_path: Path) -> None:
+    """The baseline adds to its output in place; `index_add` would copy the output for every expert."""
+    without_copies = "import torch; torch.Tensor.index_add = None\n"
+    options = ("--num-inputs", "1", "--only", "torch_loop", "--metrics", "latency")
+    (row,) = table(checkout, tmp_path, "moe_ffn", *options, before=without_copies)
+    assert float(row["torch_loop (tokens of each expert known beforehand)-latency"]) > 0
+
+
 @pytest.mark.parametrize("mode", ("bwd", "fwd_bwd"))
 def test_layers_run_backward(mode: str, checkout: Path, tmp_path: Path) -> None:
     """A wrong gradient behind a correct result is reported as a failure."""

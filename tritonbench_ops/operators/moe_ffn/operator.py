@@ -58,7 +58,7 @@ class Operator(base.Operator):
             out = torch.zeros_like(hidden)
             for (t, k), w_in, w_out in zip(slots, w_gate_up.unbind(), w_down.unbind(), strict=True):
                 if len(t):
-                    out = out.index_add(0, t, ffn.expert(hidden[t], topk_weights[t, k], w_in, w_out))
+                    out.index_add_(0, t, ffn.expert(hidden[t], topk_weights[t, k], w_in, w_out))
             return out
 
         return call
