@@ -6,9 +6,9 @@ Operands of products are quantised beforehand; layers quantise their activations
 forward and backward pass, which quantise all operands in the call, or all but the weights; quantising the weights; and
 the gradient of each weight alone. The providers of a case take turns with a cold L2 cache, as CUDA-graph replays;
 --load adds dense products of about 50 ms to each round, which hold the GPU at its power limit. Host microseconds are
-those of eager calls. First the result of each product is compared with the product of the dequantised operands, other
-results with those in bfloat16; wrong ones are not timed. `torch._scaled_grouped_mm` has scales per row, DeepGEMM 1x128
-and 128x128, triton_kernels one per tensor.
+those of eager calls. First the result of each product is compared with the product of the dequantised operands, layers
+and training steps in bfloat16 with float64, and other results with those in bfloat16; wrong ones are not timed.
+`torch._scaled_grouped_mm` has scales per row, DeepGEMM 1x128 and 128x128, triton_kernels one per tensor.
 
 On a GPU this writes benchmarks/results/<gpu>/fp8.json, or fp8-load.json. With --part, the file's other parts are kept
 if they are from the same GPU and versions. --tiny checks on a CPU that the script works.
@@ -67,6 +67,7 @@ TINY_PRODUCTS = (Case("tiny", 3, 40, 48, 160, layout="gnk"),)
 TINY_LAYERS = (layer_case("tiny", 5, 32, 16, 4, 2),)
 TINY_TRAINED = (layer_case("tiny", 64, 64, 48, 4, 2),)
 TRANSFORMERS = replace(OPERATORS["ffn"].providers["transformers"], label="transformers, bfloat16")
+WHOLE_LAYERS = ("transformers", "moe_mlp", "step")  # kinds of calls whose results are those of a layer
 LARGEST_DIFFERENCE = 0.08  # of layers and gradients, relative to the norm of the bfloat16 result
 LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm; tensor cores accumulate fp8 in fewer bits than float32 has
 
@@ -250,17 +251,23 @@ def prepared(call: Call, device: torch.device) -> Call:
     return call if device.type == "cpu" else captured(call)
 
 
-def checked(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
-    """Return the calls whose results are close to those of the first of their kind, and the errors of the others.
+def checked(calls: Mapping[str, Call], layer: ffn.Layer | None = None) -> tuple[dict[str, Call], dict[str, str]]:
+    """Return the calls whose results are right, and the errors of the others.
 
-    The kind is the part of a label before its first comma.
+    Results of a whole `layer` in bfloat16 are compared with float64. Results in fp8 are compared with those in bfloat16
+    of their kind, and are wrong if there are none. The kind is the part of a label before its first comma.
     """
     right, errors, expected = dict[str, Call](), dict[str, str](), dict[str, list[Tensor]]()
     for label, call in calls.items():
+        kind, _, how = label.partition(", ")
         try:
             made = call()
             parts = [dequantize(made)] if isinstance(made, ScaledTensor) else made if isinstance(made, list) else [made]
-            pairs = zip(parts, expected.setdefault(label.split(",")[0], parts), strict=True)
+            if layer is not None and how == "bfloat16" and kind in WHOLE_LAYERS:
+                ffn.check(dict(zip(("out", *layer.leaves), parts, strict=False)), layer)
+            if how not in ("", "bfloat16") and kind not in expected:
+                raise AssertionError(f"nothing to compare with: {kind}, bfloat16, failed")
+            pairs = zip(parts, expected.setdefault(kind, parts), strict=True)
             difference = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
             if not difference < LARGEST_DIFFERENCE:
                 raise AssertionError(f"wrong: {difference:.1e} of the norm")
@@ -307,7 +314,7 @@ def measure_product(case: Case, rounds: int, device: torch.device, load: bool) -
 @torch.no_grad()
 def measure_layer(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
     layer, errors = layer_of(case, device), dict[str, str]()
-    calls, wrong = checked(call_of(TRANSFORMERS, layer, errors) | layer_calls(layer))
+    calls, wrong = checked(call_of(TRANSFORMERS, layer, errors) | layer_calls(layer), layer)
     host = host_times(calls, rounds, device)
     timed = {name: prepared(call, device) for name, call in calls.items()}
     us = run.in_turns(timed, rounds, device, load=load)
@@ -315,7 +322,9 @@ def measure_layer(case: Case, rounds: int, device: torch.device, load: bool) -> 
 
 
 def measure_training(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
-    calls, errors = checked(training_calls(layer_of(case, device)))
+    layer = layer_of(case, device)
+    leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in layer.leaves.items()}
+    calls, errors = checked(training_calls(layer), replace(layer, **leaves))
     timed = {name: prepared(call, device) for name, call in calls.items()}
     us = run.in_turns(timed, rounds, device, load=load)
     products = {"wgrad of gate and up": 4, "wgrad of down": 2}  # FLOPs per row and element of N x K

@@ -20,6 +20,7 @@ from processes import python_path
 from benchmarks import convergence, fp8, plots, report, run, start_up, tables, wide
 from benchmarks.__main__ import main
 from moe_kernels import ops, quantize
+from tritonbench_ops import ffn
 from tritonbench_ops.baselines import Provider
 
 needs_transformers = pytest.mark.skipif(
@@ -277,7 +278,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(fp8, "launch_alone", alone)
     peers = {"one scale": Provider("broken", broken), "1x128 by 128x128": Provider("peer", broken, "no_such_package")}
     monkeypatch.setattr(fp8, "FP8_PEERS", peers)
-    monkeypatch.setattr(fp8, "TRANSFORMERS", replace(fp8.TRANSFORMERS, make=lambda layer: lambda: layer.hidden))
+    monkeypatch.setattr(fp8, "TRANSFORMERS", replace(fp8.TRANSFORMERS, make=ffn.ours))
     file = tmp_path / "fp8.json"
     assert fp8.main(["--tiny", "--rounds", "1", "--load", "--json", str(file)]) == 0
     assert "peer: left out, no_such_package is not installed" in capsys.readouterr().out
@@ -314,6 +315,25 @@ def test_wrong_results_are_not_timed() -> None:
     calls = {"a, bfloat16": lambda: right, "a, fp8": lambda: wrong, "b": lambda: [wrong[:0], right]}
     timed, errors = fp8.checked(calls)
     assert timed.keys() == {"a, bfloat16"} and errors["a, fp8"] == "AssertionError: wrong: 1.0e+00 of the norm"
+
+
+def test_a_wrong_layer_in_bfloat16_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither are those in fp8 that would be compared with it."""
+    wrong = replace(fp8.TRANSFORMERS, make=lambda layer: lambda: layer.hidden, package=None)
+    monkeypatch.setattr(fp8, "TRANSFORMERS", wrong)
+    record = fp8.measure_layer(fp8.TINY_LAYERS[0], 1, torch.device("cpu"), load=False)
+    assert wrong.label not in record["us"] and "exceeds the budget" in record["errors"][wrong.label]
+    assert {"moe_mlp, bfloat16", "moe_mlp, rowwise"} <= record["us"].keys()
+
+    moe_mlp = fp8.moe_mlp
+    monkeypatch.setattr(fp8, "moe_mlp", lambda *operands, **options: 1.2 * moe_mlp(*operands, **options))
+    layer = fp8.measure_layer(fp8.TINY_LAYERS[0], 1, torch.device("cpu"), load=False)
+    training = fp8.measure_training(fp8.TINY_TRAINED[0], 1, torch.device("cpu"), load=False)
+    for record, kind in ((layer, "moe_mlp"), (training, "step")):
+        assert not [label for label in record["us"] if label.startswith(f"{kind},")]
+        assert "exceeds the budget" in record["errors"].pop(f"{kind}, bfloat16")
+        missing = f"AssertionError: nothing to compare with: {kind}, bfloat16, failed"
+        assert [error for label, error in record["errors"].items() if label.startswith(kind)][-1] == missing
 
 
 def test_convergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
