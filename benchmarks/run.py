@@ -35,8 +35,7 @@ FIELDS = (
     *("suite", "case", "G", "M", "N", "K", "sizes", "dtype", "layout", "provider", "timing"),
     *("us", "tflops", "gbps", "host_us", "host_new_rows_us", "host_prepared_us", "peak_mb", "rel_err", "error"),
 )
-
-
+_OF_A_RUN = ("date", "command", "peers")  # metadata in which the runs that add to a file may differ
 _LOAD = "load"  # the key of the dense products among the calls
 
 
@@ -73,14 +72,22 @@ class Results:
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
     def keep(self, file: Path, field: str) -> None:
-        """Add the records of `file` whose `field` differs from all of ours, if GPU, versions and load are the same."""
+        """Add the records of `file` whose `field` differs from all of ours, if GPU, versions and load are the same.
+
+        `meta["kept"]` has the date, the command and the peers of the runs that measured them, by the value of `field`.
+        """
         if not file.exists():
             return
         other = Results.read(file)
-        names = {*self.meta, *other.meta} - {"date", "command", "ceilings", "peers"}
+        names = {*self.meta, *other.meta} - {*_OF_A_RUN, "ceilings", "kept"}
         if all(other.meta.get(name) == self.meta.get(name) for name in names):
             ours = {record[field] for record in self.records}
-            self.records = [record for record in other.records if record[field] not in ours] + self.records
+            kept = [record for record in other.records if record[field] not in ours]
+            self.records = kept + self.records
+            theirs, mine = ({name: meta.get(name) for name in _OF_A_RUN} for meta in (other.meta, self.meta))
+            runs = {key: other.meta.get("kept", {}).get(key, theirs) for key in (str(r[field]) for r in kept)}
+            if earlier := {key: run for key, run in runs.items() if run != mine}:
+                self.meta["kept"] = self.meta.get("kept", {}) | earlier
 
 
 def meta(device: torch.device, command: str) -> dict[str, Any]:

@@ -180,7 +180,16 @@ def markdown(results: Results, short: bool = False) -> str:
         lines.append("")
         if part.skipped and not short:
             lines += ["Left out: " + "; ".join(f"{_title(case)} ({case['reason']})" for case in part.skipped) + ".", ""]
-    return "\n".join(lines if short else [*lines, f"Measured by `{meta['command']}`.", ""])
+    return "\n".join(lines if short else [*lines, _commands(meta), ""])
+
+
+def _commands(meta: Record) -> str:
+    """Return sentences with the command of the last run, and the dates and commands of the records kept from others."""
+    runs: dict[tuple[str, str], list[str]] = {}
+    for name, run in meta.get("kept", {}).items():
+        runs.setdefault((run["date"], run["command"]), []).append(name)
+    kept = (f"On {date}: {', '.join(names)}, by `{command}`." for (date, command), names in runs.items())
+    return " ".join([f"Measured by `{meta['command']}`.", *kept])
 
 
 def _where(meta: Record) -> str:

@@ -231,6 +231,28 @@ def test_markdown_of_fp8() -> None:
     assert [line for line in tables.fp8_steps(found).splitlines() if line.startswith("| ")] == steps
 
 
+def test_records_of_earlier_runs_name_their_command(tmp_path: Path) -> None:
+    """A file's date, command and peers are those of the last run; parts that other runs measured keep theirs."""
+    file = tmp_path / "fp8.json"
+    part = {"suite": "fp8", "case": "a", "G": 8, "M": 64, "N": 32, "K": 16, "sizes": "softmax", "errors": {}}
+    part |= {"us": {"step, bfloat16": 30.0, "step, fp8_block": 20.0}, "wgrad_tflops": {"wgrad of down, fp8": 600}}
+    for day, parts in enumerate((("product", "layer", "training"), ("training",), ("training",), ("layer",)), 1):
+        meta = META | {"date": f"day {day}", "command": f"run {day}", "peers": {"peer": str(day)}}
+        found = run.Results(meta)
+        for name in parts:
+            found.records.append(part | {"part": name})
+            found.keep(file, "part")
+            found.write(file)
+    read = run.Results.read(file)
+    assert sorted(record["part"] for record in read.records) == ["layer", "product", "training"]
+    assert read.meta["kept"] == {
+        "product": {"date": "day 1", "command": "run 1", "peers": {"peer": "1"}},
+        "training": {"date": "day 3", "command": "run 3", "peers": {"peer": "3"}},
+    }
+    last = "Measured by `run 4`. On day 1: product, by `run 1`. On day 3: training, by `run 3`."
+    assert last in tables.markdown(read).splitlines()
+
+
 def convergence_results() -> run.Results:
     """Return results of three ways to compute, one of which has no run with the second seed."""
     finals = {"bfloat16": (1.5, 1.53), "fp8_block": (1.52, 1.54), "fp8_rowwise": (1.6,)}
