@@ -171,6 +171,10 @@ def test_markdown_of_the_wide_set() -> None:
     assert lines[0].endswith(
         "Routings: uniform: groups of equal size; zipf: strong skew; half-empty: every second group is empty."
     )
+    assert "Times are medians of 5 rounds. The table has" in lines[0]
+    found.records[2]["rounds"] = 20
+    again = "In 1 cases `grouped_gemm` was slower than another provider. These were timed again, with 20 rounds"
+    assert f"medians of 5 rounds. {again}" in tables.markdown(found)
     [everything] = [line for line in lines if line.startswith("| all |")]
     assert everything == "| all | 11 | 1.15 | 0.50 | 1.66 | 0.50 | 1.25 |"
     assert "| M = 1024 | 5 | 1.25 | 1.25 | 1.88 | 1.88 | 1.25 |" in lines
