@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from contextlib import suppress
@@ -91,6 +92,52 @@ def ratios(found: list[dict[str, Any]], base: str, label: str) -> list[float]:
 def between(numbers: list[float], digits: int) -> str:
     low, high = (f"{end:.{digits}f}" for end in (min(numbers), max(numbers)))
     return low if low == high else f"{low} to {high}"
+
+
+def mean_and_worst(found: list[tuple[float, str]]) -> tuple[str, str]:
+    """Return the geometric mean of these speedups, and the lowest with the name of its case."""
+    lowest, name = min(found)
+    return f"{statistics.geometric_mean(ratio for ratio, _ in found):.2f}", f"{lowest:.2f} at worst ({name})"
+
+
+def test_means_in_performance_match_the_results() -> None:
+    """The sentences on all cases of a file, which no command writes."""
+    text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    folder = ROOT / "benchmarks" / "results" / "nvidia-h200"
+    said = []
+    for name in ("table.json", "table-load.json"):
+        base, ours = tables.roles("table")
+        found = []
+        for case in tables.by_case(Results.read(folder / name).records):
+            us = {provider: record["us"] for (provider, timing), record in case.items() if timing == "graph"}
+            fastest = min(us[provider] for provider in (base, *tables._others("table", us)))
+            found.append((fastest / us[ours], next(iter(case.values()))["case"]))
+        assert len(found) == 22
+        said.append(mean_and_worst(found))
+    (mean, worst), (loaded, worst_loaded) = said
+    assert (
+        f"is {mean} in the geometric mean and {worst}. Under sustained load it is {loaded}, and {worst_loaded}." in text
+    )
+
+    said = []
+    for name, others in (("wide.json", []), ("wide.json", [base]), ("wide-load.json", [])):
+        records = Results.read(folder / name).records
+        speedups = ((tables.over_best(r, others), f"{r['M']} rows, N = {r['N']}, K = {r['K']}") for r in records)
+        said.append(mean_and_worst([(ratio, case) for ratio, case in speedups if ratio is not None]))
+    (mean, worst), (over_torch, worst_over_torch), (loaded, worst_loaded) = said
+    assert (
+        f"five routings, it is {mean}, and {worst}; over `{base}` alone, it is {over_torch}, and {worst_over_torch}."
+        in text
+    )
+    assert f"Under load, five models with 4096 to 65536 rows have {loaded}, and {worst_loaded}." in text
+
+    peaks = [
+        [case[provider, "eager"]["peak_mb"] for provider in ("transformers", "transformers, compiled", "moe_mlp")]
+        for case in tables.by_case(Results.read(folder / "ffn-train.json").records)
+    ]
+    assert all(ours <= compiled for _, compiled, ours in peaks)
+    below = between([100 - 100 * ours / eager for eager, _, ours in peaks], 0)
+    assert f"is at most that of the compiled transformers layer, and {below}% below that of the eager one." in text
 
 
 def test_ranges_in_low_precision_match_the_results() -> None:
