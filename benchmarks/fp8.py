@@ -135,7 +135,7 @@ def call_of(provider: Provider, inputs: Any, errors: dict[str, str]) -> dict[str
         try:
             return {provider.label: provider.make(inputs)}
         except Exception as error:
-            errors[provider.label] = _reason(error)
+            errors[provider.label] = run.error_text(error)
     return {}
 
 
@@ -273,12 +273,8 @@ def checked(calls: Mapping[str, Call], layer: ffn.Layer | None = None) -> tuple[
                 raise AssertionError(f"wrong: {difference:.1e} of the norm")
             right[label] = call
         except Exception as error:
-            errors[label] = _reason(error)
+            errors[label] = run.error_text(error)
     return right, errors
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def host_times(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
@@ -303,7 +299,7 @@ def measure_product(case: Case, rounds: int, device: torch.device, load: bool) -
             timed[label] = prepared(call, device)
             right[label] = call
         except Exception as error:
-            errors[label] = _reason(error)
+            errors[label] = run.error_text(error)
     host = host_times(right, rounds, device)
     us = run.in_turns(timed, rounds, device, load=load)
     rates = {label: round(n / us[label] / 1e3, 1) for label, n in moved.items() if label in us}

@@ -217,7 +217,7 @@ def run_suite(
                     inputs = operator.inputs(case, weights, device)
                     records = measure(suite.name, case, operator, keys, inputs, rounds, timings, device, load)
                 except Exception as error:
-                    reason = _text(error)
+                    reason = error_text(error)
                     if gpu_is_lost(device):
                         results.skipped.append({**_labels(suite.name, case, operator), "reason": reason})
                         raise GpuLostError(reason) from error
@@ -266,9 +266,9 @@ def measure(
                         peak[key] = _peak_megabytes(call, device)
                 calls[key] = call
             except Exception as error:
-                errors |= {(key, timing): _text(error) for timing in timings}
+                errors |= {(key, timing): error_text(error) for timing in timings}
                 if gpu_is_lost(device):
-                    raise GpuLostError(f"{provider.label}: {_text(error)}") from error
+                    raise GpuLostError(f"{provider.label}: {error_text(error)}") from error
         us: dict[tuple[str, str], float] = {}
         for timing in timings:
             timed, times = calls, 1
@@ -279,7 +279,7 @@ def measure(
                         if operator.providers[key].graphs:
                             timed[key] = captured(call, times)
                     except Exception as error:
-                        errors[key, timing] = _text(error)
+                        errors[key, timing] = error_text(error)
             medians = in_turns(timed, rounds, device, cold=timing != "warm", load=load)
             us |= {(key, timing): value / times for key, value in medians.items()}
             del timed
@@ -393,7 +393,8 @@ def _too_large(needed: int, device: torch.device) -> str | None:
     return f"needs {needed / 1e9:.0f} GB of the GPU's {there / 1e9:.0f} GB" if needed > 0.8 * there else None
 
 
-def _text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """Return the type and the first line of an error, for a record."""
     first = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first}"[:300].removesuffix(": ")
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import shlex
 import sys
 import time
@@ -120,7 +119,7 @@ def measure(model: Any, part: str, batch: int, length: int, rounds: int) -> list
         record = {"suite": "transformers", "part": part, "batch": batch, "length": length, "implementation": name}
         records[name] = record | dict.fromkeys(("first_s", "ms", "tokens_per_s", "peak_gb", "error"))
     for name in sorted(names, key=lambda name: name != "grouped_mm"):
-        one = {name: functools.partial(repeated, name)}
+        one = {name: partial(repeated, name)}
         try:
             records[name]["first_s"] = round(interleaved(one, 1, device, cold=False)[name] / 1e6, 2)
             if on_gpu:
@@ -130,7 +129,7 @@ def measure(model: Any, part: str, batch: int, length: int, rounds: int) -> list
                 records[name]["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 1)
             timed |= one
         except Exception as error:
-            records[name]["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            records[name]["error"] = run.error_text(error)
             optimizer.zero_grad()
         if on_gpu:
             torch.cuda.empty_cache()

@@ -148,7 +148,7 @@ def measure(case: Case, B: Tensor, keys: Sequence[str], device: torch.device, lo
             calls[provider.label] = call
             del out
         except Exception as error:
-            errors[provider.label] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            errors[provider.label] = run.error_text(error)
             if gpu_is_lost(device):
                 raise run.GpuLostError(f"{provider.label}: {error}") from error
     rounds = ROUNDS
