@@ -283,10 +283,23 @@ def host_times(calls: Mapping[str, Call], rounds: int, device: torch.device) -> 
     return {label: round(host_microseconds(repeat(call, 3 * rounds), device), 1) for label, call in ours.items()}
 
 
+def times_of(
+    calls: Mapping[str, Call], errors: dict[str, str], rounds: int, device: torch.device, load: bool
+) -> dict[str, float]:
+    """Return the microseconds of calls that take turns. Those that cannot be captured are put into `errors`."""
+    timed: dict[str, Call] = {}
+    for label, call in calls.items():
+        try:
+            timed[label] = prepared(call, device)
+        except Exception as error:
+            errors[label] = run.error_text(error)
+    return run.in_turns(timed, rounds, device, load=load)
+
+
 @torch.no_grad()
 def measure_product(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
     calls, checks, moved, errors = product_calls(case, device)
-    right, timed, rel_err = dict[str, Call](), dict[str, Call](), dict[str, float]()
+    right, rel_err = dict[str, Call](), dict[str, float]()
     for label, call in calls.items():
         try:
             out = call()
@@ -296,12 +309,11 @@ def measure_product(case: Case, rounds: int, device: torch.device, load: bool) -
                     raise AssertionError(f"wrong: relative error {error:.1e} of a row")
                 rel_err[label] = float(f"{error:.2e}")
             del out
-            timed[label] = prepared(call, device)
             right[label] = call
         except Exception as error:
             errors[label] = run.error_text(error)
     host = host_times(right, rounds, device)
-    us = run.in_turns(timed, rounds, device, load=load)
+    us = times_of(right, errors, rounds, device, load)
     rates = {label: round(n / us[label] / 1e3, 1) for label, n in moved.items() if label in us}
     gbps = {label.removeprefix("quantize, "): rate for label, rate in rates.items()}
     return _record(case, "product", us, errors) | {"rel_err": rel_err, "host_us": host, "quantize_gbps": gbps}
@@ -311,18 +323,17 @@ def measure_product(case: Case, rounds: int, device: torch.device, load: bool) -
 def measure_layer(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
     layer, errors = layer_of(case, device), dict[str, str]()
     calls, wrong = checked(call_of(TRANSFORMERS, layer, errors) | layer_calls(layer), layer)
+    errors |= wrong
     host = host_times(calls, rounds, device)
-    timed = {name: prepared(call, device) for name, call in calls.items()}
-    us = run.in_turns(timed, rounds, device, load=load)
-    return _record(case, "layer", us, errors | wrong) | {"host_us": host}
+    us = times_of(calls, errors, rounds, device, load)
+    return _record(case, "layer", us, errors) | {"host_us": host}
 
 
 def measure_training(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
     layer = layer_of(case, device)
     leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in layer.leaves.items()}
     calls, errors = checked(training_calls(layer), replace(layer, **leaves))
-    timed = {name: prepared(call, device) for name, call in calls.items()}
-    us = run.in_turns(timed, rounds, device, load=load)
+    us = times_of(calls, errors, rounds, device, load)
     products = {"wgrad of gate and up": 4, "wgrad of down": 2}  # FLOPs per row and element of N x K
     flops = {name: factor * case.M * case.N * case.K for name, factor in products.items()}
     rates = {label: round(flops[label.split(",")[0]] / t / 1e6) for label, t in us.items() if label.startswith("wgrad")}
@@ -352,7 +363,9 @@ def compile_one(kind: str, case: Case) -> None:
 def speedups(record: run.Record) -> str:
     """Return a line with each provider's speedup over the first one."""
     us = record["us"]
-    base, *others = tables.fp8_labels([record])
+    if not (labels := tables.fp8_labels([record])):
+        return f"{record['case']}: no times"
+    base, *others = labels
     cells = [f"{label} {us[base] / us[label]:.2f}" for label in others]
     return f"{record['case']}: {base} {us[base]:.1f} us; " + ", ".join(cells)
 

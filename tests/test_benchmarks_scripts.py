@@ -336,6 +336,21 @@ def test_a_wrong_layer_in_bfloat16_is_not_timed(monkeypatch: pytest.MonkeyPatch)
         assert [error for label, error in record["errors"].items() if label.startswith(kind)][-1] == missing
 
 
+def test_a_failed_capture_in_fp8_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on with the other calls and cases."""
+
+    def prepared(call: Any, device: torch.device) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(fp8, "prepared", prepared)
+    measures = (fp8.measure_product, fp8.measure_layer, fp8.measure_training)
+    cases = (*fp8.TINY_PRODUCTS, *fp8.TINY_LAYERS, *fp8.TINY_TRAINED)
+    for measure, case in zip(measures, cases, strict=True):
+        record = measure(case, 1, torch.device("cpu"), False)
+        assert not record["us"] and all(error.endswith("capturing") for error in record["errors"].values())
+        assert fp8.speedups(record) == f"{case.name}: no times"
+
+
 def test_convergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each way to compute gets the same weights and batches, and existing runs are not repeated."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
