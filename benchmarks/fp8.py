@@ -21,12 +21,10 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -402,9 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not provider.installed:
             print(f"{provider.label}: left out, {provider.package} is not installed", flush=True)
     if options.jobs and device.type == "cuda":
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            for done in [pool.submit(compile_one, *job) for job in jobs]:
-                done.exception()
+        run.in_processes(options.jobs, compile_one, jobs)
         print(f"compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
     results = run.Results(meta)
     file = run.file_of(options, meta, "fp8-load.json" if options.load else "fp8.json")

@@ -11,7 +11,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -314,9 +314,14 @@ def compile_beforehand(
     groups = [list(sharing) for _, sharing in groupby(cases, lambda case: case.weights)]
     providers = OPERATORS[operator].providers
     compiled = [key for key in keys if providers[key].ours or providers[key].package is not None]
+    in_processes(jobs, _compile, [(operator, group, compiled, device) for group in groups])
+
+
+def in_processes(jobs: int, function: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
+    """Call `function` with each of these arguments, in `jobs` new processes. Errors are ignored."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for done in [pool.submit(_compile, operator, group, compiled, device) for group in groups]:
+        for done in [pool.submit(function, *arguments) for arguments in calls]:
             done.exception()
 
 
