@@ -106,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _refused(f"suite {suite.name} {reason} {', '.join(options.providers)}")
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     command = "python -m benchmarks " + shlex.join(_words(options))
-    meta = run.meta(device, command.strip()) | ({"load": True} if options.load else {})
-    return bench(suites, options, device, run.Results(meta))
+    return bench(suites, options, device, run.Results(run.meta(device, command.strip(), options.load)))
 
 
 def bench(suites: Sequence[Suite], options: argparse.Namespace, device: torch.device, results: run.Results) -> int:

@@ -219,9 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="default: benchmarks/results/<gpu>/convergence.json, on a GPU",
     )
     options = parser.parse_args(argv)
-    if not (options.tiny or torch.cuda.is_available()):
-        parser.error("needs a CUDA GPU; --tiny runs without")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = run.device_of(parser, options)
     sizes, steps = (TINY, options.steps or 3) if options.tiny else (Sizes(), options.steps or 2000)
     text, held_out = (part.to(device) for part in read(5 if options.tiny else None))
     meta = run.meta(device, f"python -m benchmarks.convergence --steps {steps}{' --tiny' * options.tiny}")

@@ -17,8 +17,6 @@ if they are from the same GPU and versions. --tiny checks on a CPU that the scri
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -382,12 +380,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="default: benchmarks/results/<gpu>/fp8[-load].json, on a GPU",
     )
     options = parser.parse_args(argv)
-    if not (options.tiny or torch.cuda.is_available()):
-        parser.error("needs a CUDA GPU; --tiny runs without")
+    device = run.device_of(parser, options)
     begun = time.monotonic()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    command = shlex.join(["python", "-m", "benchmarks.fp8", *(sys.argv[1:] if argv is None else argv)])
-    meta = run.meta(device, command) | ({"load": True} if options.load else {})
+    meta = run.meta(device, run.command_line("fp8", argv), options.load)
     cases = dict(
         zip(
             PARTS,

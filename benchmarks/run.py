@@ -9,6 +9,8 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,10 +64,7 @@ class Results:
 
     def write(self, file: Path) -> None:
         """Write the results as JSON; an existing file is replaced atomically."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(file.name + ".part")
-        part.write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(part, file)
+        replace_file(file, json.dumps(vars(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, file: Path) -> Results:
@@ -90,8 +89,28 @@ class Results:
                 self.meta["kept"] = self.meta.get("kept", {}) | earlier
 
 
-def meta(device: torch.device, command: str) -> dict[str, Any]:
-    """Return the GPU, driver, versions, date, command, and this GPU's peak rates, measured now."""
+def replace_file(file: Path, text: str) -> None:
+    """Write `text` to `file`, whose folder may be missing; an existing file is replaced atomically."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(file.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, file)
+
+
+def command_line(script: str, argv: Sequence[str] | None) -> str:
+    """Return the command of a script in this folder; `argv` are its arguments, None for those of this process."""
+    return shlex.join(["python", "-m", f"benchmarks.{script}", *(sys.argv[1:] if argv is None else argv)])
+
+
+def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
+    """Return the device that a script measures on: a GPU, without which only --tiny is accepted."""
+    if not (options.tiny or torch.cuda.is_available()):
+        parser.error("needs a CUDA GPU; --tiny runs without")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def meta(device: torch.device, command: str, load: bool = False) -> dict[str, Any]:
+    """Return the GPU, driver, versions, date, command, `load`, and this GPU's peak rates, measured now."""
     distributions = metadata.packages_distributions()
     peers = {
         provider.package: _version_of(provider.package, distributions)
@@ -107,6 +126,7 @@ def meta(device: torch.device, command: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "command": command,
         "ceilings": ceilings(device),
+        **({"load": True} if load else {}),
     }
 
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -150,14 +148,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="default: benchmarks/results/<gpu>/transformers.json, on a GPU",
     )
     options = parser.parse_args(argv)
-    if not (options.tiny or torch.cuda.is_available()):
-        parser.error("needs a CUDA GPU; --tiny runs without")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = run.device_of(parser, options)
     begun = time.monotonic()
-    command = shlex.join(["python", "-m", "benchmarks.transformers_stack", *(sys.argv[1:] if argv is None else argv)])
     qwen3 = "4 layers of Qwen3-30B-A3B with a vocabulary of 12672, random weights in bfloat16"
     size = "tiny layers" if options.tiny else qwen3
-    meta = run.meta(device, command) | {"transformers": transformers.__version__, "model": size}
+    meta = run.meta(device, run.command_line("transformers_stack", argv))
+    meta |= {"transformers": transformers.__version__, "model": size}
     results = run.Results(meta)
     integration.register()
     model = make_model(options.tiny, device)

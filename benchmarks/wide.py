@@ -18,8 +18,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import os
-import shlex
 import sys
 import time
 import warnings
@@ -249,8 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("needs a CUDA GPU; --tiny runs without", file=sys.stderr)
         return 2
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    command = shlex.join(["python", "-m", "benchmarks.wide", *(sys.argv[1:] if argv is None else argv)])
-    meta = run.meta(device, command) | ({"load": True} if options.load else {})
+    meta = run.meta(device, run.command_line("wide", argv), options.load)
     metas, records = read_lines(options.file)
     if not metas and options.file.exists() and options.file.stat().st_size:
         print(f"{options.file} was not written by this command: name another file", file=sys.stderr)
@@ -278,7 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
     if options.compile_only:
         return 0
-    _write(options.file, [*({"meta": old} for old in (*metas, meta)), *by_case.values()])
+    values = [*({"meta": old} for old in (*metas, meta)), *by_case.values()]
+    run.replace_file(options.file, "".join(json.dumps(value) + "\n" for value in values))
     code = 0
     try:
         with untuned():
@@ -328,14 +326,6 @@ def _ratios(records: Sequence[run.Record]) -> str:
     """Return our speedup over the best other provider for each routing, as text."""
     found = {record["sizes"]: tables.over_best(record) for record in records}
     return ", ".join(f"{sizes} {'-' if ratio is None else f'{ratio:.2f}'}" for sizes, ratio in found.items())
-
-
-def _write(file: Path, values: Iterable[run.Record]) -> None:
-    """Write `values` as lines of JSON, atomically."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    part.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
-    os.replace(part, file)
 
 
 if __name__ == "__main__":
