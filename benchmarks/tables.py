@@ -424,7 +424,7 @@ def _fp8_quantisation(parts: dict[str, list[Record]]) -> list[str]:
     """Return the tables of rates of quantising rows and of a copy, and of the time of quantising in permute."""
     lines = []
     if records := [r for r in parts["product"] if r.get("quantize_gbps")]:
-        names = list(records[0]["quantize_gbps"])
+        names = _names(records, "quantize_gbps")
         rows = []
         for r in records:
             found, target = r["quantize_gbps"], _QUANTIZE_GBPS if r in parts["many rows"] else None
@@ -493,12 +493,12 @@ def _fp8_training(records: Sequence[Record]) -> list[str]:
             head = _fp8_head("ffn", [label.removesuffix(before) for label in shown], base)
             rows = [_fp8_row(record, shown, base) for record in records]
             lines += ["", about, "", *_markdown_rows(head, rows)]
-    if quantised := [label for label in records[0]["us"] if label.startswith("quantize_weight")]:
+    if quantised := [label for label in _names(records, "us") if label.startswith("quantize_weight")]:
         rows = [[_fp8_case(r), *(_number(r["us"].get(label)) for label in quantised)] for r in records]
         head = [f"case ({operator_of('ffn').dimensions})", *(f"{_code(label)} us" for label in quantised)]
         about = "Quantising both weights, for the forward and the backward pass of several training steps."
         lines += ["", about, "", *_markdown_rows(head, rows)]
-    names = list(records[0]["wgrad_tflops"])
+    names = _names(records, "wgrad_tflops")
     rows = [
         [_fp8_case(r)]
         + [
@@ -584,10 +584,14 @@ def _fp8_parts(results: Results) -> dict[str, list[Record]]:
     return parts | {"many rows": [r for r in parts["product"] if r not in decoding], "decoding": decoding}
 
 
+def _names(records: Sequence[Record], field: str) -> list[str]:
+    """Return the names of all measurements of `field`: a call that failed in one case lacks its name there."""
+    return list(dict.fromkeys(name for record in records for name in record[field]))
+
+
 def fp8_labels(records: Sequence[Record]) -> list[str]:
     """Return the labels of products, layers or steps, the baseline first."""
-    labels = dict.fromkeys(label for r in records for label in r["us"])
-    return [label for label in labels if not label.startswith(("quantize", "copy", "permute", "wgrad"))]
+    return [label for label in _names(records, "us") if not label.startswith(("quantize", "copy", "permute", "wgrad"))]
 
 
 def _fp8_speedup(record: Record, label: str, base: str) -> float | None:

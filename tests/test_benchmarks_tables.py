@@ -257,6 +257,16 @@ def test_records_of_earlier_runs_name_their_command(tmp_path: Path) -> None:
     assert last in tables.markdown(read).splitlines()
 
 
+def test_what_failed_in_the_first_case_of_fp8_has_a_column() -> None:
+    part = {"suite": "fp8", "part": "training", "G": 8, "M": 64, "N": 32, "K": 16, "sizes": "softmax"}
+    us = {"step, bfloat16": 30.0, "quantize_weight for fp8_block": 7.0}
+    failed = part | {"case": "a", "us": {"step, bfloat16": 30.0}, "wgrad_tflops": {}, "errors": {"wgrad": "no"}}
+    right = part | {"case": "b", "us": us, "wgrad_tflops": {"wgrad of down, fp8": 600}, "errors": {}}
+    lines = tables.markdown(results_of(failed, right)).splitlines()
+    for number in ("7.0", "600"):
+        assert f"| b (8, 64, 32, 16) | {number} |" in lines and "| a (8, 64, 32, 16) | - |" in lines
+
+
 def convergence_results() -> run.Results:
     """Return results of three ways to compute, one of which has no run with the second seed."""
     finals = {"bfloat16": (1.5, 1.53), "fp8_block": (1.52, 1.54), "fp8_rowwise": (1.6,)}
