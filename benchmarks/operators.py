@@ -23,11 +23,10 @@ from tritonbench_ops.baselines import PEERS, Inputs, Provider
 
 @dataclass(frozen=True)
 class Operator:
-    """Inputs, providers and checks of one operator; `baseline` is the provider that speedups refer to."""
+    """Inputs, providers and checks of one operator; `baseline` is the provider that speedups refer to, "ours" ours."""
 
     providers: dict[str, Provider]
     baseline: str
-    ours: str
     layouts: dict[str, str]  # by a case's layout, its name in records
     weights: Callable[[Case, torch.device], Any]
     inputs: Callable[[Case, Any, torch.device], Any]  # from a case and its weights
@@ -77,7 +76,6 @@ def _grouped(per_group: bool, baseline: str, providers: dict[str, Provider]) -> 
     return Operator(
         providers,
         baseline,
-        "ours",
         {"gkn": f"[{groups}K, N]", "gnk": f"[{groups}N, K] transposed"},
         weights=lambda case, device: given.weights(case, device, per_group),
         inputs=given.packed,
@@ -125,7 +123,6 @@ def _layers(trains: bool) -> Operator:
             "ours": Provider("moe_mlp", made(ffn.ours), ours=True),
         },
         "transformers",
-        "ours",
         {"gkn": "[E, H, 2I]", "gnk": "[E, 2I, H]"},
         weights=given.experts,
         inputs=lambda case, weights, device: given.layer(case, weights, device, trains),
@@ -193,7 +190,6 @@ OPERATORS = {
             "call": Provider("varied_grouped_gemm", _varied, ours=True, graphs=False),
         },
         "loop",
-        "ours",
         {"gkn": "[K, N] each", "gnk": "[N, K] each, transposed"},
         weights=given.list_weights,
         inputs=given.lists,

@@ -51,7 +51,7 @@ def operator_of(suite: str) -> Operator:
 def roles(suite: str) -> tuple[str, str]:
     """Return the labels of the baseline and of our provider."""
     operator = operator_of(suite)
-    return operator.providers[operator.baseline].label, operator.providers[operator.ours].label
+    return operator.providers[operator.baseline].label, operator.providers["ours"].label
 
 
 def by_case(records: Sequence[Record]) -> list[dict[tuple[str, str], Record]]:
