@@ -89,19 +89,21 @@ def test(combination: tuple[str, ...], parts: list[str]) -> None:
             record(combination, python, part, run(python, *PARTS[part]))
 
 
-def run(python: str, arguments: list[str], variables: dict[str, str]) -> str:
-    """Return the last line that pytest prints."""
+def run(python: str, arguments: list[str], variables: dict[str, str]) -> dict[str, int]:
+    """Return the numbers in the last line that pytest prints; one error if it ends without such a line."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     env |= {"CUDA_VISIBLE_DEVICES": ""} | variables
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     print(done.stdout[-4000:], done.stderr[-2000:], file=sys.stderr, flush=True)
-    return done.stdout.strip().splitlines()[-1]
-
-
-def record(combination: tuple[str, ...], python: str, part: str, last: str) -> None:
-    """Add one result to RESULTS."""
+    last = done.stdout.strip().rpartition("\n")[2]
     counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    crashed = done.returncode and not counts.keys() & {"failed", "error"}
+    return counts | ({"error": 1} if crashed else {})
+
+
+def record(combination: tuple[str, ...], python: str, part: str, counts: dict[str, int]) -> None:
+    """Add one result to RESULTS."""
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     version = subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
     entry = results.setdefault(" ".join(combination[:3]), {})

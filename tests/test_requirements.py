@@ -26,7 +26,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 WORKING = {"torch": "2.11.0+cu130", "triton": "3.6.0", "helion": "1.5.0", "numpy": "2.5.1", "packaging": "26.0"}
 # torch, triton and helion of docs/versions.md
-COMBINATIONS = runpy.run_path(str(ROOT / ".ci" / "versions.py"))["COMBINATIONS"]
+VERSIONS = runpy.run_path(str(ROOT / ".ci" / "versions.py"))
+COMBINATIONS = VERSIONS["COMBINATIONS"]
 
 
 @pytest.fixture
@@ -192,3 +193,19 @@ def test_untested_versions_of_frameworks_warn_once(version: str) -> None:
                 f"moe_kernels was tested with framework 1.8 to 2.7, this is {version}; "
                 "if it fails: pip install 'framework>=1.8,<2.8'"
             )
+
+
+@pytest.mark.parametrize(
+    ("printed", "code", "shown"),
+    [
+        ("1 passed, 2 skipped in 3.00s", 0, "1 passed"),
+        ("2 failed, 3 passed, 1 error in 3.00s", 1, "3 failed"),
+        ("Fatal Python error: Segmentation fault", 139, "1 failed"),
+        ("", 2, "1 failed"),
+    ],
+)
+def test_a_crash_of_the_tests_is_shown_as_a_failure(printed: str, code: int, shown: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{printed}'\nexit {code}\n")
+    python.chmod(0o755)
+    assert VERSIONS["cell"](VERSIONS["run"](str(python), [], {})) == shown
