@@ -97,6 +97,16 @@ def work(inputs: Inputs) -> tuple[int, int]:
     return flop_count(inputs.sizes, N, K), byte_count(inputs.sizes, N, K, dtype, dtype, per_group)
 
 
+def moved_with_float32_result(inputs: Inputs) -> int:
+    _, K, N = inputs.B.shape
+    return byte_count(inputs.sizes, N, K, inputs.A.dtype, torch.float32, per_group=True)
+
+
+def moved_with_one_weight(inputs: Inputs) -> int:
+    _, K, N = inputs.B.shape
+    return byte_count(inputs.sizes, N, K, inputs.A.dtype, inputs.A.dtype, per_group=False)
+
+
 def memory(case: Case, per_group: bool) -> int:
     elements = case.M * (case.K + case.N) + (case.G if per_group else 1) * case.N * case.K
     itemsize: int = getattr(torch, case.dtype).itemsize

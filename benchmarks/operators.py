@@ -140,6 +140,7 @@ _OURS = {
     "basic": Provider("basic", _ours("grouped_gemm_jagged"), ours=True),
     "persistent": Provider("persistent", _ours("grouped_gemm_jagged_persistent"), ours=True),
 }
+_IN_FLOAT32: dict[str, Any] = {"result": _packed, "moved": given.moved_with_float32_result}
 OPERATORS = {
     "grouped_gemm": _grouped(
         True,
@@ -149,7 +150,9 @@ OPERATORS = {
             **_OURS,
             "no-table": Provider("persistent, table made beforehand", _without_table, ours=True),
             "loop": Provider("loop of torch.mm", baselines.loop),
-            "dense": Provider("one dense torch.mm, same FLOPs", baselines.dense, same_result=False),
+            "dense": Provider(
+                "one dense torch.mm, same FLOPs", baselines.dense, same_result=False, moved=given.moved_with_one_weight
+            ),
             **PEERS,
         },
     ),
@@ -171,9 +174,9 @@ OPERATORS = {
                 "bmm": Provider("torch.bmm", _bmm(None), result=_packed),
                 "torch": Provider("torch._grouped_mm", baselines.grouped_mm),
                 "ours": Provider("uniform_grouped_gemm", _uniform(None), ours=True, result=_packed),
-                "bmm-fp32": Provider("torch.bmm, float32 result", _bmm(torch.float32), result=_packed),
+                "bmm-fp32": Provider("torch.bmm, float32 result", _bmm(torch.float32), **_IN_FLOAT32),
                 "ours-fp32": Provider(
-                    "uniform_grouped_gemm, float32 result", _uniform(torch.float32), ours=True, result=_packed
+                    "uniform_grouped_gemm, float32 result", _uniform(torch.float32), ours=True, **_IN_FLOAT32
                 ),
             },
         ),

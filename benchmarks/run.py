@@ -307,14 +307,14 @@ def measure(
     records = []
     for timing in timings:
         for key in keys:
-            spent = us.get((key, timing))
+            spent, moved = us.get((key, timing)), operator.providers[key].moved
             values = {
                 **_labels(suite, case, operator),
                 "provider": operator.providers[key].label,
                 "timing": timing,
                 "us": None if spent is None else round(spent, 2),
                 "tflops": None if spent is None else round(flops / spent / 1e6, 3),
-                "gbps": None if spent is None else round(bytes_ / spent / 1e3, 3),
+                "gbps": None if spent is None else round((moved(inputs) if moved else bytes_) / spent / 1e3, 3),
                 "rel_err": None if spent is None else relative.get(key),
                 "error": errors.get((key, timing)),
             }

@@ -400,6 +400,17 @@ def test_a_yardstick_of_another_product_is_not_checked(monkeypatch: pytest.Monke
     assert dense["us"] > 0 and dense["rel_err"] is None and dense["error"] is None
 
 
+def test_bytes_are_those_that_a_provider_moves() -> None:
+    """One dense product reads one weight, and results in float32 are twice as large as those in bfloat16."""
+    A, B, out = 20 * 24, 24 * 16, 20 * 16
+    moved = {"torch": 2 * (A + 3 * B + out), "dense": 2 * (A + B + out)}
+    records = measured(GROUPED, *moved, case=replace(CASE, sizes="uniform"))
+    moved |= {"ours": 3 * 2 * (A + B + out), "ours-fp32": 3 * (2 * (A + B) + 4 * out)}
+    records += measured(OPERATORS["uniform"], "ours", "ours-fp32", case=FORMS["uniform"])
+    for found, bytes_ in zip(records, moved.values(), strict=True):
+        assert found["gbps"] == pytest.approx(bytes_ / found["us"] / 1e3, rel=1e-2, abs=1e-3)
+
+
 def test_a_failed_capture_leaves_the_eager_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def captured(call: Call, times: int) -> Call:
         raise RuntimeError("operation not permitted when stream is capturing")

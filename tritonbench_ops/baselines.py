@@ -29,6 +29,7 @@ class Provider:
     same_result: bool = True  # False for a yardstick that computes something else
     any_rows: bool = True  # False if prepared for one number of rows, which takes seconds or minutes
     graphs: bool = True  # False if a call cannot be captured into a CUDA graph
+    moved: Callable[[Any], int] | None = None  # an operator's inputs -> bytes moved, if not those of the operator
     result: Callable[[Any, Any], Any] = lambda inputs, made: made  # the operator's result, from what the call returns
 
     @property
