@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ _FLUSH_BYTES = 256 << 20  # several times the L2 cache of any GPU
 def interleaved(
     calls: Mapping[_Key, Call], rounds: int, device: torch.device, *, cold: bool = True
 ) -> dict[_Key, float]:
-    """Return median microseconds of each call over `rounds` rounds, in which all calls take turns in rotating order.
+    """Return median microseconds of each call over `rounds` rounds, in which all calls take turns in changing order.
 
     On a GPU, this is the time between two events around the call; if `cold`, the L2 cache is overwritten before it.
     On a CPU, it is the host's time. Kernels must be compiled beforehand.
@@ -32,11 +32,24 @@ def interleaved(
         return {}
     times: dict[_Key, list[float]] = {key: [] for key in keys}
     measure = _host_round if device.type == "cpu" else _device_round(device, cold)
-    for i in range(rounds):
-        order = keys[i % len(keys) :] + keys[: i % len(keys)]
+    for numbers in itertools.islice(_orders(len(keys)), rounds):
+        order = [keys[i] for i in numbers]
         for key, us in zip(order, measure([calls[key] for key in order]), strict=True):
             times[key].append(us)
     return {key: statistics.median(values) for key, values in times.items()}
+
+
+def _orders(n: int) -> Iterator[list[int]]:
+    """Yield orders of n calls in which each takes every place, and follows every other, equally often: in n rounds if n
+    is even, in 2 n otherwise.
+
+    This is a Williams design (E. J. Williams, Australian Journal of Scientific Research A 2, 1949). In a mere rotation,
+    a call would nearly always follow the same other one, and begin at the clocks that this one leaves.
+    """
+    zigzag = [(-1) ** j * ((j + 1) // 2) for j in range(n)]  # 0, -1, 1, -2, 2: its steps differ
+    for i in itertools.count():
+        order = [(i + j) % n for j in zigzag]
+        yield order[::-1] if n % 2 and i % 2 else order
 
 
 def host_microseconds(calls: Iterable[Call], device: torch.device, at_once: int = 5) -> float:

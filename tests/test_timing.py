@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -71,10 +72,20 @@ def test_the_median_counts(device: torch.device) -> None:
     assert timing.interleaved({"a": lambda: time.sleep(next(pauses))}, 5, device) == pytest.approx({"a": 0})
 
 
-def test_the_calls_take_turns_in_rotated_order(device: torch.device) -> None:
+def test_the_calls_take_turns_in_changing_order(device: torch.device) -> None:
     order: list[str] = []
     timing.interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 4, device)
-    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert "".join(order) == "acb" + "cab" + "cba" + "bca"
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_each_call_takes_every_place_and_follows_every_other(n: int) -> None:
+    rounds = n if n % 2 == 0 else 2 * n
+    orders = list(itertools.islice(timing._orders(n), rounds))
+    places = Counter((i, place) for order in orders for place, i in enumerate(order))
+    neighbours = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(places) == n * n and set(places.values()) == {rounds // n}
+    assert len(neighbours) == n * (n - 1) and set(neighbours.values()) <= {rounds // n}
 
 
 def test_no_calls() -> None:
