@@ -1378,6 +1378,27 @@ def test_launchers_that_cannot_be_loaded(
     assert compiler.built == ["int launch;"]
 
 
+def test_launchers_where_nothing_in_tmp_can_be_loaded(
+    tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/tmp may be mounted with `noexec`: Triton loads launchers from its own cache."""
+    from triton import knobs
+
+    (tmp := tmp_path / "tmp").mkdir()
+
+    def load(path: str) -> None:
+        if Path(path).is_relative_to(tmp):
+            raise OSError("failed to map segment from shared object")
+        compiler.load(path)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp))
+    monkeypatch.setattr("ctypes.CDLL", load)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "triton"))
+    assert build(tmp / "1") == build(tmp / "2")
+    assert compiler.built == ["int launch;"]
+    assert not list((tmp_path / "triton").iterdir())
+
+
 def test_launchers_without_a_folder(tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     fail(monkeypatch, "link", errno.EROFS)
     fail(monkeypatch, "replace", errno.EROFS)

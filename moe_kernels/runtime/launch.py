@@ -288,10 +288,9 @@ def _library(
     path = os.path.join(srcdir, f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}")
     if _key(source) not in built:
         stored = store.read_library(_key(source))
-        if stored is not None:
+        if stored is not None and _can_be_loaded(stored):
             Path(path).write_bytes(stored)
-            if _can_be_loaded(path):
-                return path
+            return path
         try:
             others = set() if built else _sources(records)
         except UNEXPECTED:
@@ -301,10 +300,19 @@ def _library(
     return path
 
 
-def _can_be_loaded(path: str) -> bool:
-    """Whether a library can be loaded here. One that was built elsewhere may need a newer C library."""
+def _can_be_loaded(library: bytes) -> bool:
+    """Whether a library can be loaded here. One that was built elsewhere may need a newer C library.
+
+    It is loaded from Triton's cache, as Triton will do: nothing can be loaded from a /tmp mounted with `noexec`.
+    """
+    from triton import knobs
+
     try:
-        ctypes.CDLL(path)
+        os.makedirs(knobs.cache.dir, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=knobs.cache.dir) as folder:
+            path = os.path.join(folder, "library.so")
+            Path(path).write_bytes(library)
+            ctypes.CDLL(path)
     except OSError:
         return False
     return True
