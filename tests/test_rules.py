@@ -696,6 +696,21 @@ def test_two_writers_lose_nothing_and_readers_see_whole_files(tmp_path: Path) ->
     assert not list(file.parent.glob("*.tmp"))
 
 
+def test_plans_can_be_stored_beside_entries_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The umask of many users is 002, and plans are not read where others may write to a folder above."""
+    monkeypatch.delenv("MOE_KERNELS_CACHE_DIR", raising=False)
+    store.forget()
+    before = os.umask(0o002)
+    try:
+        put(entries.file_in(entries.cache_folder(), GPU.name), entry())
+        assert store.folder().parent == entries.cache_folder().parent
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert store.can_write()
+    finally:
+        os.umask(before)
+
+
 def test_writing_replaces_the_entry_of_the_same_bucket(tmp_path: Path) -> None:
     file = put(put(named(tmp_path), entry(), entry(DECODE)), entry(us=90.0))
     assert sorted(made.us for made in entries.read(file, GPU.name)) == [90.0, 100.0]

@@ -411,7 +411,7 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
     try:
         with suppress(FileNotFoundError):
             _check(root, name)
-        _make_folder((root / name).parent)
+        make_folder((root / name).parent)
         _check(root, name)
         temporary = f"{root / name}.{os.urandom(8).hex()}.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -445,7 +445,7 @@ def can_write() -> bool:
     return True
 
 
-def _make_folder(path: Path) -> None:
+def make_folder(path: Path) -> None:
     """Create a folder and its missing parents, none of them writable by others, whatever the umask."""
     for part in reversed([part for part in (path, *path.parents) if not os.path.lexists(part)]):
         with suppress(FileExistsError):

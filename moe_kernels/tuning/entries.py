@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from moe_kernels import requirements
+from moe_kernels.runtime import store
 from moe_kernels.runtime.targets import Gpu
 
 SCHEMA = 1
@@ -156,9 +157,11 @@ def read(file: Path, gpu: str) -> list[Entry]:
 def write(file: Path, gpu: str, entries: Sequence[Entry]) -> None:
     """Add `entries` to `file`, replacing those for the same bucket and versions.
 
-    The file is replaced atomically, under a lock. A file that cannot be read is renamed to `<file>.bad`.
+    The file is replaced atomically, under a lock. A file that cannot be read is renamed to `<file>.bad`. New folders
+    are not writable by others: plans may be stored beside them, which others must not be able to replace.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    store.make_folder(file.parent)
+    file.parent.mkdir(exist_ok=True)  # raises if that is a file
     with open(file.with_name(f".{file.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
