@@ -201,7 +201,8 @@ def _print_configs() -> None:
         known = [file for file, _ in entries.load(gpu)]
         print(f"Configs for {gpu.name}: the nearest tuned entry, or a rule derived on an H200 and an H100. Files:")
         for file, _ in entries.files_for(gpu):
-            print(f"  {file}: {f'{known.count(file)} entries for these versions' if file.exists() else 'not there'}")
+            found = os.path.exists(file)
+            print(f"  {file}: {f'{known.count(file)} entries for these versions' if found else 'not there'}")
     rows = []
     for name, G, M, N, K, dtype in _TYPICAL:
         mean_rows = M // G

@@ -9,6 +9,7 @@ import argparse
 import inspect
 import io
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -169,7 +170,7 @@ def _refused(options: argparse.Namespace) -> str | None:
         return f"compile: --torch {options.torch}: expected {' to '.join(requirements.TESTED['torch'])}"
     if options.output == "":
         return "compile: --output: expected a folder, got an empty name"
-    if options.output is not None and Path(options.output).exists() and not Path(options.output).is_dir():
+    if options.output is not None and os.path.exists(options.output) and not os.path.isdir(options.output):
         return f"compile: --output {options.output}: expected a folder, this is a file"
     return None
 
@@ -205,8 +206,13 @@ def cache_main(options: argparse.Namespace) -> int:
 
 
 def _show(root: Path, note: str) -> None:
-    absent = "is no folder" if root.exists() else "not there yet"
-    print(f"{root}{note}:" if root.is_dir() else f"{root}: {absent}")
+    try:
+        absent = "" if stat.S_ISDIR(os.stat(root).st_mode) else "is no folder"
+    except FileNotFoundError:
+        absent = "not there yet"
+    except OSError as error:  # as in another user's home folder
+        absent = f"cannot be read ({error.strerror})"
+    print(f"{root}: {absent}" if absent else f"{root}{note}:")
     for kind, (count, size) in sorted(store.contents(root).items()):
         print(f"  {kind}: {count}, {size / 2**20:.1f} MiB")
 

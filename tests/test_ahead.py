@@ -6,6 +6,7 @@ Code that must run without Helion or with Triton's interpreter is a script for a
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import json
 import os
@@ -837,6 +838,27 @@ def test_cache_show_and_clear(
     store.forget()
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
     assert cache_main("show") == [f"{file}: is no folder", limit]
+
+
+def test_folders_that_the_user_may_not_look_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be in the home folder of root, as in a container that another user runs with the same HOME."""
+    hidden, real = str(tmp_path / "hidden"), os.stat
+
+    def refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if not isinstance(path, int) and str(path).startswith(hidden):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path, *rest, **options)
+
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", hidden)
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
+    monkeypatch.setattr(os, "stat", refuse)
+    assert commands.cache_main(parse(commands.add_cache_arguments)) == 0
+    assert capsys.readouterr().out.startswith(f"{hidden}: cannot be read (Permission denied)\n")
+    with pytest.warns(RuntimeWarning, match="Permission denied"):
+        assert compile_main("--layer", "64,32,4,2", "--gpu", "h200", "--output", hidden) == 1
+    assert capsys.readouterr().err == f"compile: {hidden}: plans cannot be kept there\n"
 
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,28 @@ def test_info_names_the_entry_and_its_distance(
     assert re.search(r"basic +rule: float32 as three products in TF32 +jagged ", float32)
     assert text.count("rule: ") == 3
     assert f"Note: moe_kernels: {tmp_path / 'nvidia-sm90.json'} is not valid JSON" in text
+
+
+def test_info_where_the_user_may_not_look_into_the_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    hidden, real = str(tmp_path / "hidden"), os.stat
+
+    def refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if not isinstance(path, int) and str(path).startswith(hidden):
+            raise PermissionError(path)
+        return real(path, *rest, **options)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", hidden)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(targets, "of_device", lambda kind, index: targets.KNOWN["h200"])
+    monkeypatch.setattr(cli, "_gpu", lambda: "cuda")
+    monkeypatch.setattr(cli, "_gpu_fields", list)
+    monkeypatch.setattr(os, "stat", refuse)
+    rules.reload()
+    assert cli.main(["info"]) == 0
+    rules.reload()
+    assert f"{hidden}/moe_kernels/configs/nvidia-h200.json: not there" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_gpu")
