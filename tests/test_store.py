@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import functools
 import io
 import json
 import os
@@ -26,6 +27,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,10 +165,12 @@ def fail(monkeypatch: pytest.MonkeyPatch, function: str, number: int, when: Call
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return the writable folder, which does not exist yet. Unpickling fails."""
+    """Return the writable folder, which does not exist yet. Unpickling fails. No group is the user's own."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("something is unpickled")
+
+    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name="others", gr_mem=[]))
 
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
@@ -529,6 +533,39 @@ def test_folders_that_others_may_write_to(root: Path, which: str, mode: int) -> 
             name: content for name, content in before.items() if "libraries" not in name
         }
     unsafe.chmod(0o755)
+
+
+@pytest.mark.parametrize("which", ["the folder", "one above it", "the plans'"])
+def test_folders_that_the_users_own_group_may_write_to(root: Path, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_is_of_user_alone", functools.lru_cache(lambda gid, uid: uid == os.getuid()))
+    write_all()
+    unsafe = UNSAFE[which](root)
+    for mode in (0o775, 0o777):
+        unsafe.chmod(mode)
+        store.forget()
+        with no_warning() if mode == 0o775 else one_warning("can be written to by others"):
+            assert read_all() == (ALL if mode == 0o775 else unsafe_leaves(which))
+    unsafe.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("uid", "name", "members", "alone"),
+    [
+        (1000, "me", [], True),
+        (1000, "me", ["me"], True),
+        (1000, "me", ["me", "you"], False),
+        (1000, "staff", [], False),
+        (0, "me", [], False),
+        (1001, "me", [], False),
+    ],
+)
+def test_which_group_is_the_users_own(
+    uid: int, name: str, members: list[str], alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = {0: SimpleNamespace(pw_name="me"), 1000: SimpleNamespace(pw_name="me")}
+    monkeypatch.setattr("pwd.getpwuid", users.__getitem__)
+    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=name, gr_mem=members))
+    assert store._is_of_user_alone(77, uid) == alone
 
 
 def test_a_new_folder_where_others_may_write(root: Path) -> None:

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import errno
 import functools
+import grp
 import hashlib
 import json
 import os
+import pwd
 import re
 import stat
 import sysconfig
@@ -397,9 +399,22 @@ def _check_owner(path: Path, status: os.stat_result, is_parent: bool = False) ->
         raise _Refused("is a symbolic link", path)
     if status.st_uid not in (0, os.getuid()):
         raise _Refused("belongs to another user", path)
+    by_group = status.st_mode & stat.S_IWGRP and not _is_of_user_alone(status.st_gid, os.getuid())
     # In a folder with the sticky bit, such as /tmp, users cannot rename each other's files.
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (is_parent and status.st_mode & stat.S_ISVTX):
+    if (by_group or status.st_mode & stat.S_IWOTH) and not (is_parent and status.st_mode & stat.S_ISVTX):
         raise _Refused("can be written to by others (chmod go-w)", path)
+
+
+@functools.cache
+def _is_of_user_alone(gid: int, uid: int) -> bool:
+    """Whether a group has the name of the user, not root, and no other members. Where users have such groups, as on
+    Ubuntu, their umask is 002, and programs make folders like ~/.cache that the group may write to.
+    """
+    try:
+        user, group = pwd.getpwuid(uid).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return uid != 0 and group.gr_name == user and set(group.gr_mem) <= {user}
 
 
 def _write(name: str, content: bytes, replace: bool = True) -> bool:
@@ -553,4 +568,5 @@ def forget() -> None:
     """Forget the environment's name, checked folders and given warnings: for tests."""
     environment.cache_clear()
     _check_folder.cache_clear()
+    _is_of_user_alone.cache_clear()
     _warned.clear()
