@@ -92,19 +92,13 @@ def sample(sizes: Sequence[int]) -> list[int]:
 
 def work(inputs: Inputs) -> tuple[int, int]:
     K, N = inputs.B.shape[-2:]
-    dtype = inputs.A.dtype
-    per_group = inputs.B.dim() == 3
-    return flop_count(inputs.sizes, N, K), byte_count(inputs.sizes, N, K, dtype, dtype, per_group)
+    return flop_count(inputs.sizes, N, K), bytes_moved(inputs, per_group=inputs.B.dim() == 3)
 
 
-def moved_with_float32_result(inputs: Inputs) -> int:
-    _, K, N = inputs.B.shape
-    return byte_count(inputs.sizes, N, K, inputs.A.dtype, torch.float32, per_group=True)
-
-
-def moved_with_one_weight(inputs: Inputs) -> int:
-    _, K, N = inputs.B.shape
-    return byte_count(inputs.sizes, N, K, inputs.A.dtype, inputs.A.dtype, per_group=False)
+def bytes_moved(inputs: Inputs, *, per_group: bool = True, result: torch.dtype | None = None) -> int:
+    """Return the bytes of operands and result, with one weight for all rows unless `per_group`."""
+    K, N = inputs.B.shape[-2:]
+    return byte_count(inputs.sizes, N, K, inputs.A.dtype, result or inputs.A.dtype, per_group)
 
 
 def memory(case: Case, per_group: bool) -> int:

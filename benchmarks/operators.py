@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ _OURS = {
     "basic": Provider("basic", _ours("grouped_gemm_jagged"), ours=True),
     "persistent": Provider("persistent", _ours("grouped_gemm_jagged_persistent"), ours=True),
 }
-_IN_FLOAT32: dict[str, Any] = {"result": _packed, "moved": given.moved_with_float32_result}
+_IN_FLOAT32: dict[str, Any] = {"result": _packed, "moved": partial(given.bytes_moved, result=torch.float32)}
 OPERATORS = {
     "grouped_gemm": _grouped(
         True,
@@ -151,7 +152,10 @@ OPERATORS = {
             "no-table": Provider("persistent, table made beforehand", _without_table, ours=True),
             "loop": Provider("loop of torch.mm", baselines.loop),
             "dense": Provider(
-                "one dense torch.mm, same FLOPs", baselines.dense, same_result=False, moved=given.moved_with_one_weight
+                "one dense torch.mm, same FLOPs",
+                baselines.dense,
+                same_result=False,
+                moved=partial(given.bytes_moved, per_group=False),
             ),
             **PEERS,
         },
