@@ -6,8 +6,9 @@ Operands of products are quantised beforehand; layers quantise their activations
 forward and backward pass, which quantise all operands in the call, or all but the weights; quantising the weights; and
 the gradient of each weight alone. The providers of a case take turns with a cold L2 cache, as CUDA-graph replays;
 --load adds dense products of about 50 ms to each round, which hold the GPU at its power limit. Host microseconds are
-those of eager calls. First the result of each product is compared with the product of the dequantised operands, layers
-and training steps in bfloat16 with float64, and other results with those in bfloat16; wrong ones are not timed.
+those of eager calls. First the replay's result is checked: of each product against the product of the dequantised
+operands, of layers and training steps in bfloat16 against float64, and others against those in bfloat16; wrong ones are
+not timed.
 `torch._scaled_grouped_mm` has scales per row, DeepGEMM 1x128 and 128x128, triton_kernels one per tensor.
 
 On a GPU this writes benchmarks/results/<gpu>/fp8.json, or fp8-load.json. With --part, the file's other parts are kept
@@ -33,6 +34,7 @@ from benchmarks import run, tables
 from benchmarks.operators import OPERATORS, launch_alone
 from benchmarks.suites import SUITES, Case
 from benchmarks.suites import layer as layer_case
+from benchmarks.timing import host_microseconds, in_turns, prepared
 from benchmarks.wide import largest_error
 from moe_kernels import (
     QuantizedWeight,
@@ -51,7 +53,7 @@ from moe_kernels.models import positive
 from moe_kernels.ops.library import use_kernels
 from moe_kernels.ops.quantized import QUANTIZED_GROUPED_GEMM, QUANTIZED_WGRAD
 from moe_kernels.scaled import FP8_COMPUTE, ScaledTensor
-from moe_kernels.timing import Call, captured, host_microseconds
+from moe_kernels.timing import Call
 from tritonbench_ops import ffn
 from tritonbench_ops.baselines import FP8_PEERS, Provider, ScaledInputs
 
@@ -241,36 +243,43 @@ def training_calls(layer: ffn.Layer) -> dict[str, Call]:
     return calls
 
 
-def prepared(call: Call, device: torch.device) -> Call:
-    """Return the call to time: on a GPU, the replay of a CUDA graph."""
-    call()
-    return call if device.type == "cpu" else captured(call)
+def prepared_right(
+    calls: Mapping[str, Call], check: Callable[[str, Any], None], errors: dict[str, str], device: torch.device
+) -> dict[str, Call]:
+    """Return the calls to time whose results pass `check(label, result)`, and put the errors of others into `errors`."""
+    right = dict[str, Call]()
+    for label, call in calls.items():
+        try:
+            replay, made = prepared(call, device)
+            check(label, made)
+            del made
+            right[label] = replay
+        except Exception as error:
+            errors[label] = run.error_text(error)
+    return right
 
 
-def checked(calls: Mapping[str, Call], layer: ffn.Layer | None = None) -> tuple[dict[str, Call], dict[str, str]]:
-    """Return the calls whose results are right, and the errors of the others.
+def check_of(layer: ffn.Layer | None = None) -> Callable[[str, Any], None]:
+    """Return the check of results of layers, training steps and their parts.
 
     Results of a whole `layer` in bfloat16 are compared with float64. Results in fp8 are compared with those in bfloat16
     of their kind, and are wrong if there are none. The kind is the part of a label before its first comma.
     """
-    right, errors, expected = dict[str, Call](), dict[str, str](), dict[str, list[Tensor]]()
-    for label, call in calls.items():
+    expected = dict[str, list[Tensor]]()
+
+    def check(label: str, made: Any) -> None:
         kind, _, how = label.partition(", ")
-        try:
-            made = call()
-            parts = [dequantize(made)] if isinstance(made, ScaledTensor) else made if isinstance(made, list) else [made]
-            if layer is not None and how == "bfloat16" and kind in WHOLE_LAYERS:
-                ffn.check(dict(zip(("out", *layer.leaves), parts, strict=False)), layer)
-            if how not in ("", "bfloat16") and kind not in expected:
-                raise AssertionError(f"nothing to compare with: {kind}, bfloat16, failed")
-            pairs = zip(parts, expected.setdefault(kind, parts), strict=True)
-            difference = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
-            if not difference < LARGEST_DIFFERENCE:
-                raise AssertionError(f"wrong: {difference:.1e} of the norm")
-            right[label] = call
-        except Exception as error:
-            errors[label] = run.error_text(error)
-    return right, errors
+        parts = [dequantize(made)] if isinstance(made, ScaledTensor) else made if isinstance(made, list) else [made]
+        if layer is not None and how == "bfloat16" and kind in WHOLE_LAYERS:
+            ffn.check(dict(zip(("out", *layer.leaves), parts, strict=False)), layer)
+        if how not in ("", "bfloat16") and kind not in expected:
+            raise AssertionError(f"nothing to compare with: {kind}, bfloat16, failed")
+        pairs = zip(parts, expected.setdefault(kind, parts), strict=True)
+        difference = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+        if not difference < LARGEST_DIFFERENCE:
+            raise AssertionError(f"wrong: {difference:.1e} of the norm")
+
+    return check
 
 
 def host_times(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
@@ -279,37 +288,21 @@ def host_times(calls: Mapping[str, Call], rounds: int, device: torch.device) -> 
     return {label: round(host_microseconds(repeat(call, 3 * rounds), device), 1) for label, call in ours.items()}
 
 
-def times_of(
-    calls: Mapping[str, Call], errors: dict[str, str], rounds: int, device: torch.device, load: bool
-) -> dict[str, float]:
-    """Return the microseconds of calls that take turns. Those that cannot be captured are put into `errors`."""
-    timed: dict[str, Call] = {}
-    for label, call in calls.items():
-        try:
-            timed[label] = prepared(call, device)
-        except Exception as error:
-            errors[label] = run.error_text(error)
-    return run.in_turns(timed, rounds, device, load=load)
-
-
 @torch.no_grad()
 def measure_product(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
     calls, checks, moved, errors = product_calls(case, device)
-    right, rel_err = dict[str, Call](), dict[str, float]()
-    for label, call in calls.items():
-        try:
-            out = call()
-            if label in checks:
-                error = checks[label](out)
-                if not error < LARGEST_ERROR:
-                    raise AssertionError(f"wrong: relative error {error:.1e} of a row")
-                rel_err[label] = float(f"{error:.2e}")
-            del out
-            right[label] = call
-        except Exception as error:
-            errors[label] = run.error_text(error)
-    host = host_times(right, rounds, device)
-    us = times_of(right, errors, rounds, device, load)
+    rel_err = dict[str, float]()
+
+    def check(label: str, made: Any) -> None:
+        if label in checks:
+            error = checks[label](made)
+            if not error < LARGEST_ERROR:
+                raise AssertionError(f"wrong: relative error {error:.1e} of a row")
+            rel_err[label] = float(f"{error:.2e}")
+
+    right = prepared_right(calls, check, errors, device)
+    host = host_times({label: calls[label] for label in right}, rounds, device)
+    us = in_turns(right, rounds, device, load=load)
     rates = {label: round(n / us[label] / 1e3, 1) for label, n in moved.items() if label in us}
     gbps = {label.removeprefix("quantize, "): rate for label, rate in rates.items()}
     return _record(case, "product", us, errors) | {"rel_err": rel_err, "host_us": host, "quantize_gbps": gbps}
@@ -318,18 +311,19 @@ def measure_product(case: Case, rounds: int, device: torch.device, load: bool) -
 @torch.no_grad()
 def measure_layer(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
     layer, errors = layer_of(case, device), dict[str, str]()
-    calls, wrong = checked(call_of(TRANSFORMERS, layer, errors) | layer_calls(layer), layer)
-    errors |= wrong
-    host = host_times(calls, rounds, device)
-    us = times_of(calls, errors, rounds, device, load)
+    calls = call_of(TRANSFORMERS, layer, errors) | layer_calls(layer)
+    right = prepared_right(calls, check_of(layer), errors, device)
+    host = host_times({label: calls[label] for label in right}, rounds, device)
+    us = in_turns(right, rounds, device, load=load)
     return _record(case, "layer", us, errors) | {"host_us": host}
 
 
 def measure_training(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:
     layer = layer_of(case, device)
     leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in layer.leaves.items()}
-    calls, errors = checked(training_calls(layer), replace(layer, **leaves))
-    us = times_of(calls, errors, rounds, device, load)
+    errors = dict[str, str]()
+    right = prepared_right(training_calls(layer), check_of(replace(layer, **leaves)), errors, device)
+    us = in_turns(right, rounds, device, load=load)
     products = {"wgrad of gate and up": 4, "wgrad of down": 2}  # FLOPs per row and element of N x K
     flops = {name: factor * case.M * case.N * case.K for name, factor in products.items()}
     rates = {label: round(flops[label.split(",")[0]] / t / 1e6) for label, t in us.items() if label.startswith("wgrad")}

@@ -26,8 +26,9 @@ import torch
 
 from benchmarks.operators import OPERATORS, Operator
 from benchmarks.suites import WARM_CALLS, Case, Suite
+from benchmarks.timing import captured, host_microseconds, in_turns
 from moe_kernels import requirements
-from moe_kernels.timing import Call, captured, gpu_is_lost, host_microseconds, interleaved
+from moe_kernels.timing import Call, gpu_is_lost, interleaved
 
 Record = dict[str, Any]
 NO_GPU = "none, a CPU"
@@ -38,7 +39,6 @@ FIELDS = (
     *("us", "tflops", "gbps", "host_us", "host_new_rows_us", "host_prepared_us", "peak_mb", "rel_err", "error"),
 )
 _OF_A_RUN = ("date", "command", "peers")  # metadata in which the runs that add to a file may differ
-_LOAD = "load"  # the key of the dense products among the calls
 
 
 class GpuLostError(RuntimeError):
@@ -188,27 +188,6 @@ def ceilings(device: torch.device) -> dict[str, float]:
     }
 
 
-def in_turns(
-    calls: Mapping[str, Call], rounds: int, device: torch.device, *, cold: bool = True, load: bool = False
-) -> dict[str, float]:
-    """Call `interleaved`; `load` adds dense products of about 50 ms to each round.
-
-    They hold the GPU at its power limit, where clocks are those of sustained load.
-    """
-    if not load:
-        return interleaved(calls, rounds, device, cold=cold)
-    size, times = (256, 1) if device.type == "cpu" else (8192, 30)
-    a, out = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-
-    def products() -> None:
-        for _ in range(times):
-            torch.mm(a, a, out=out)
-
-    medians = interleaved({**calls, _LOAD: products}, rounds, device, cold=cold)
-    del medians[_LOAD]
-    return medians
-
-
 def run_suite(
     suite: Suite,
     cases: Sequence[Case],
@@ -295,9 +274,14 @@ def measure(
             if timing != "eager":
                 timed, times = {}, WARM_CALLS if timing == "warm" else 1
                 for key, call in calls.items():
+                    provider = operator.providers[key]
                     try:
-                        if operator.providers[key].graphs:
-                            timed[key] = captured(call, times)
+                        if provider.graphs:
+                            replay, made = captured(call, times)
+                            if provider.same_result:
+                                operator.check(provider.result(inputs, made), inputs)
+                            del made
+                            timed[key] = replay
                     except Exception as error:
                         errors[key, timing] = error_text(error)
             medians = in_turns(timed, rounds, device, cold=timing != "warm", load=load)

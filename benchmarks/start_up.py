@@ -142,7 +142,7 @@ def host() -> dict[str, Any]:
 
 
 def _host_us(calls: Sequence[Callable[[], Any]], at_once: int = 5) -> float:
-    from moe_kernels.timing import host_microseconds
+    from benchmarks.timing import host_microseconds
 
     return round(host_microseconds(calls, torch.device("cuda"), at_once), 1)
 

@@ -36,12 +36,13 @@ from benchmarks import inputs as given
 from benchmarks import run, tables
 from benchmarks.operators import OPERATORS
 from benchmarks.suites import Case
+from benchmarks.timing import in_turns, prepared
 from moe_kernels.commands import run_and_exit
 from moe_kernels.models import MODELS, gemms, positive
 from moe_kernels.packing import group_offsets_from_sizes
 from moe_kernels.runtime.attributes import replaced
 from moe_kernels.testing import SizeKind, byte_count, flop_count, group_sizes_for
-from moe_kernels.timing import Call, captured, gpu_is_lost
+from moe_kernels.timing import Call, gpu_is_lost
 from moe_kernels.tuning import entries
 from tritonbench_ops import baselines
 
@@ -139,7 +140,7 @@ def measure(case: Case, B: Tensor, keys: Sequence[str], device: torch.device, lo
     errors: dict[str, str] = {}
     for provider in map(_PROVIDERS.__getitem__, keys):
         try:
-            call, out = _prepared(provider.make(inputs), device)
+            call, out = prepared(provider.make(inputs), device)
             error = largest_error(provider.result(inputs, out), expected)
             if not error < LARGEST_ERROR:
                 raise AssertionError(f"wrong: relative error {error:.1e} of a row")
@@ -150,26 +151,13 @@ def measure(case: Case, B: Tensor, keys: Sequence[str], device: torch.device, lo
             if gpu_is_lost(device):
                 raise run.GpuLostError(f"{provider.label}: {error}") from error
     rounds = ROUNDS
-    us = run.in_turns(calls, rounds, device, load=load)
+    us = in_turns(calls, rounds, device, load=load)
     if behind(us):
         rounds = MORE_ROUNDS
-        us = run.in_turns(calls, rounds, device, load=load)
+        us = in_turns(calls, rounds, device, load=load)
     numbers = {name: getattr(case, name) for name in ("G", "M", "N", "K", "sizes")}
     times = {label: round(value, 2) for label, value in us.items()}
     return {"suite": "wide", "case": case.name, **numbers, "rounds": rounds, "us": times, "errors": errors}
-
-
-def _prepared(call: Call, device: torch.device) -> tuple[Call, Any]:
-    """Return the call to time, on a GPU the replay of a CUDA graph, and its result."""
-    out = call()
-    if device.type == "cpu":
-        return call, out
-    del out
-    made: list[Tensor] = []
-    replay = captured(lambda: made.append(call()))
-    made[0].fill_(float("nan"))  # remains if the graph lacks a kernel
-    replay()
-    return replay, made[0]
 
 
 def compile_beforehand(cases: Sequence[Case], keys: Sequence[str], jobs: int, device: torch.device) -> None:

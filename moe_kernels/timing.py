@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ def interleaved(
     if not keys:
         return {}
     times: dict[_Key, list[float]] = {key: [] for key in keys}
-    measure = _host_round if device.type == "cpu" else _device_round(device, cold)
+    measure = host_times if device.type == "cpu" else _device_round(device, cold)
     for numbers in itertools.islice(_orders(len(keys)), rounds):
         order = [keys[i] for i in numbers]
         for key, us in zip(order, measure([calls[key] for key in order]), strict=True):
@@ -52,44 +52,17 @@ def _orders(n: int) -> Iterator[list[int]]:
         yield order[::-1] if n % 2 and i % 2 else order
 
 
-def host_microseconds(calls: Iterable[Call], device: torch.device, at_once: int = 5) -> float:
-    """Return median microseconds until a call returns, without waiting for the device.
-
-    Takes `at_once` calls at a time from the iterator `calls`. The device is synchronized before these, so that none
-    waits for space in the launch queue.
-    """
-    times: list[float] = []
-    remaining = iter(calls)
-    while batch := list(itertools.islice(remaining, at_once)):
-        _synchronize(device)
-        times += _host_round(batch)
-    _synchronize(device)
-    return statistics.median(times)
-
-
-def captured(call: Call, times: int = 1) -> Call:
-    """Return the replay of a CUDA graph with `times` calls of `call`, which must have run once before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            call()
-
-    def replay(kept: Call = call) -> None:  # `kept` keeps alive the memory that the graph reads
-        graph.replay()
-
-    return replay
-
-
 def gpu_is_lost(device: torch.device) -> bool:
     """Whether the GPU has become unusable for this process after an error."""
     try:
-        _synchronize(device)
+        synchronize(device)
     except RuntimeError:
         return True
     return False
 
 
-def _host_round(calls: Sequence[Call]) -> list[float]:
+def host_times(calls: Sequence[Call]) -> list[float]:
+    """Return the host's microseconds of each call, without waiting for the device."""
     times = []
     for call in calls:
         start = time.perf_counter()
@@ -118,6 +91,7 @@ def _device_round(device: torch.device, cold: bool) -> Callable[[Sequence[Call]]
     return measure
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for a device."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

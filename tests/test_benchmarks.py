@@ -23,7 +23,7 @@ import torch
 import moe_kernels
 import tritonbench_ops
 from benchmarks import __main__ as cli
-from benchmarks import fp8, run, tables
+from benchmarks import fp8, run, tables, timing
 from benchmarks.inputs import sample
 from benchmarks.operators import OPERATORS, Operator
 from benchmarks.suites import SUITES, Case, Suite, layer, of_shapes, several
@@ -295,8 +295,8 @@ def test_warm_times_are_of_one_call_among_many(monkeypatch: pytest.MonkeyPatch) 
         asked.append((sorted(calls), cold))
         return dict.fromkeys(calls, 500.0)
 
-    monkeypatch.setattr(run, "captured", lambda call, times: call)
-    monkeypatch.setattr(run, "interleaved", interleaved)
+    monkeypatch.setattr(run, "captured", lambda call, times: (call, call()))
+    monkeypatch.setattr(timing, "interleaved", interleaved)
     operator, case = OPERATORS["varied"], replace(FORMS["varied"], warm=True)
     inputs = inputs_of(case, "varied")
     records = run.measure("varied", case, operator, ["loop", "ours", "call"], inputs, 3, ["eager", "graph"], CPU)
@@ -316,10 +316,10 @@ def test_under_load_dense_products_take_turns(monkeypatch: pytest.MonkeyPatch) -
             call()
         return dict.fromkeys(calls, 2.0 * rounds)
 
-    monkeypatch.setattr(run, "interleaved", interleaved)
+    monkeypatch.setattr(timing, "interleaved", interleaved)
     monkeypatch.setattr(torch, "mm", lambda a, b, out: products.append(out.shape))
-    assert run.in_turns({"a": lambda: None}, 3, CPU, load=True) == {"a": 6.0} and len(products) == 1
-    assert run.in_turns({"a": lambda: None}, 3, CPU) == {"a": 6.0} and len(products) == 1
+    assert timing.in_turns({"a": lambda: None}, 3, CPU, load=True) == {"a": 6.0} and len(products) == 1
+    assert timing.in_turns({"a": lambda: None}, 3, CPU) == {"a": 6.0} and len(products) == 1
     options = cli.arguments(["--load", "--jobs", "1", "--rounds", "1"])
     assert cli._words(options) == ["--rounds", "1", "--load", "--jobs", "1"]
     operator = OPERATORS["grouped_gemm"]
@@ -412,13 +412,25 @@ def test_bytes_are_those_that_a_provider_moves() -> None:
 
 
 def test_a_failed_capture_leaves_the_eager_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def captured(call: Call, times: int) -> Call:
+    def captured(call: Call, times: int) -> tuple[Call, Any]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(run, "captured", captured)
     eager, graph = run.measure("smoke", CASE, GROUPED, ["ours"], inputs_of(CASE), 3, ["eager", "graph"], CPU)
     assert eager["us"] > 0 and eager["error"] is None
     assert graph["us"] is None and "capturing" in graph["error"]
+
+
+def test_a_graph_that_lacks_a_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured(call: Call, times: int) -> tuple[Call, Any]:
+        out = call()
+        out[-1] = float("nan")
+        return call, out
+
+    monkeypatch.setattr(run, "captured", captured)
+    eager, graph = run.measure("smoke", CASE, GROUPED, ["ours"], inputs_of(CASE), 3, ["eager", "graph"], CPU)
+    assert eager["us"] > 0 and eager["error"] is None
+    assert graph["us"] is None and graph["error"].startswith("AssertionError")
 
 
 def test_the_sample_of_groups() -> None:
@@ -484,7 +496,7 @@ def test_what_is_compiled_for_one_number_of_rows_is_called_with_no_other(monkeyp
 
 
 def test_records_of_two_timings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "captured", lambda call, times: call)
+    monkeypatch.setattr(run, "captured", lambda call, times: (call, call()))
     records = run.measure("smoke", CASE, GROUPED, ["torch", "ours"], inputs_of(CASE), 3, ["eager", "graph"], CPU)
     assert [(r["timing"], r["host_us"] is None) for r in records] == [("eager", False)] * 2 + [("graph", True)] * 2
 

@@ -313,7 +313,8 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_wrong_results_are_not_timed() -> None:
     right, wrong = torch.ones(3), torch.zeros(3)
     calls = {"a, bfloat16": lambda: right, "a, fp8": lambda: wrong, "b": lambda: [wrong[:0], right]}
-    timed, errors = fp8.checked(calls)
+    errors: dict[str, str] = {}
+    timed = fp8.prepared_right(calls, fp8.check_of(), errors, torch.device("cpu"))
     assert timed.keys() == {"a, bfloat16"} and errors["a, fp8"] == "AssertionError: wrong: 1.0e+00 of the norm"
 
 

@@ -90,7 +90,7 @@ def test_a_case_that_is_behind_is_timed_longer(monkeypatch: pytest.MonkeyPatch) 
             asked.append(n)
             return {LABELS["torch"]: 99.5, LABELS["ours"]: 100.0, LABELS[provider]: us}
 
-        monkeypatch.setattr(run, "interleaved", interleaved)
+        monkeypatch.setattr("benchmarks.timing.interleaved", interleaved)
         assert measured()["rounds"] == rounds[-1] and asked == rounds
 
 

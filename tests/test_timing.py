@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from benchmarks.timing import captured, host_microseconds
 from moe_kernels import timing
 
 CPU = torch.device("cpu")
@@ -99,14 +100,14 @@ def test_host_time_goes_round_the_calls() -> None:
         counts[i] += 1
         time.sleep(0.002 if i else 0)
 
-    assert timing.host_microseconds([lambda i=i: count(i) for i in range(3)] * 3, CPU) == pytest.approx(2000)
+    assert host_microseconds([lambda i=i: count(i) for i in range(3)] * 3, CPU) == pytest.approx(2000)
     assert counts == [3, 3, 3]
 
 
 def test_the_queue_is_emptied_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    monkeypatch.setattr(timing, "_synchronize", lambda device: events.append("wait"))
-    timing.host_microseconds(itertools.repeat(lambda: events.append("call"), 50), CPU)
+    monkeypatch.setattr("benchmarks.timing.synchronize", lambda device: events.append("wait"))
+    host_microseconds(itertools.repeat(lambda: events.append("call"), 50), CPU)
     longest = max(len(list(run)) for kind, run in itertools.groupby(events) if kind == "call")
     assert events.count("call") == 50 and longest == 5 and events[-1] == "wait"
 
@@ -121,7 +122,7 @@ def test_calls_are_made_when_their_turn_comes() -> None:
             time.sleep(0.5)
             yield lambda: order.append("called")
 
-    assert timing.host_microseconds(calls(), CPU) == 0
+    assert host_microseconds(calls(), CPU) == 0
     assert order == ["made"] * 5 + ["called"] * 5 + ["made"] * 2 + ["called"] * 2
 
 
@@ -130,7 +131,7 @@ def test_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     assert not timing.gpu_is_lost(CPU)
-    monkeypatch.setattr(timing, "_synchronize", fails)
+    monkeypatch.setattr(timing, "synchronize", fails)
     assert timing.gpu_is_lost(torch.device("cuda", 0))
 
 
@@ -138,11 +139,13 @@ def test_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_captured_call() -> None:
     x = torch.ones(1000, device="cuda")
+    y, missing = torch.empty(2, 1000, device="cuda")
     x.add_(0)
-    replay = timing.captured(lambda: x.add_(1))
-    before = x.clone()
+    replay, (out, stays) = captured(lambda: (torch.add(x, 1, out=y), missing))
+    assert out is y and torch.equal(y, x + 1)
+    assert stays is missing and missing.isnan().all()  # no kernel of the graph computes it
+    x.fill_(7)
     replay()
-    replay()
-    assert torch.equal(x, before + 2)
+    assert torch.equal(y, torch.full_like(y, 8))
     times = timing.interleaved({"replay": replay, "eager": lambda: x.add_(1)}, 5, x.device)
     assert all(0 < us < 1e5 for us in times.values())
