@@ -171,9 +171,10 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
             checks.check_kernel_dtype(name, tensor.dtype)
     found: list[Callable[[], None]] = [
-        partial(_run_module, module, T, training)
+        partial(_run_module, module, T, trains)
         for module in layers
         for T, *_ in classes(tokens, _num_experts(module), _top_k(module))
+        for trains in dict.fromkeys((False, training))
     ]
     if not found:
         raise ValueError(

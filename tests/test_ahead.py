@@ -140,6 +140,7 @@ SIGNATURES = (
     REAL_CALLS
     + """
 import importlib.util
+from functools import partial
 seen, found = set(), {}
 
 def find(operator, tensors, options):
@@ -163,7 +164,8 @@ for dtype in (torch.bfloat16, torch.float32):
         for T in (1, 2, 20, 600):
             for training in (False, True):
                 name = f"{dtype}, gated: {gated}, T: {T}, training: {training}"
-                compare(name, module, T, training, lambda: call_module(module, T, training))
+                calls = [partial(call_module, module, T, trains) for trains in {False, training}]
+                compare(name, module, T, training, *calls)
 
 module = MoE(64, 32, 4, 2, renormalize=True, dtype=torch.float16)
 shape = ahead.LayerShape(64, 32, 4, 2, torch.float16)
@@ -187,11 +189,14 @@ if importlib.util.find_spec("transformers") is not None:
         model.set_experts_implementation("moe_kernels")
         assert len(ahead.layers_of(model)) == 1
 
-        def call_model():
-            out = model(torch.zeros(2, 7, dtype=torch.int64)).logits
-            out.backward(torch.randn_like(out))
+        def call_model(training):
+            with torch.set_grad_enabled(training):
+                out = model(torch.zeros(2, 7, dtype=torch.int64)).logits
+            if training:
+                out.backward(torch.randn_like(out))
 
-        compare(f"transformers, {name}, training: True", model, 14, True, call_model)
+        calls = [partial(call_model, trains) for trains in (False, True)]
+        compare(f"transformers, {name}, training: True", model, 14, True, *calls)
 print(json.dumps(found))
 """
 )
