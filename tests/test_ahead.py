@@ -167,6 +167,14 @@ for dtype in (torch.bfloat16, torch.float32):
                 calls = [partial(call_module, module, T, trains) for trains in {False, training}]
                 compare(name, module, T, training, *calls)
 
+def call_under_autocast(training):
+    with torch.autocast("cpu", torch.bfloat16):
+        call_module(MoE(64, 32, 4, 2, renormalize=True), 20, training)
+
+module = MoE(64, 32, 4, 2, renormalize=True, dtype=torch.bfloat16, device="meta")
+calls = [partial(call_under_autocast, trains) for trains in (False, True)]
+compare("float32 under autocast, training: True", module, 20, True, *calls)
+
 module = MoE(64, 32, 4, 2, renormalize=True, dtype=torch.float16)
 shape = ahead.LayerShape(64, 32, 4, 2, torch.float16)
 inference, training = [lambda: call_products(module, 20)], []
@@ -537,12 +545,15 @@ def test_classes_of_a_long_range() -> None:
 
 
 def test_signatures_are_those_of_real_calls() -> None:
-    """Signatures agree for CPU tensors, forward and backward, of modules, a shape, and models of transformers."""
+    """Signatures agree for CPU tensors, forward and backward, of modules, a shape, and models of transformers.
+
+    Those of calls under autocast are those of the layer in autocast's dtype.
+    """
     pytest.importorskip("helion")
     done = python("-c", SIGNATURES)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) >= 2 * 2 * 4 * 2 + 2
+    assert len(found) >= 2 * 2 * 4 * 2 + 3
     for name, (only_real, only_ahead, number) in found.items():
         assert number >= (8 if name.endswith("training: True") else 1), name
         assert only_real == [], name
