@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import python_path
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -27,6 +32,63 @@ needs_torchtitan = pytest.mark.skipif(not installed, reason="needs torchtitan: p
 def test_says_what_is_missing() -> None:
     with pytest.raises(ImportError, match="pip install 'torchtitan"):
         integration.grouped_experts(None)
+
+
+# Stand-ins for the modules of torchtitan that the override uses.
+STANDINS = {
+    "config": """
+def derive(config, made):
+    return made()
+
+def override(**options):
+    return lambda function: function
+""",
+    "models/common/moe": """
+import dataclasses
+from torch import nn
+
+class GroupedExperts(nn.Module):
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config:
+        pass
+""",
+}
+
+
+def with_standins(folder: Path, modules: dict[str, str], program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process whose torchtitan has these modules, and which is not installed, as a checkout."""
+    for name, source in {"__init__": "", **modules}.items():
+        path = folder / "torchtitan" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    env = os.environ | {"PYTHONPATH": python_path(folder)}
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("lacking", STANDINS)
+def test_a_version_without_these_names_is_refused(lacking: str, tmp_path: Path) -> None:
+    modules = {name: "" if name == lacking else source for name, source in STANDINS.items()}
+    done = with_standins(tmp_path, modules, "import moe_kernels.integrations.torchtitan")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: moe_kernels.integrations.torchtitan needs torchtitan 0.3, and ")
+    assert "is installed: pip install 'torchtitan>=0.3,<0.4' (cannot import name " in last
+
+
+@pytest.mark.skipif(installed, reason="torchtitan is installed")
+def test_a_checkout_that_is_not_installed_warns_and_goes_on(tmp_path: Path) -> None:
+    program = """
+import warnings
+from moe_kernels.integrations import torchtitan
+
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    assert isinstance(torchtitan.grouped_experts(None), torchtitan.MoEKernelsExperts.Config)
+print(*(one.message for one in found))
+"""
+    done = with_standins(tmp_path, STANDINS, program)
+    assert done.returncode == 0, done.stderr
+    assert "moe_kernels was tested with torchtitan 0.3, this is an unknown version" in done.stdout
 
 
 def step(experts: torch.nn.Module, x: Tensor, upstream: Tensor, device: str) -> list[Tensor]:
@@ -158,7 +220,7 @@ def test_untested_versions_warn_once_and_go_on(monkeypatch: pytest.MonkeyPatch) 
 
     config = GroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E)
     requirements.warn_if_untested.cache_clear()
-    monkeypatch.setattr(integration.metadata, "version", lambda _: "0.2.1")
+    monkeypatch.setattr(requirements.metadata, "version", lambda _: "0.2.1")
     with pytest.warns(UserWarning, match="tested with torchtitan 0.3, this is 0.2.1"):
         integration.grouped_experts(config)
     with warnings.catch_warnings():

@@ -6,7 +6,7 @@ torchtitan_train ... --override.imports moe_kernels.integrations.torchtitan.grou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +20,15 @@ from moe_kernels.packing import group_offsets_from_sizes
 TESTED = ("0.3", "0.3")  # the oldest and the newest minor version that the tests were run with
 
 if util.find_spec("torchtitan") is not None:
-    from torchtitan.config import derive, override
-    from torchtitan.models.common.moe import GroupedExperts
+    try:
+        from torchtitan.config import derive, override
+        from torchtitan.models.common.moe import GroupedExperts
+    except ImportError as error:
+        raise ImportError(
+            "moe_kernels.integrations.torchtitan needs torchtitan 0.3, and "
+            f"{requirements.installed('torchtitan') or 'an unknown version'} is installed: "
+            f"pip install 'torchtitan>=0.3,<0.4' ({error})"
+        ) from error
 
     class MoEKernelsExperts(GroupedExperts):
         """torchtitan's `GroupedExperts` with the same parameters, computed by `swiglu_ffn` and `grouped_gemm`."""
@@ -48,7 +55,8 @@ if util.find_spec("torchtitan") is not None:
     @override(target=GroupedExperts.Config, exact=True, description="Grouped GEMMs of moe_kernels")
     def grouped_experts(config: Any) -> Any:
         """Return the `MoEKernelsExperts` configuration that corresponds to a `GroupedExperts` configuration."""
-        requirements.warn_if_untested("torchtitan", metadata.version("torchtitan"), *TESTED)
+        version = requirements.installed("torchtitan") or "an unknown version"  # a checkout need not be installed
+        requirements.warn_if_untested("torchtitan", version, *TESTED)
         return derive(config, MoEKernelsExperts.Config)
 
 else:
