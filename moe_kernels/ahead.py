@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -255,12 +256,13 @@ def _run_module(module: Any, T: int, training: bool) -> None:
         kinds = dict.fromkeys((dtype, torch.float32))
         routings = [(ids, torch.empty(T, top_k, dtype=kind, **like)) for kind in kinds]
     quantizes = training and isinstance(module, MoE) and module.format is None and module.compute is not None
-    for routing in routings:
-        for within in (nullcontext, quantize_once) if quantizes else (nullcontext,):
-            hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=training)
-            out = functional_call(_Forward(module, within), parameters, (hidden, *routing))
-            if training:
-                out.backward(torch.empty_like(out))
+    contexts = (nullcontext, quantize_once) if quantizes else (nullcontext,)
+    # The hidden states of a model's first layer, or after frozen ones, need no gradient.
+    for routing, within, gradient in product(routings, contexts, dict.fromkeys((training, False))):
+        hidden = torch.empty(T, H, dtype=dtype, device="meta", requires_grad=gradient)
+        out = functional_call(_Forward(module, within), parameters, (hidden, *routing))
+        if out.requires_grad:
+            out.backward(torch.empty_like(out))
 
 
 class _Forward(nn.Module):

@@ -434,6 +434,20 @@ def test_a_layer_with_hooks_that_was_compiled(training: bool) -> None:
     assert [one.signature for one in found] == [one.signature for one in plain] != []
 
 
+@pytest.mark.parametrize("compute", [None, "fp8_rowwise", "fp8_block"])
+def test_training_steps_whose_hidden_states_need_no_gradient(compute: str | None) -> None:
+    """Their plans are made, too: such a layer is the first one of a model, or follows frozen ones."""
+    layer = MoE(64, 32, 4, 2, renormalize=True, compute=compute, device="meta", dtype=torch.bfloat16)
+
+    def step() -> None:
+        out = layer(torch.empty(20, 64, device="meta", dtype=torch.bfloat16))
+        out.backward(torch.empty_like(out))
+
+    needed = {one.signature for one in ahead.collect([step])}
+    assert len(needed) > 4
+    assert needed <= {one.signature for one in ahead.collect(ahead._calls(layer, [20], True))}
+
+
 def test_sharded_weights_are_refused() -> None:
     layer = MoE(64, 32, 4, 2, renormalize=True)
     layer.w_down.placements = ("Shard(0)",)  # type: ignore[assignment]  # as those of a DTensor
