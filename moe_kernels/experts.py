@@ -60,6 +60,7 @@ def swiglu_ffn(
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device; options exclude each
             other. Offsets are checked on the host if the environment variable MOE_KERNELS_VALIDATE was 1 at import.
+        ImportError: as for `grouped_gemm`.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     rows, w_gate_up, w_up = autocast(rows, w_gate_up, w_up)
@@ -134,10 +135,10 @@ def moe_mlp(
         `hidden`. Differentiable in all arguments except the ids, unless the weights are in fp8.
 
     Raises:
-        TypeError, ValueError: as for `route` and `swiglu_ffn`.
-        RuntimeError: the weights are in fp8, and autograd would record the call or an argument has a forward-mode
-            tangent; with `compute`, derivatives of second order or in forward mode; fp8 on a GPU of compute capability
-            below 8.9.
+        TypeError, ValueError, ImportError: as for `route` and `swiglu_ffn`.
+        RuntimeError: as for `route`; the weights are in fp8, and autograd would record the call or an argument has a
+            forward-mode tangent; with `compute`, derivatives of second order or in forward mode; fp8 on a GPU of
+            compute capability below 8.9.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     biases = (gate_up_bias, up_bias, down_bias)

@@ -46,8 +46,8 @@ def grouped_gemm(
             or "auto", which chooses by tuned entries, or else by the sizes of the product, also from further kernels.
         fast_accumulation: for "rowwise" ScaledTensors, True lets the tensor cores, which keep about 14 bits of a sum,
             add up all of K. False lets them add up 128 products at a time; these partial sums are added in float32.
-        validate: True checks the offsets on the host, which waits for the device; None does so if the environment
-            variable MOE_KERNELS_VALIDATE was 1 at import.
+        validate: True raises ValueError for malformed offsets, and waits for the device; None does so if the
+            environment variable MOE_KERNELS_VALIDATE was 1 at import.
 
     Returns:
         `[M, N]`, contiguous.
@@ -55,7 +55,7 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
         RuntimeError: a ScaledTensor requires grad or has a tangent (products in fp8 have no derivatives); float8_e4m3fn
-            on a GPU of compute capability below 8.9.
+            on a GPU of compute capability below 8.9; validation while torch.vmap vectorizes over the offsets.
         ImportError: the kernels are needed, and a package they need is missing or does not work with the others.
     """
     validate = checks.validation_enabled(validate)
@@ -157,7 +157,7 @@ def grouped_gemm_wgrad(
         `[G, K, N]`, contiguous.
 
     Raises:
-        TypeError, ValueError, ImportError: as for `grouped_gemm`.
+        TypeError, ValueError, RuntimeError, ImportError: as for `grouped_gemm`.
     """
     A_packed, d_out = autocast(A_packed, d_out)
     dtype = checks.check_grouped_gemm_wgrad(A_packed, d_out, group_offsets, out_dtype)

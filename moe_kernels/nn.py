@@ -186,7 +186,9 @@ class MoE(nn.Module):
         Raises:
             ValueError: unknown format.
             TypeError: weights in float64, which layers in fp8 do not support, or sharded.
-            RuntimeError: the layer is already quantised, or a weight is parametrised or pruned.
+            RuntimeError: the layer is already quantised, a weight is parametrised or pruned, or the GPU has a compute
+                capability below 8.9.
+            ImportError: as for `grouped_gemm`.
         """
         checks.check_compute("format", format)
         if self.format is not None:
@@ -280,8 +282,8 @@ class MoE(nn.Module):
         """Route each hidden state to its top_k experts, and return the weighted sum of their results.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as for `moe_mlp`; also TypeError if `hidden` and the router have
-                different dtypes outside of autocast, and ValueError if they are on different devices.
+            TypeError, ValueError, RuntimeError, ImportError: as for `moe_mlp`; also TypeError if `hidden` and the
+                router have different dtypes outside of autocast, and ValueError if they are on different devices.
         """
         checks.check_layer(hidden, self.router)
         tokens = hidden.reshape(-1, hidden.size(-1))
@@ -339,7 +341,7 @@ def quantize_once(module: nn.Module) -> Iterator[None]:
 
     Raises:
         TypeError: not a module, or weights are sharded.
-        ValueError, RuntimeError: as for `quantize_weight`.
+        ValueError, RuntimeError, ImportError: as for `quantize_weight`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")

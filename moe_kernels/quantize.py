@@ -44,6 +44,7 @@ def quantize(
         TypeError: `x` or `dtype` has a wrong dtype.
         ValueError: `x` has a wrong rank; unknown format.
         RuntimeError: float8_e4m3fn on a GPU of compute capability below 8.9.
+        ImportError: as for `grouped_gemm`.
     """
     checks.check_quantize(x, format, dtype, power_of_two)
     data, scales = ops.quantize(x.detach(), format, dtype, power_of_two)
@@ -67,6 +68,7 @@ def quantize_weight(weight: Tensor, compute: str) -> QuantizedWeight:  # [E, N, 
         TypeError: the weight has a wrong dtype.
         ValueError: the weight has a wrong rank; unknown `compute`.
         RuntimeError: a GPU of compute capability below 8.9.
+        ImportError: as for `grouped_gemm`.
     """
     checks.check_quantize_weight(weight, compute)
     format = FP8_COMPUTE[compute]

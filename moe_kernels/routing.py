@@ -31,6 +31,8 @@ def route(
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+        RuntimeError: validation while torch.vmap vectorizes over the ids.
+        ImportError: as for `grouped_gemm`.
     """
     checks.check_route(topk_ids, topk_weights, num_experts)
     if checks.validation_enabled(validate):
@@ -46,6 +48,7 @@ def permute(hidden: Tensor, routing: Routing) -> Tensor:  # [T, H] -> [R, H]
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+        ImportError: as for `grouped_gemm`.
     """
     checks.check_moved("hidden", hidden, "T", routing)
     top_k = routing.topk_weights.size(1)
@@ -64,6 +67,7 @@ def unpermute(rows: Tensor, routing: Routing, *, weighted: bool = True) -> Tenso
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device.
+        ImportError: as for `grouped_gemm`.
     """
     checks.check_bools(weighted=weighted)
     checks.check_moved("rows", rows, "R", routing)
