@@ -54,15 +54,19 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="of the groups of --shapes; default: softmax",
     )
     parser.add_argument(
-        "--layout", choices=LAYOUTS, help="how B lies in memory: [G, K, N], or [G, N, K] viewed transposed"
+        "--layout",
+        choices=LAYOUTS,
+        help="memory layout: gkn is [G, K, N], gnk a transposed [G, N, K]; default: the suite's, with --shapes both",
     )
     parser.add_argument(
         "--providers", nargs="+", choices=providers, metavar="NAME", help="default: the suite's, and peers; see --list"
     )
     parser.add_argument("--timing", nargs="+", choices=TIMINGS, help="default: both")
     parser.add_argument("--rounds", type=positive, help="default: 21, fewer for `smoke`")
-    parser.add_argument("--load", action="store_true", help="with dense products in turns: sustained clocks")
-    parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
+    parser.add_argument(
+        "--load", action="store_true", help="dense products also take turns, for the clocks of sustained load"
+    )
+    parser.add_argument("--jobs", type=positive, help="number of processes that first compile all kernels")
     parser.add_argument(
         "--json",
         nargs="?",

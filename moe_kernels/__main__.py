@@ -37,10 +37,13 @@ Without a GPU, or with TRITON_INTERPRET=1: the same kernels in Triton's interpre
 Needs torch, triton and helion. Exits with 0 if every check passed, otherwise with 1."""
 
 _INFO = """\
-Prints the GPU and its driver, the versions of Python and the packages, whether Triton's interpreter is on, which
-variant, kernel and config a few typical shapes get and from where (a file of tuned configs, with the distance of its
-entry in factors of two, or the rule), and what is missing, with the command that installs it. With --model, what that
-model's layer launches for each class of token counts, and how many kernels and configs that takes; this needs Helion.
+Prints
+- the GPU and its driver, the versions of Python and the packages, and whether Triton's interpreter is on;
+- the variant, kernel and config of a few typical shapes, and where they come from: the rule, or a file of tuned
+  configs, with the distance of its entry, the sum of abs(log2(call / entry)) over rows per group, N, K and G;
+- what is missing, with the command that installs it.
+With --model: what that model's layer launches for each class of token counts, and how many kernels and configs that
+takes. This needs Helion.
 
 Without --model, needs torch only. Exits with 0, with 1 if Helion or Triton is missing for --model, 2 for wrong
 arguments."""

@@ -31,19 +31,23 @@ Makes the plans and binaries of layers of experts for a range of token counts, a
 that finds them there compiles nothing, and imports neither Helion nor its compiler. With --gpu this machine needs no
 GPU, so an image can be built with all binaries in it.
 
-The folder is --output, or else MOE_KERNELS_CACHE_DIR, or else moe_kernels/compiled in the user's cache folder, where
-every process looks. For another folder, set MOE_KERNELS_CACHE_DIR to it at run time, or MOE_KERNELS_CACHE_READONLY if
-it is not writable. Its contents are valid for the public versions of Triton and Helion that are installed here, and for
-any version of PyTorch. Triton's launchers are built with a C compiler for this version of Python; with another version,
-they are built at the first launch, in 0.2 s each.
+The folder is --output, or else MOE_KERNELS_CACHE_DIR, or else moe_kernels/compiled in the user's cache folder, which
+is also the default at run time. For another folder, set MOE_KERNELS_CACHE_DIR to it at run time, or
+MOE_KERNELS_CACHE_READONLY if it is not writable.
+
+Plans are valid for the public versions of Triton and Helion that are installed here, and for any version of PyTorch.
+Triton's launchers are built with a C compiler, for this version of Python; another version builds its own at the first
+call.
 
 Exits with 0 if all is made, 1 if something could not be compiled or stored, 2 for wrong arguments, 130 after Ctrl-C,
 which keeps what is made: the same command continues."""
 CACHE = """\
-Shows the folder of plans and binaries and those that are only read, the number and size of their files, and the first
-one's size limit (MOE_KERNELS_CACHE_LIMIT_MB, by default 2048 MiB; the oldest files are removed first). "other versions"
-are files that cannot be used: another version of this package, Triton or Helion made them, or other settings of these.
-`cache clear` empties the first folder, and exits with 1 if the user may not remove all files."""
+Shows the writable folder of plans and binaries, the folders that are only read, the number and size of the files in
+each, and the size limit of the writable one (MOE_KERNELS_CACHE_LIMIT_MB, by default 2048 MiB; the oldest files go
+first). "other versions" are files that cannot be used: they were made by another version of this package, Triton or
+Helion, or with other compiler settings.
+
+`cache clear` empties the writable folder, and exits with 1 if the user may not remove all files."""
 
 
 _TOKENS = range(1, 8193)  # by default
