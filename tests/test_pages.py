@@ -94,42 +94,35 @@ def between(numbers: list[float], digits: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def mean_and_worst(found: list[tuple[float, str]]) -> tuple[str, str]:
-    """Return the geometric mean of these speedups, and the lowest with the name of its case."""
+def mean_and_lowest(found: list[tuple[float, str]]) -> str:
+    """Return the cells with the geometric mean of these speedups, and the lowest with the name of its case."""
     lowest, name = min(found)
-    return f"{statistics.geometric_mean(ratio for ratio, _ in found):.2f}", f"{lowest:.2f} at worst ({name})"
+    return f"{statistics.geometric_mean(ratio for ratio, _ in found):.2f} | {lowest:.2f} ({name})"
 
 
 def test_means_in_performance_match_the_results() -> None:
-    """The sentences on all cases of a file, which no command writes."""
+    """The table and the sentence on all cases of a file, which no command writes."""
     text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
     folder = ROOT / "benchmarks" / "results" / "nvidia-h200"
-    said = []
-    for name in ("table.json", "table-load.json"):
-        base, ours = tables.roles("table")
+    base, ours = tables.roles("table")
+    for name, load in (("table.json", "bursts"), ("table-load.json", "sustained")):
         found = []
         for case in tables.by_case(Results.read(folder / name).records):
             us = {provider: record["us"] for (provider, timing), record in case.items() if timing == "graph"}
             fastest = min(us[provider] for provider in (base, *tables._others("table", us)))
             found.append((fastest / us[ours], next(iter(case.values()))["case"]))
         assert len(found) == 22
-        said.append(mean_and_worst(found))
-    (mean, worst), (loaded, worst_loaded) = said
-    assert (
-        f"is {mean} in the geometric mean and {worst}. Under sustained load it is {loaded}, and {worst_loaded}." in text
-    )
+        assert f"| the 22 lines below | {load} | {mean_and_lowest(found)} |" in text
 
-    said = []
-    for name, others in (("wide.json", []), ("wide.json", [base]), ("wide-load.json", [])):
+    for name, others, cells in (
+        ("wide.json", [], "both products of 14 models, 64 to 65536 rows, five routings | bursts"),
+        ("wide.json", [base], f"the same, over `{base}` alone | bursts"),
+        ("wide-load.json", [], "five of these models, 4096 to 65536 rows | sustained"),
+    ):
         records = Results.read(folder / name).records
         speedups = ((tables.over_best(r, others), f"{r['M']} rows, N = {r['N']}, K = {r['K']}") for r in records)
-        said.append(mean_and_worst([(ratio, case) for ratio, case in speedups if ratio is not None]))
-    (mean, worst), (over_torch, worst_over_torch), (loaded, worst_loaded) = said
-    assert (
-        f"five routings, it is {mean}, and {worst}; over `{base}` alone, it is {over_torch}, and {worst_over_torch}."
-        in text
-    )
-    assert f"Under load, five models with 4096 to 65536 rows have {loaded}, and {worst_loaded}." in text
+        found = [(ratio, case) for ratio, case in speedups if ratio is not None]
+        assert f"| {cells} | {mean_and_lowest(found)} |" in text
 
     peaks = [
         [case[provider, "eager"]["peak_mb"] for provider in ("transformers", "transformers, compiled", "moe_mlp")]
