@@ -37,8 +37,8 @@ def quantize(
         power_of_two: True rounds scales up to powers of two.
 
     Returns:
-        Data of the shape of `x`, contiguous, and float32 scales. Those of "1x128" have adjacent rows next to each other
-        in memory, as products read them; others are contiguous. Neither data nor scales require grad, even if `x` does.
+        Data of the shape of `x`, contiguous, and float32 scales, contiguous except those of "1x128", which are
+        column-major, as products read them. Neither data nor scales require grad, even if `x` does.
 
     Raises:
         TypeError: `x` or `dtype` has a wrong dtype.
