@@ -23,7 +23,9 @@ from benchmarks import report, tables
 from benchmarks.__main__ import arguments as arguments_of_benchmarks
 from benchmarks.run import Results
 from moe_kernels import __main__ as main
-from moe_kernels import commands, requirements
+from moe_kernels import ahead, commands, requirements
+from moe_kernels.models import MODELS
+from moe_kernels.runtime import targets
 from moe_kernels.tuning import search
 
 ROOT = Path(__file__).parent.parent
@@ -187,6 +189,16 @@ def test_ranges_in_low_precision_match_the_results() -> None:
     rowwise, blockwise = (between([rate["copy"] / rate[name] for rate in rates], 2) for name in ("rowwise", "1x128"))
     assert f"quantising takes {rowwise} times as long as a copy" in text
     assert f'in `"rowwise"`, and {blockwise} times as long in `"1x128"`' in text
+
+
+def test_counts_of_plans_in_compiling_ahead() -> None:
+    text = " ".join((ROOT / "docs" / "compiling_ahead.md").read_text().split())
+    name, tokens = "qwen3-30b-a3b", range(1, 8193)
+    layer = ahead.requests(tokens, ahead.LayerShape(*MODELS[name]), targets.KNOWN["h200"])
+    assert f"has {len(layer)} plans and" in text
+    training, forward = (len(ahead.collect(ahead._calls(name, tokens, training))) for training in (True, False))
+    assert f"makes {training} plans: " in text
+    assert f"without `--training`, {forward}." in text
 
 
 def blocks(page: Path, language: str) -> list[str]:
