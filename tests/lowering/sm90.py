@@ -37,6 +37,7 @@ HELION_1_5_0 = requirements.installed("helion") == "1.5.0"
 # The most bytes per thread that ptxas may spill from registers to memory in fp8 kernels.
 FP8_STACK = 24 if TRITON_3_9 else 0
 H200 = targets.KNOWN["h200"]
+SHARED_MEMORY = 232_448  # bytes per block at most
 pretend(H200)
 
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import TRITON, empty, lowered, requests, waits_for_each
 
 from moe_kernels.glu import GLUSpec

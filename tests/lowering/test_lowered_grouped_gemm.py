@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ import torch
 import triton
 from helion._compiler import inductor_lowering
 from helion._compiler.type_propagation import TypePropagation
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import empty, lowered, ptxas_says, requests
+from sm90 import SHARED_MEMORY, empty, lowered, ptxas_says, requests
 
 from moe_kernels import rules
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
@@ -25,8 +21,6 @@ from moe_kernels.runtime import cache, targets
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import symbolic
-
-SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 
 
 def compiled(

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 import sm90
-from sm90 import H200, empty, lowered, ptxas_says, requests
+import torch
+from sm90 import H200, SHARED_MEMORY, empty, lowered, ptxas_says, requests
 from sm90 import report as report_of
 
 from moe_kernels import rules
@@ -29,7 +25,6 @@ from moe_kernels.runtime.signature import RANK_UP_TO, rows_bounds, rows_class, s
 from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, most
 from moe_kernels.runtime.targets import KNOWN
 
-SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 SILU = GLUSpec("silu", True, False, 1.0, 1.0)
 LAYER_OPTIONS = (False, False, False, False, SILU)
 UNROUTED = (None, None, None)  # in place of a routing

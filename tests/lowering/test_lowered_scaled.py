@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import FP8_STACK, empty, lowered, ptxas_says, requests
+from sm90 import FP8_STACK, SHARED_MEMORY, empty, lowered, ptxas_says, requests
 
 from moe_kernels.ops.scaled import SCALED_GROUPED_GEMM
 
-SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 

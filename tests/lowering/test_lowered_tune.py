@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,8 @@ import helion
 import pytest
 import torch
 from helion.autotuner import benchmark_provider
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import H200, empty
-from test_lowered_grouped_gemm import SHARED_MEMORY, compiled
+from sm90 import H200, SHARED_MEMORY, empty
+from test_lowered_grouped_gemm import compiled
 from test_lowered_uniform_gemm import compiled as compiled_uniform
 from test_lowered_varied_gemm import compiled as compiled_varied
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import HELION_1_5_0, empty, lowered, requests
+from sm90 import HELION_1_5_0, SHARED_MEMORY, empty, lowered, requests
 
 from moe_kernels.ops.batched import UNIFORM_GROUPED_GEMM
 from moe_kernels.rules import uniform as rules
-
-SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 
 
 def compiled(

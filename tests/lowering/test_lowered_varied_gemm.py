@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sm90 import H200, TRITON, TRITON_3_9, empty, lowered, requests, waits_for_each
+from sm90 import H200, SHARED_MEMORY, TRITON, TRITON_3_9, empty, lowered, requests, waits_for_each
 
 from moe_kernels.ops import batched
 from moe_kernels.rules import varied
 from moe_kernels.runtime import cache, targets
 
-SHARED_MEMORY = 232_448  # bytes per block at most, on an H200
 Shapes = list[tuple[int, int, int]]
 
 

@@ -7,16 +7,12 @@ dtypes, and float32 in tf32.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-
-sys.path.insert(0, str(Path(__file__).parent))
 from sm90 import empty, lowered, report, requests, waits_for_each
 
 from moe_kernels import rules
