@@ -49,7 +49,6 @@ def test_readme_loop_gives_the_same_as_the_layer() -> None:
     """Both sides of the diff run unchanged and give the same result."""
     block = readme_block("loop").splitlines()
     assert len(block) <= 10
-    torch.manual_seed(0)
     names: dict[str, Any] = {"torch": torch, "router": torch.nn.Linear(8, 4, bias=False)}
     names["experts"] = [
         torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False), torch.nn.ReLU(), torch.nn.Linear(6, 8, bias=False))

@@ -80,7 +80,6 @@ def loop(experts: list[nn.Module], router: Tensor, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_same_as_a_loop(name: str) -> None:
-    torch.manual_seed(0)
     make, activation = LAYOUTS[name]
     experts = [make() for _ in range(E)]
     router = nn.Linear(H, E, bias=False).double()

@@ -20,13 +20,6 @@ from moe_kernels.runtime.cache import isolated
 from moe_kernels.testing import assert_within_budget
 
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 LAYERS: dict[str, dict[str, Any]] = {
     "SwiGLU": {},
     "two weights, biases": {"two": True, "bias": True, "activation": "gelu"},

@@ -95,7 +95,6 @@ def offsets(values: list[int], device: str) -> torch.Tensor:
     ids=["silu", "silu, bias, saved", "gpt-oss, columns, bias, saved", "clamped silu"],
 )
 def test_rows(values: list[int], spec: GLUSpec, columns: bool, all_tensors: bool, device: str) -> None:
-    torch.manual_seed(0)
     E, M = len(values) - 1, values[-1] + 5
     weight = (torch.randn(E, 80, 24, device=device) * 24**-0.5).half()
     rows = torch.randn(M, 24, device=device).half()
@@ -107,7 +106,6 @@ def test_rows(values: list[int], spec: GLUSpec, columns: bool, all_tensors: bool
 
 @pytest.mark.parametrize(("T", "top_k", "E"), [(1, 3, 16), (20, 3, 4), (100, 3, 2)], ids=["decode", "few", "many"])
 def test_gathered(T: int, top_k: int, E: int, device: str) -> None:
-    torch.manual_seed(0)
     ids = torch.randint(0, E + 1, (T, top_k), device=device)
     routing = route(ids, torch.ones(T, top_k, device=device), E)
     weight = (torch.randn(E, 80, 24, device=device) * 24**-0.5).half()
@@ -144,7 +142,6 @@ def test_extents_of_1_with_many_rows(H: int, I: int, top_k: int, device: str) ->
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("rows", [2, 20, 50, 300])
 def test_shapes_of_models(rows: int, columns: bool, save_preact: bool, dtype: torch.dtype, device: str) -> None:
-    torch.manual_seed(0)
     for E, H, I in ((16, 1024, 384), (8, 720, 1440), (4, 97, 131)):  # noqa: E741
         M = E * rows
         sizes = torch.multinomial(torch.softmax(torch.randn(E), 0), M, replacement=True).bincount(minlength=E)
