@@ -191,7 +191,7 @@ def _progress(done: int, total: int) -> None:
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `cache`."""
-    parser.add_argument("action", nargs="?", choices=("show", "clear"), default="show")
+    parser.add_argument("action", nargs="?", choices=("show", "clear"), default="show", help="default: show")
 
 
 def cache_main(options: argparse.Namespace) -> int:

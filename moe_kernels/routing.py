@@ -23,7 +23,7 @@ def route(
 
     Args:
         topk_ids: `[T, top_k]` int32 or int64, any strides. An id outside `0..num_experts - 1` drops its slot.
-        topk_weights: `[T, top_k]` router weights, bfloat16, float16 or float32, on a CPU also float64; returned
+        topk_weights: `[T, top_k]`, the weight of each id; bfloat16, float16 or float32, on a CPU also float64; returned
             unchanged.
         num_experts: E.
         validate: True raises ValueError for an id that would drop its slot, and waits for the device; None does so if
