@@ -23,6 +23,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -364,12 +365,8 @@ def folder(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(made.folder.parent))
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(made.folder))
-
-    def refuse(*args: Any) -> None:
-        raise AssertionError("something is made")
-
-    monkeypatch.setattr(ahead, "_make", refuse)
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", refuse)
+    for name in ("_make", "ProcessPoolExecutor"):
+        monkeypatch.setattr(ahead, name, Mock(side_effect=AssertionError("something is made")))
     store.forget()
     ahead.rules.reload()
     yield made.folder
@@ -708,10 +705,7 @@ def test_compile_refuses(
 def test_a_failure_of_compile_is_one_line(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(*_: Any, **__: Any) -> ahead.CompileCounts:
-        raise error
-
-    monkeypatch.setattr(commands, "compile_ahead", fails)
+    monkeypatch.setattr(commands, "compile_ahead", Mock(side_effect=error))
     assert compile_main("--model", "olmoe", "--gpu", "h200") == code
     assert capsys.readouterr().err.endswith(f"compile: {error}\n")
 
@@ -841,9 +835,6 @@ def test_cache_show_and_clear(
         assert commands.cache_main(parse(commands.add_cache_arguments, *arguments)) == 0
         return capsys.readouterr().out.splitlines()
 
-    def refuse(path: str) -> None:
-        raise PermissionError(path)
-
     mine, image = tmp_path / "mine", tmp_path / "image"
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(mine))
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", os.pathsep.join([str(image), str(tmp_path / "nowhere")]))
@@ -867,7 +858,7 @@ def test_cache_show_and_clear(
         cache_main("remove")
     store.write_library("c" * 64, bytes(1 << 20))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refuse)
+        patch.setattr(os, "unlink", Mock(side_effect=PermissionError))
         assert commands.cache_main(parse(commands.add_cache_arguments, "clear")) == 1
     captured = capsys.readouterr()
     assert captured.out == f"0 files removed from {mine}\n"
@@ -961,10 +952,7 @@ def test_what_a_compiling_process_raises_can_be_sent(monkeypatch: pytest.MonkeyP
         def __init__(self, *, reason: str):
             super().__init__(reason)
 
-    def fail(*_: Any) -> None:
-        raise Unsendable(reason="too large")
-
-    monkeypatch.setattr(cache, "plan_of", fail)
+    monkeypatch.setattr(cache, "plan_of", Mock(side_effect=Unsendable(reason="too large")))
     with pytest.raises(RuntimeError, match=r"^route: Unsendable: too large$") as caught:
         ahead._make(ahead.PlanRequest("route", (), (4,), ""), H200)
     assert str(pickle.loads(pickle.dumps(caught.value))) == "route: Unsendable: too large"

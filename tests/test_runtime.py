@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -581,12 +582,9 @@ def repeats() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_call_like_an_earlier_one_is_a_repeat(name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("no repeat")
-
     run(*call())
     calls.clear()
-    monkeypatch.setattr(cache, "call", refuse)
+    monkeypatch.setattr(cache, "call", Mock(side_effect=AssertionError("no repeat")))
     for function in (again, run, again):
         given = ALIKE[name]()
         rows = len(given[0])

@@ -29,6 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -166,14 +167,9 @@ def fail(monkeypatch: pytest.MonkeyPatch, function: str, number: int, when: Call
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return the writable folder, which does not exist yet. Unpickling fails. No group is the user's own."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("something is unpickled")
-
     monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name="others", gr_mem=[]))
-
     for name in ("load", "loads", "Unpickler"):
-        monkeypatch.setattr(pickle, name, refuse)
+        monkeypatch.setattr(pickle, name, Mock(side_effect=AssertionError("something is unpickled")))
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "kept"))
     for name in ("MOE_KERNELS_CACHE_READONLY", "MOE_KERNELS_CACHE_LIMIT_MB"):
         monkeypatch.delenv(name, raising=False)
@@ -313,10 +309,8 @@ def test_a_triton_cache_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatc
         launch.ensure_cache()
         assert knobs.cache.dir != str(tmp_path / "triton")
 
-    def refuse(path: Path) -> bool:
-        raise PermissionError(path)
-
-    monkeypatch.setattr(Path, "exists", refuse)  # of a folder in one that the user may not look into
+    # As of a folder in one that the user may not look into.
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=PermissionError))
     assert not store.is_writable(str(tmp_path)) and not store.is_private(str(tmp_path))
 
 
@@ -1464,11 +1458,7 @@ def test_a_compiler_that_fails(
     error: Exception, tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error says what is often missing."""
-
-    def fail(*_: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr("triton.runtime.build._build", fail)
+    monkeypatch.setattr("triton.runtime.build._build", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match=r"Python\.h, .*apt install python3-dev\) or .*compile --help") as caught:
         build(tmp_path / "1")
     assert str(error) in str(caught.value)

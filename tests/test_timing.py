@@ -4,6 +4,7 @@ import itertools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,11 +128,9 @@ def test_calls_are_made_when_their_turn_comes() -> None:
 
 
 def test_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert not timing.gpu_is_lost(CPU)
-    monkeypatch.setattr(timing, "synchronize", fails)
+    monkeypatch.setattr(timing, "synchronize", Mock(side_effect=error))
     assert timing.gpu_is_lost(torch.device("cuda", 0))
 
 
