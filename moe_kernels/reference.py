@@ -124,9 +124,8 @@ def grouped_linear(
     offsets = checks.clamp_offsets(group_offsets, len(A_packed))
     biases = bias.to(compute).repeat_interleave(group_sizes(offsets), dim=0)
     first, last = offsets[[0, -1]].tolist()
-    return (products + F.pad(biases, (0, 0, first, len(A_packed) - last))).to(
-        torch.promote_types(A_packed.dtype, B.dtype) if out_dtype is None else out_dtype
-    )
+    result = out_dtype or torch.promote_types(A_packed.dtype, B.dtype)
+    return (products + F.pad(biases, (0, 0, first, len(A_packed) - last))).to(result)
 
 
 def scaled_grouped_gemm(
