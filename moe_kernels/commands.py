@@ -49,7 +49,6 @@ Helion, or with other compiler settings.
 
 `cache clear` empties the writable folder, and exits with 1 if the user may not remove all files."""
 
-
 _TOKENS = range(1, 8193)  # by default
 _SIZES_ONLY = (
     ": plans of SwiGLU layers of these sizes, which the model's own layers, with biases and another activation, do not "
