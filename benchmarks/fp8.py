@@ -246,7 +246,7 @@ def training_calls(layer: ffn.Layer) -> dict[str, Call]:
 def prepared_right(
     calls: Mapping[str, Call], check: Callable[[str, Any], None], errors: dict[str, str], device: torch.device
 ) -> dict[str, Call]:
-    """Return the calls to time whose results pass `check(label, result)`, and put the errors of others into `errors`."""
+    """Return the calls to time whose results pass `check(label, result)`; `errors` gets the others' errors."""
     right = dict[str, Call]()
     for label, call in calls.items():
         try:
