@@ -721,7 +721,7 @@ def start_up(measured: Record) -> str:
         ("training", "first step of another T"): "first training step with another token count",
     }
     rows = [
-        [text, *(_number(measured[f"{part}, {state}"][key], 2) for state in states)]
+        [text, *(_number(measured[f"{part}, {state}"].get(key), 2) for state in states)]
         for (part, key), text in parts.items()
     ]
     versions = ", ".join(f"{name} {measured[name]}" for name in ("torch", "triton", "helion"))

@@ -103,6 +103,7 @@ def compile_ahead(
             unknown GPU or model, a module without a layer of this package, or sharded weights.
         RuntimeError: `gpu` is None, and there is no GPU; there is no C compiler; or TRITON_INTERPRET is set.
         OSError: the folder cannot be written to, or its size limit is too small.
+        ImportError: as for `grouped_gemm`.
     """
     if not isinstance(tokens, Iterable):
         raise TypeError(f"tokens: expected ints, such as range(1, 8193), got {type(tokens).__name__}")

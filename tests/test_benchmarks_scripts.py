@@ -220,6 +220,8 @@ def test_start_up_is_shown_with_the_states_it_measured(
     rows = [line for line in tables.start_up(measured).splitlines() if line.startswith("|")]
     assert rows[0].count("|") == 4 + bool(compiled)
     assert len(rows) == 2 + len(keys)
+    measured["training, nothing cached"] = {"error": "out of memory"}
+    assert tables.start_up(measured).count(" | - |") == 2
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
