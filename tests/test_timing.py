@@ -139,12 +139,19 @@ def test_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_captured_call() -> None:
     x = torch.ones(1000, device="cuda")
     y, missing = torch.empty(2, 1000, device="cuda")
-    x.add_(0)
-    replay, (out, stays) = captured(lambda: (torch.add(x, 1, out=y), missing))
-    assert out is y and torch.equal(y, x + 1)
+    runs = torch.zeros(1, device="cuda")
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        runs.add_(1)
+        return torch.add(x, 1, out=y), missing
+
+    call()
+    replay, (out, stays) = captured(call)
+    assert out is y and torch.equal(y, x + 1) and runs.item() == 2  # captured without a run, then replayed
     assert stays is missing and missing.isnan().all()  # no kernel of the graph computes it
     x.fill_(7)
     replay()
-    assert torch.equal(y, torch.full_like(y, 8))
+    replay()
+    assert torch.equal(y, torch.full_like(y, 8)) and runs.item() == 4
     times = timing.interleaved({"replay": replay, "eager": lambda: x.add_(1)}, 5, x.device)
     assert all(0 < us < 1e5 for us in times.values())
