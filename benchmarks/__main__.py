@@ -23,14 +23,13 @@ from tritonbench_ops.plots import missing
 
 HELP = """\
 Times suites of shapes beside PyTorch, transformers and the peers that are installed (quack-kernels, DeepGEMM,
-triton_kernels). Results of eager calls and of CUDA-graph replays are compared with float64 first;
-a provider that fails or is wrong gets no time. Then all providers of a case take turns, with a cold L2 cache, as eager
-calls and as CUDA-graph replays, and medians are printed:
-microseconds, the speedup over the baseline, TFLOP/s and GB/s of real rows only, and the host's microseconds for an
-eager call: with one of several numbers of rows seen before (host us), with a number never seen, of a magnitude that was
-(new rows), and repeated in inference mode (prepared). Small cases of `uniform` and `varied` are also timed with a warm
-L2 cache: 100 calls in one graph, divided by 100. `ffn-train`, which is forward and backward, also shows the most memory
-that a call allocates (peak MB).
+triton_kernels). Results are first compared with float64; a provider that fails or is wrong gets no time. Checked and
+timed are eager calls and CUDA-graph replays. All providers of a case take turns, with a cold L2 cache, and medians are
+printed: microseconds, the speedup over the baseline, TFLOP/s and GB/s of real rows only, and the host's microseconds
+for an eager call: with one of several numbers of rows seen before (host us), with a number never seen, of a magnitude
+that was (new rows), and repeated in inference mode (prepared). Small cases of `uniform` and `varied` are also timed
+with a warm L2 cache: 100 calls in one graph, divided by 100. `ffn-train`, which is forward and backward, also shows the
+most memory that a call allocates (peak MB).
 
 Needs a CUDA GPU that nothing else uses; the suite `smoke` alone runs on a CPU too. Files are written after every case,
 so Ctrl-C keeps what is done.

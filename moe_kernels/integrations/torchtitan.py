@@ -20,13 +20,13 @@ from moe_kernels.packing import group_offsets_from_sizes
 TESTED = ("0.3", "0.3")  # the oldest and the newest minor version that the tests were run with
 
 if util.find_spec("torchtitan") is not None:
+    _VERSION = requirements.installed("torchtitan") or "an unknown version"  # a checkout need not be installed
     try:
         from torchtitan.config import derive, override
         from torchtitan.models.common.moe import GroupedExperts
     except ImportError as error:
         raise ImportError(
-            "moe_kernels.integrations.torchtitan needs torchtitan 0.3, and "
-            f"{requirements.installed('torchtitan') or 'an unknown version'} is installed: "
+            f"moe_kernels.integrations.torchtitan needs torchtitan 0.3, and {_VERSION} is installed: "
             f"pip install 'torchtitan>=0.3,<0.4' ({error})"
         ) from error
 
@@ -55,8 +55,7 @@ if util.find_spec("torchtitan") is not None:
     @override(target=GroupedExperts.Config, exact=True, description="Grouped GEMMs of moe_kernels")
     def grouped_experts(config: Any) -> Any:
         """Return the `MoEKernelsExperts` configuration that corresponds to a `GroupedExperts` configuration."""
-        version = requirements.installed("torchtitan") or "an unknown version"  # a checkout need not be installed
-        requirements.warn_if_untested("torchtitan", version, *TESTED)
+        requirements.warn_if_untested("torchtitan", _VERSION, *TESTED)
         return derive(config, MoEKernelsExperts.Config)
 
 else:
