@@ -8,6 +8,7 @@ measurements. Paths are relative to the page's folder.
     <!-- table: FILE -->        all of FILE, a JSON of `benchmarks` or a CSV of TritonBench, and its plots
     <!-- short table: FILE -->  the same in at most eight columns, without plots
     <!-- training table: FILE -->  training steps in a JSON of `benchmarks.fp8`
+    <!-- fp8 accuracy: FILE -->  one part of a JSON of `benchmarks.accuracy`; also float32, random
     <!-- overview: FOLDER -->   five lines from the results in FOLDER
 
 The plots are written beside FILE. Those of a JSON are named after its suites; a JSON that is not named after one, such
@@ -33,10 +34,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = (  # in ROOT
     Path("README.md"),
     Path("benchmarks/README.md"),
-    *(Path("docs") / f"{name}.md" for name in ("performance", "low_precision", "compiling_ahead")),
+    *(Path("docs") / f"{name}.md" for name in ("performance", "numerics", "low_precision", "compiling_ahead")),
 )
 _BLOCK = re.compile(
-    r"^<!-- (table|short table|training table|overview): (\S+) -->\n(.*?)^<!-- end of table -->$",
+    r"^<!-- (table|short table|training table|\w+ accuracy|overview): (\S+) -->\n(.*?)^<!-- end of table -->$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -83,6 +84,8 @@ def _show(kind: str, file: Path) -> _Shown:
     results = Results.read(file)
     if kind == "training table":
         return _Shown(tables.fp8_steps(results))
+    if kind.endswith(" accuracy"):
+        return _Shown("\n".join(tables.accuracy(results, kind.removesuffix(" accuracy"))))
     text = tables.markdown(results, short=kind == "short table")
     if kind == "short table" or file.stem not in results.suites:
         return _Shown(text)

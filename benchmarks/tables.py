@@ -630,12 +630,58 @@ def _convergence_table(results: Results) -> list[str]:
     ]
 
 
+def accuracy_line(record: Record) -> str:
+    """Return a line on a record of accuracy.py."""
+    if record["part"] == "random":
+        what = f"{record['operator']}, {record['dtype']} to {record['result']}"
+        return f"{what}: {record['over']} of {record['cases']} over the budget, at most {record['largest']:.2f} of it"
+    errors = ", ".join(f"{label} {error:.1e}" for label, error in record["errors"].items())
+    return f"K = {record['K']}, {record['rows']} rows per group: {errors}"
+
+
+def accuracy(results: Results, part: str) -> list[str]:
+    """Return the table of a part of accuracy.py: errors by K, or shares of the budget in random cases."""
+    records = [r for r in results.records if r["part"] == part]
+    if part == "random":
+        head = [
+            "operator",
+            "operands",
+            "result",
+            "random cases",
+            "over the budget",
+            "largest share of the budget",
+            "at",
+        ]
+        rows = []
+        for r in records:
+            counts = [str(r["cases"]), str(r["over"]), f"{r['largest']:.2f}"]
+            where = f"N = {r['where']['N']}, K = {r['where']['K']}"
+            rows.append([_code(r["operator"]), r["dtype"], r["result"], *counts, where])
+    else:
+        labels = _names(records, "errors")
+        head = ["K", "rows per group", *map(_code, labels)]
+        rows = [[str(r["K"]), str(r["rows"]), *(f"{r['errors'][label]:.1e}" for label in labels)] for r in records]
+    return [f"{_where(results.meta)}.", "", *_markdown_rows(head, rows), ""]
+
+
+def _accuracy_tables(results: Results) -> list[str]:
+    """Return the tables of accuracy.py."""
+    titles = {
+        "fp8": "The largest error of a row, relative to the row's norm, of products in fp8",
+        "float32": "The root mean square of the error, relative to that of the result, of products in float32",
+        "random": "Random cases",
+    }
+    parts = dict.fromkeys(record["part"] for record in results.records)
+    return [line for part in parts for line in (f"{titles[part]}:", "", *accuracy(results, part))]
+
+
 SCRIPTS = {  # suites of the scripts in benchmarks/
     "transformers": _transformers_table,
     "expert_parallel": _expert_parallel_table,
     "wide": _wide_tables,
     "fp8": _fp8_tables,
     "convergence": _convergence_table,
+    "accuracy": _accuracy_tables,
 }
 SHORT_SCRIPTS = {"fp8": _short_fp8_table}
 
@@ -808,4 +854,4 @@ def _code(label: str) -> str:
     name, _, details = _clearer(label).partition(", ")
     name = f"{name} kernel" if name in ("basic", "persistent") else name
     shown = f"{name} ({details})" if details else name
-    return re.sub(r"\b(torch\.\w+|\w*grouped_gemm|moe_mlp)\b", r"`\1`", shown)
+    return re.sub(r"\b(torch\.\w+|\w*grouped_gemm(?:_wgrad)?|moe_mlp)\b", r"`\1`", shown)

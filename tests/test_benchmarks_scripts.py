@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from processes import python_path
 
-from benchmarks import convergence, fp8, plots, report, run, start_up, tables, wide
+from benchmarks import accuracy, convergence, fp8, plots, report, run, start_up, tables, wide
 from benchmarks.__main__ import main
 from moe_kernels import ops, quantize
 from tritonbench_ops import ffn
@@ -52,7 +52,7 @@ def table_of(file: Path, folder: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("script", [convergence, fp8, wide])
+@pytest.mark.parametrize("script", [accuracy, convergence, fp8, wide])
 def test_a_folder_in_place_of_a_file_is_refused(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,6 +352,44 @@ def test_a_failed_capture_in_fp8_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         record = measure(case, 1, torch.device("cpu"), False)
         assert not record["us"] and all(error.endswith("capturing") for error in record["errors"].values())
         assert fp8.speedups(record) == f"{case.name}: no times"
+
+
+def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "accuracy.json"
+    assert accuracy.main(["--tiny", "--cases", "3", "--json", str(file)]) == 0
+    records = {
+        part: [r for r in run.Results.read(file).records if r["part"] == part] for part in ("fp8", "float32", "random")
+    }
+    for record in records["fp8"]:
+        assert len(record["errors"]) == 4 and all(1e-4 < error < 3e-3 for error in record["errors"].values())
+    for record in records["float32"]:
+        assert len(record["errors"]) == 2 and all(1e-9 < error < 2e-7 for error in record["errors"].values())
+    assert len(records["random"]) == 15
+    for record in records["random"]:
+        assert (record["cases"], record["over"]) == (3, 0) and 0.01 < record["largest"] <= 1
+    text = table_of(file, tmp_path)
+    assert text.count("| `grouped_gemm_wgrad` |") == 5 and text.count("\n| 768 |") == 1
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- float32 accuracy: accuracy.json -->\n<!-- end of table -->\n")
+    assert report.main([str(readme)]) == 0
+    assert "| K | rows per group | `grouped_gemm` | `torch.mm` |" in readme.read_text()
+    assert "| `grouped_gemm_wgrad` |" not in readme.read_text()
+    assert accuracy.main(["--tiny", "--part", "fp8", "--json", str(file)]) == 0
+    assert len(run.Results.read(file).records) == sum(map(len, records.values()))
+
+
+@pytest.mark.parametrize(
+    ("operator", "scale", "over"), [(name, *case) for name in accuracy.OPERATORS for case in ((1, 0), (1.1, 4), (0, 4))]
+)
+def test_wrong_results_are_over_the_budget(
+    operator: str, scale: float, over: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = getattr(accuracy, operator)
+    monkeypatch.setattr(accuracy, operator, lambda *operands, **options: scale * compute(*operands, **options))
+    dtypes = (torch.bfloat16, torch.bfloat16)
+    record = accuracy.random_cases(operator, dtypes, 4, True, torch.device("cpu"))
+    assert record["over"] == over and (record["largest"] > 1) == bool(over)
 
 
 def test_convergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
