@@ -37,7 +37,8 @@ PAGES = (  # in ROOT
     *(Path("docs") / f"{name}.md" for name in ("performance", "numerics", "low_precision", "compiling_ahead")),
 )
 _BLOCK = re.compile(
-    r"^<!-- (table|short table|training table|\w+ accuracy|overview): (\S+) -->\n(.*?)^<!-- end of table -->$",
+    r"^<!-- ((?:short |training )?table|(?:fp8|float32|random) accuracy|overview): (\S+) -->\n"
+    r"(.*?)^<!-- end of table -->$",
     re.DOTALL | re.MULTILINE,
 )
 

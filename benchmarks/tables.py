@@ -635,7 +635,7 @@ def accuracy_line(record: Record) -> str:
     if record["part"] == "random":
         what = f"{record['operator']}, {record['dtype']} to {record['result']}"
         return f"{what}: {record['over']} of {record['cases']} over the budget, at most {record['largest']:.2f} of it"
-    errors = ", ".join(f"{label} {error:.1e}" for label, error in record["errors"].items())
+    errors = ", ".join(f"{label} {_exponent(error)}" for label, error in record["errors"].items())
     return f"K = {record['K']}, {record['rows']} rows per group: {errors}"
 
 
@@ -660,7 +660,7 @@ def accuracy(results: Results, part: str) -> list[str]:
     else:
         labels = _names(records, "errors")
         head = ["K", "rows per group", *map(_code, labels)]
-        rows = [[str(r["K"]), str(r["rows"]), *(f"{r['errors'][label]:.1e}" for label in labels)] for r in records]
+        rows = [[str(r["K"]), str(r["rows"]), *(_exponent(r["errors"][label]) for label in labels)] for r in records]
     return [f"{_where(results.meta)}.", "", *_markdown_rows(head, rows), ""]
 
 
@@ -841,6 +841,10 @@ def _number(value: float | None, digits: int | None = None) -> str:
     if digits is None:
         digits = 0 if value >= 100 else 1
     return f"{value:.{digits}f}"
+
+
+def _exponent(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def _clearer(label: str) -> str:
