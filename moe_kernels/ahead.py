@@ -280,26 +280,36 @@ class _Forward(nn.Module):
 
 
 def _run_shape(shape: LayerShape, T: int, training: bool) -> None:
-    """Run an `MoE`, `moe_mlp` with topk_weights in the same dtype, and each product alone, on meta tensors."""
+    """Run an `MoE`, `moe_mlp` with the dtypes of ids and topk_weights that models and inference engines have, and each
+    product alone, on meta tensors.
+    """
     H, I, E, top_k, dtype = shape  # noqa: E741
     module = MoE(H, I, E, top_k, renormalize=True, device="meta", dtype=dtype)
     for trains in dict.fromkeys((False, training)):
         _run_module(module, T, trains)
-        _run_experts(shape, T, dtype, trains)
+        _run_experts(shape, T, dtype, training=trains)
+    for weights_dtype in dict.fromkeys((torch.float32, dtype)):
+        _run_experts(shape, T, weights_dtype, torch.int32)
     with torch.no_grad():
         offsets = torch.empty(E + 1, dtype=torch.int32, device="meta")
         for weight in (module.w_gate_up.mT, module.w_down.mT):
             grouped_gemm(weight.new_empty(T * top_k, weight.size(1)), weight, offsets)
 
 
-def _run_experts(shape: LayerShape, T: int, weights_dtype: torch.dtype, training: bool = False) -> None:
-    """Call `moe_mlp` on meta tensors, with topk_weights in `weights_dtype`, and run its backward pass if `training`."""
+def _run_experts(
+    shape: LayerShape,
+    T: int,
+    weights_dtype: torch.dtype,  # of topk_weights
+    ids_dtype: torch.dtype = torch.int64,
+    training: bool = False,
+) -> None:
+    """Call `moe_mlp` on meta tensors, and run its backward pass if `training`."""
     H, I, E, top_k, dtype = shape  # noqa: E741
     like: dict[str, Any] = {"device": "meta", "requires_grad": training}
     hidden, w_gate_up, w_down = (
         torch.empty(extents, dtype=dtype, **like) for extents in ((T, H), (E, 2 * I, H), (E, H, I))
     )
-    topk_ids = torch.empty(T, top_k, dtype=torch.int64, device="meta")
+    topk_ids = torch.empty(T, top_k, dtype=ids_dtype, device="meta")
     out: Any = moe_mlp(hidden, topk_ids, torch.empty(T, top_k, dtype=weights_dtype, **like), w_gate_up, w_down)
     if training:
         out.backward(torch.empty_like(out))
