@@ -162,7 +162,7 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
             raise ValueError(f"what: expected one of {', '.join(MODELS)}, got {what!r}")
         what = LayerShape(*MODELS[what])
     if isinstance(what, LayerShape):
-        checks.check_kernel_dtype("dtype", what.dtype)
+        checks.check_dtype("dtype", what.dtype)
         return [partial(_run_shape, what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]
     if not isinstance(what, nn.Module):
         raise TypeError(f"what: expected a module, a LayerShape or a model's name, got {type(what).__name__}")
@@ -171,7 +171,7 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
         if hasattr(tensor, "placements"):
             raise TypeError(f"{name}: expected weights that are not sharded: compile before fully_shard, or unshard()")
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
-            checks.check_kernel_dtype(name, tensor.dtype)
+            checks.check_dtype(name, tensor.dtype)
     found: list[Callable[[], None]] = [
         partial(_run_module, module, T, trains)
         for module in layers

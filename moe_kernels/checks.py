@@ -22,9 +22,9 @@ from moe_kernels.runtime import torch_internals
 from moe_kernels.runtime.torch_internals import PLAIN
 from moe_kernels.scaled import BLOCK, FORMATS, FP8_COMPUTE, FP8_DTYPES, QuantizedWeight, ScaledTensor, scales_shape
 
-_CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-DTYPES = (*_CUDA_DTYPES, torch.float64)
-_FP8 = "float8_e4m3fn or float8_e5m2"
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (*KERNEL_DTYPES, torch.float64)
+E4M3 = (torch.float8_e4m3fn,)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _BOOLS = (bool, torch.SymBool)
 _INTS = (int, torch.SymInt)
@@ -112,10 +112,10 @@ def _check_scaled_result(
     """Check the bias, and that neither it nor an operand is differentiated; return the result's dtype."""
     if bias is not None:
         _check_tensor("bias", bias)
-        check_kernel_dtype("bias", bias.dtype)
+        check_dtype("bias", bias.dtype)
         _check_same_device("bias", bias, "the operands", operands[0])
     if out_dtype is not None:
-        check_kernel_dtype(name, out_dtype)
+        check_dtype(name, out_dtype)
     check_not_differentiated(
         "products of fp8 operands with scales have",
         "an operand, its scales or the bias",
@@ -125,20 +125,14 @@ def _check_scaled_result(
     return out_dtype or torch.bfloat16
 
 
-def check_kernel_dtype(name: str, dtype: torch.dtype) -> None:
-    """Check that the kernels support `dtype`, which is not that of an fp8 operand."""
-    if dtype not in _CUDA_DTYPES:
-        raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
-
-
-def check_parameter_dtype(dtype: torch.dtype | None, in_fp8: bool) -> None:
-    """Check the dtype of the parameters of a layer, whose products may be `in_fp8`. None is PyTorch's default."""
-    _check_dtype(torch.get_default_dtype() if dtype is None else dtype, _CUDA_DTYPES if in_fp8 else DTYPES)
-
-
-def _check_dtype(dtype: torch.dtype, supported: Sequence[torch.dtype]) -> None:
+def check_dtype(
+    name: str, dtype: torch.dtype, supported: Sequence[torch.dtype] = KERNEL_DTYPES, hint: str = ""
+) -> None:
+    """Check that `dtype` is one of those supported, by default by the kernels for operands that are not in fp8."""
     if dtype not in supported:
-        raise TypeError(f"dtype: expected one of {', '.join(map(str, supported))}, got {dtype}")
+        *others, last = (str(one).removeprefix("torch.") for one in supported)
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise TypeError(f"{name}: expected {expected}, got {dtype}{hint}")
 
 
 def scaled_both(
@@ -156,14 +150,14 @@ def scaled_both(
     return made[0], made[1]
 
 
-def _check_scaled(name: str, scales_name: str, value: ScaledTensor) -> None:
+def _check_scaled(
+    name: str, scales_name: str, value: ScaledTensor, supported: Sequence[torch.dtype] = FP8_DTYPES
+) -> None:
     """Check the dtypes of a ScaledTensor, and that its parts are on one device."""
     _check_tensor(name, value.data)
     _check_tensor(scales_name, value.scales)
-    if value.data.dtype not in FP8_DTYPES:
-        raise TypeError(f"{name}: expected {_FP8}, got {value.data.dtype}")
-    if value.scales.dtype != torch.float32:
-        raise TypeError(f"{scales_name}: expected float32, got {value.scales.dtype}")
+    check_dtype(name, value.data.dtype, supported)
+    check_dtype(scales_name, value.scales.dtype, (torch.float32,))
     _check_same_device(scales_name, value.scales, name, value.data)
 
 
@@ -351,10 +345,10 @@ def check_quantized_moe_mlp(
         experts = experts._replace(w_gate_up=experts.w_gate_up.weight, w_down=experts.w_down.weight)
     _check_one_layout(experts)
     check_moe_mlp(hidden, topk_ids, topk_weights, experts)
-    check_kernel_dtype("hidden", hidden.dtype)
+    check_dtype("hidden", hidden.dtype)
     for name in ("w_gate_up", "w_down", "gate_up_bias", "down_bias"):
         if (tensor := getattr(experts, name)) is not None:
-            check_kernel_dtype(name, tensor.dtype)
+            check_dtype(name, tensor.dtype)
     for name, value in quantized.items():
         if isinstance(value, QuantizedWeight):
             _check_quantized_weight(name, value, compute)
@@ -373,9 +367,7 @@ def _check_quantized_weight(name: str, value: QuantizedWeight, compute: str) -> 
                 f"{part}: expected the format {FP8_COMPUTE[compute]!r} for compute={compute!r}, got {scaled.format!r}; "
                 f"call quantize_weight(weight, {compute!r})"
             )
-        _check_scaled(f"{part}.data", f"{part}.scales", scaled)
-        if scaled.data.dtype != torch.float8_e4m3fn:
-            raise TypeError(f"{part}.data: expected float8_e4m3fn, got {scaled.data.dtype}")
+        _check_scaled(f"{part}.data", f"{part}.scales", scaled, E4M3)
         _check_same_device(f"{part}.data", scaled.data, f"{name}.weight", value.weight)
         _check_shape(f"{part}.data", scaled.data, "that of the weight", weight.shape)
         _check_shape(
@@ -416,9 +408,7 @@ def check_scaled_moe_mlp(
     _check_one_layout(experts)
     w_gate_up, w_down = scaled_both("w_gate_up", experts.w_gate_up, "w_down", experts.w_down)
     for name, value in (("w_gate_up", w_gate_up), ("w_down", w_down)):
-        _check_scaled(f"{name}.data", f"{name}.scales", value)
-        if value.data.dtype != torch.float8_e4m3fn:
-            raise TypeError(f"{name}.data: expected float8_e4m3fn, got {value.data.dtype}")
+        _check_scaled(f"{name}.data", f"{name}.scales", value, E4M3)
     rowwise = _check_formats("w_gate_up, w_down", (w_gate_up.format, w_down.format), "128x128")
     _check_accumulation(fast_accumulation, rowwise)
     check_spec(experts.spec, experts.w_up is not None, experts.up_bias is not None)
@@ -426,7 +416,7 @@ def check_scaled_moe_mlp(
     floats = {"hidden": hidden, **{name: bias for name, bias in biases.items() if bias is not None}}
     for name, tensor in floats.items():
         _check_tensor(name, tensor)
-        check_kernel_dtype(name, tensor.dtype)
+        check_dtype(name, tensor.dtype)
         _check_same_device(name, tensor, "w_gate_up", w_gate_up.data)
     _check_same_device("w_down", w_down.data, "w_gate_up", w_gate_up.data)
     data = experts._replace(w_gate_up=w_gate_up.data, w_down=w_down.data)
@@ -546,15 +536,14 @@ def check_quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: boo
     _check_floats((("x", x),), reference)
     _check_rank("x", x, "[R, K] or [G, R, K]")
     _check_format("format", format)
-    if dtype not in FP8_DTYPES:
-        raise TypeError(f"dtype: expected {_FP8}, got {dtype}")
+    check_dtype("dtype", dtype, FP8_DTYPES)
 
 
 def check_quantize_weight(weight: Tensor, compute: str) -> None:  # [E, N, K]
     """Check the arguments of `quantize_weight`."""
     check_compute("compute", compute)
     _check_tensor("weight", weight)
-    check_kernel_dtype("weight", weight.dtype)
+    check_dtype("weight", weight.dtype)
     if weight.dim() != 3:
         raise ValueError(f"weight: expected shape [E, N, K], got {list(weight.shape)}")
 
@@ -565,7 +554,7 @@ def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
         raise TypeError(f"scaled: expected a ScaledTensor, got {type(scaled).__name__}")
     data, scales, format = scaled
     _check_scaled("scaled.data", "scaled.scales", scaled)
-    _check_dtype(dtype, DTYPES)
+    check_dtype("dtype", dtype, DTYPES)
     _check_format("scaled.format", format)
     if data.dim() < 2:
         raise ValueError(f"scaled.data: expected shape [..., R, K], got {list(data.shape)}")
@@ -1086,7 +1075,7 @@ def _check_same_device(name: str, value: Tensor, other_name: str, other: Tensor)
 
 
 def _supported(A: Tensor, reference: bool) -> tuple[torch.dtype, ...]:
-    return _CUDA_DTYPES if A.is_cuda and not reference else DTYPES
+    return KERNEL_DTYPES if A.is_cuda and not reference else DTYPES
 
 
 def _dtype_error(name: str, got: object, A: Tensor, reference: bool) -> str:

@@ -70,11 +70,8 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
     checks.check_matrix(f"experts[0].{back}.weight", first[-1], "[H, I]")
     H, I = first[-1].shape  # noqa: E741
     rows = 2 * I if gated and len(into) == 1 else I
-    if first[0].dtype not in checks.DTYPES:
-        raise TypeError(
-            f"experts[0].{into[0]}.weight: expected bfloat16, float16, float32 or float64, got {first[0].dtype}; "
-            "dequantize the experts first"
-        )
+    hint = "; dequantize the experts first"
+    checks.check_dtype(f"experts[0].{into[0]}.weight", first[0].dtype, checks.DTYPES, hint)
     if len(into) == 2 and first[0].shape == first[2].shape == first[1].T.shape != first[1].shape:
         raise ValueError(
             f"experts[0]: expected {_names(layout)} to be gate, up, down, got weights of the shapes "

@@ -92,7 +92,8 @@ class MoE(nn.Module):
         checks.check_spec(GLUSpec(activation, gated, False, alpha, limit))
         checks.check_compute("compute", compute, optional=True)
         checks.check_bools(renormalize=renormalize, fp8_wgrad=fp8_wgrad, fast_accumulation=fast_accumulation)
-        checks.check_parameter_dtype(dtype, in_fp8=compute is not None)
+        parameter_dtype = torch.get_default_dtype() if dtype is None else dtype
+        checks.check_dtype("dtype", parameter_dtype, checks.DTYPES if compute is None else checks.KERNEL_DTYPES)
         self.top_k, self.activation, self.gated, self.renormalize = top_k, activation, gated, renormalize
         self.alpha, self.limit = alpha, limit
         self.compute, self.fp8_wgrad, self.fast_accumulation = compute, fp8_wgrad, fast_accumulation
@@ -204,7 +205,7 @@ class MoE(nn.Module):
                     f"{name}: expected a plain parameter, got a {type(getattr(self, name)).__name__}: quantise "
                     "the layer before it is sharded, as by fully_shard"
                 )
-            checks.check_kernel_dtype(name, getattr(self, name).dtype)
+            checks.check_dtype(name, getattr(self, name).dtype)
         # Both before any is replaced, so that no layer is left with one of them in fp8.
         made = {name: quantize(getattr(self, name), FP8_COMPUTE[format]) for name in ("w_gate_up", "w_down")}
         for name, (data, scales, _) in made.items():

@@ -11,7 +11,6 @@ from __future__ import annotations
 from importlib import metadata, util
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -184,8 +183,7 @@ def fp8_experts_forward(
 
 def _scaled(experts: nn.Module, name: str) -> ScaledTensor:
     data, scales = _tensor(experts, name), _tensor(experts, f"{name}_scale_inv")
-    if data.dtype != torch.float8_e4m3fn:
-        raise TypeError(f"{type(experts).__name__}.{name}: expected float8_e4m3fn, got {data.dtype}; {_OTHER}")
+    checks.check_dtype(f"{type(experts).__name__}.{name}", data.dtype, checks.E4M3, f"; {_OTHER}")
     return ScaledTensor(data.detach(), scales.detach().float(), "128x128")
 
 
