@@ -30,8 +30,8 @@ _BOOLS = (bool, torch.SymBool)
 _INTS = (int, torch.SymInt)
 _STRIDED = torch.strided
 _VALIDATION_READS = (
-    "validate=True (or MOE_KERNELS_VALIDATE=1) reads values on the host, which fullgraph=True and torch.export "
-    "rule out: turn it off there"
+    "validate=True (or MOE_KERNELS_VALIDATE=1) reads values on the host, which fullgraph=True, torch.export and "
+    "torch.vmap rule out: pass validate=False there, or unset MOE_KERNELS_VALIDATE"
 )
 _VALIDATE = requirements.switched_on("MOE_KERNELS_VALIDATE")  # read once, because every call uses it
 
@@ -582,26 +582,26 @@ def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
         RuntimeError: torch.vmap vectorizes the call.
         ValueError: an id is outside `0..num_experts - 1`; the message names the first one.
     """
-    outside = _values(topk_ids, lambda ids: ((ids < 0) | (ids >= num_experts)).nonzero()[:1])
+    outside = values_of(topk_ids, _VALIDATION_READS, lambda ids: ((ids < 0) | (ids >= num_experts)).nonzero()[:1])
     if outside:
         t, k = outside[0]
         raise ValueError(f"topk_ids[{t}, {k}]: expected 0 to {num_experts - 1}, got {int(topk_ids[t, k])}")
 
 
-def _values(tensor: Tensor, of: Callable[[Tensor], Tensor] = lambda x: x) -> list[Any]:
-    """Return the values of `of(tensor)`, none for meta and fake tensors; see `validate_ids`."""
+def values_of(tensor: Tensor, reads: str, of: Callable[[Tensor], Tensor] = lambda x: x) -> list[Any]:
+    """Read the values of `of(tensor)` on the host, none for meta and fake tensors.
+
+    `reads` is the error in torch.compile with fullgraph=True, in torch.export, and if torch.vmap vectorizes the call.
+    """
     if torch_internals.has_no_values(tensor):
         return []
-    torch_internals.break_graph(_VALIDATION_READS)
+    torch_internals.break_graph(reads)
     try:
         return list(of(tensor).tolist())
     except RuntimeError as error:
         if not torch_internals.transformed():
             raise
-        raise RuntimeError(
-            "validation reads values on the host, which torch.vmap does not allow: pass validate=False, or unset "
-            "MOE_KERNELS_VALIDATE"
-        ) from error
+        raise RuntimeError(reads) from error
 
 
 def check_grouped_mm(
@@ -901,7 +901,11 @@ def validate_offsets(group_offsets: Tensor, M: int) -> None:
         ValueError: the first entry is not 0, or an entry is below the one before it or above `M`; the message
             names the first such index and its value.
     """
-    values = _values(group_offsets)
+    check_offset_values(values_of(group_offsets, _VALIDATION_READS), M)
+
+
+def check_offset_values(values: list[int], M: int) -> None:
+    """Check the values of `group_offsets`, as `validate_offsets` does, unless there are none."""
     if values and values[0] != 0:
         hint = "for PyTorch's offs, the ends of the groups, pass group_offsets_from_offs(offs)"
         raise ValueError(f"group_offsets[0]: expected 0, got {values[0]}; {hint}")
@@ -910,7 +914,7 @@ def validate_offsets(group_offsets: Tensor, M: int) -> None:
 
 def validate_offs(offs: Tensor, M: int) -> None:
     """Check the values of PyTorch's `offs [G]`, the ends of the groups, as `validate_offsets` does."""
-    _check_order("offs", [0, *_values(offs)], M, 0)
+    _check_order("offs", [0, *values_of(offs, _VALIDATION_READS)], M, 0)
 
 
 def _check_order(name: str, values: list[int], M: int, second: int) -> None:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import ParameterList
 
-from .checks import check_index_vector, check_matrix, no_list, validate_offsets
+from .checks import check_index_vector, check_matrix, check_offset_values, no_list, values_of
 from .runtime.symbolic import INT32_MAX
-from .runtime.torch_internals import break_graph, has_no_values, transformed
+from .runtime.torch_internals import has_no_values
 
 _READS = (
     "unpack_groups reads group_offsets on the host, as its results' shapes depend on them, which fullgraph=True, "
@@ -76,14 +76,8 @@ def unpack_groups(packed: Tensor, group_offsets: Tensor) -> list[Tensor]:
         raise ValueError(
             "group_offsets: expected values, which the groups' shapes depend on, got a meta or fake tensor"
         )
-    break_graph(_READS)
-    try:
-        offsets = group_offsets.tolist()
-    except RuntimeError as error:
-        if not transformed():
-            raise
-        raise RuntimeError(_READS) from error
-    validate_offsets(group_offsets, packed.shape[0])
+    offsets = values_of(group_offsets, _READS)
+    check_offset_values(offsets, packed.shape[0])
     sizes = [end - start for start, end in pairwise(offsets)]
     # One split instead of G slices: its backward writes each row of the gradient once, not G times.
     return list(torch.split(packed[: offsets[-1]], sizes))
