@@ -527,13 +527,10 @@ def scaled_moe_mlp(
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     experts = checks.Experts(w_gate_up, w_down, None, gate_up_bias, None, down_bias, spec, False)
     checks.check_scaled_moe_mlp(hidden, topk_ids, topk_weights, experts)
-    routing = route(topk_ids, topk_weights, w_gate_up.shape[0])
-    offsets, dtype = routing.group_offsets, hidden.dtype
-    format = "rowwise" if w_gate_up.format == "rowwise" else "1x128"
-    rows = quantize(permute(hidden, routing), format)
-    preact = scaled_grouped_gemm(rows, w_gate_up.mT, offsets, gate_up_bias, out_dtype=dtype)
-    act = quantize(activate(preact.float(), None, spec), format)
-    return unpermute(scaled_grouped_gemm(act, w_down.mT, offsets, down_bias, out_dtype=dtype), routing)
+    group_offsets, _, slot_to_row, _ = route(topk_ids, topk_weights, w_gate_up.shape[0])
+    tokens, weights = (hidden, topk_weights, group_offsets, slot_to_row), (*w_gate_up[:2], *w_down[:2])
+    rowwise = w_gate_up.format == "rowwise"
+    return quantized_moe_mlp(*tokens, *weights, gate_up_bias, down_bias, rowwise, False, spec)[0]
 
 
 def quantized_grouped_gemm(

@@ -179,24 +179,13 @@ def _swiglu_ffn(
     *spec: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return act `[M, I]` and the preactivations preact and preact_up, which are empty unless `save_preact`."""
-    parameters = (w_in, w_up, b_in, b_up)
+    tensors = (rows, group_offsets, w_in, w_up, b_in, b_up)
     if not use_kernels(rows, w_in, w_up):
-        return _reference_first_half(rows, group_offsets, parameters, save_preact, GLUSpec(*spec))
+        act, *preacts = reference.first_half(*tensors, GLUSpec(*spec))
+        preact, preact_up = (x if save_preact and x is not None else act.new_empty(0) for x in preacts)
+        return act, preact, preact_up
     check_rows("rows", rows.size(0))
-    options = (save_preact, adjacent(w_in, w_up), GLUSpec(*spec))
-    return cache.call(SWIGLU_FFN, (rows, group_offsets, *parameters), options)
-
-
-def _reference_first_half(
-    rows: Tensor,  # [M, H]
-    group_offsets: Tensor,  # [E + 1]
-    parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],  # w_in, w_up, b_in, b_up
-    save_preact: bool,
-    spec: GLUSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    act, *preacts = reference.first_half(rows, group_offsets, *parameters, spec)
-    saved = [x if save_preact and x is not None else act.new_empty(0) for x in preacts]
-    return act, saved[0], saved[1]
+    return cache.call(SWIGLU_FFN, tensors, (save_preact, adjacent(w_in, w_up), GLUSpec(*spec)))
 
 
 def adjacent(w_in: Tensor, w_up: Tensor | None) -> bool:
@@ -314,7 +303,7 @@ def _moe_mlp(
     w_in, w_out, w_up = (columns(w, transposed) for w in weights)
     routing = reference.route(topk_ids, topk_weights, w_gate_up.size(0))
     rows, offsets = reference.permute(hidden, routing), routing.group_offsets
-    act, *preacts = _reference_first_half(rows, offsets, (w_in, w_up, b_in, b_up), save_preact, GLUSpec(*spec))
+    act, *preacts = _swiglu_ffn(rows, offsets, w_in, w_up, b_in, b_up, save_preact, *spec)
     rows = reference.grouped_linear(act, w_out, offsets, b_out, None)
     return reference.unpermute(rows, routing), *preacts, *routing[:3]
 
