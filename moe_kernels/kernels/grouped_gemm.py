@@ -22,7 +22,7 @@ from moe_kernels.kernels.declare import jagged_fields, kernel, left_operand, who
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import BY_ROW, biased, block_of, decode_odd, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
-from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
+from moe_kernels.kernels.tiles import listed, plan_table, store_rows, tile_count, tile_numbers, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, most
@@ -130,11 +130,7 @@ def jagged_persistent(
             b = block_of(B, weight, tile_k, tile_n, transposed)
             acc = hl.dot(a.to(dtype), b.to(dtype), acc=acc)
         acc = biased(acc, bias, group, tile_n)
-        if tma_out:
-            hl.store(out, [row0 + block_m - end + hl.arange(block_m), tile_n, end], acc.to(out.dtype))
-        else:
-            rows = row0.to(torch.int64) + hl.arange(block_m)
-            hl.store(out, [rows, tile_n], acc.to(out.dtype), extra_mask=(rows < end)[:, None])
+        store_rows(out, row0, end, tile_n, acc, tma_out)
     return out
 
 

@@ -27,7 +27,7 @@ from moe_kernels.kernels.declare import jagged_fields, kernel, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import BY_ROW, biased, decode_odd, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
-from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
+from moe_kernels.kernels.tiles import listed, plan_table, store_rows, tile_count, tile_numbers, windows
 from moe_kernels.rules import scaled as scaled_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
@@ -187,10 +187,7 @@ def fast_persistent(
         scale_a = hl.load(scales_A, [rows, 0], extra_mask=rows < end)
         acc = acc * scale_a[:, None] * scales_B[weight, tile_n, 0][None, :]
         acc = biased(acc, bias, group, tile_n)
-        if tma_out:
-            hl.store(out, [row0 + block_m - end + hl.arange(block_m), tile_n, end], acc.to(out.dtype))
-        else:
-            hl.store(out, [rows, tile_n], acc.to(out.dtype), extra_mask=(rows < end)[:, None])
+        store_rows(out, row0, end, tile_n, acc, tma_out)
     return out
 
 

@@ -28,7 +28,7 @@ from moe_kernels.kernels.inline import (
     unmasked,
 )
 from moe_kernels.kernels.row_major import LONG, row_major
-from moe_kernels.kernels.tiles import listed, plan_table, tile_count, tile_numbers, windows
+from moe_kernels.kernels.tiles import listed, plan_table, store_rows, tile_count, tile_numbers, windows
 from moe_kernels.rules import swiglu as swiglu_rules
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, least, lies_transposed, needs_int64
@@ -160,17 +160,10 @@ def swiglu_persistent(
         gate, up = hl.split(acc.reshape(block_m, 2, block_i).permute(0, 2, 1))
         gate, up = biased(gate, gate_bias, expert, tile_i), biased(up, up_bias, expert, tile_i)
         result = activated(gate, up, name, alpha, limit)
-        if tma_out:
-            window = row0 + block_m - end + hl.arange(block_m)
-            hl.store(act, [window, tile_i, end], result.to(act.dtype))
-            if preact_gate is not None:
-                hl.store(preact_gate, [window, tile_i, end], gate.to(act.dtype))
-                hl.store(preact_up, [window, tile_i, end], up.to(act.dtype))
-        else:
-            hl.store(act, [rows, tile_i], result.to(act.dtype), extra_mask=(rows < end)[:, None])
-            if preact_gate is not None:
-                hl.store(preact_gate, [rows, tile_i], gate.to(act.dtype), extra_mask=(rows < end)[:, None])
-                hl.store(preact_up, [rows, tile_i], up.to(act.dtype), extra_mask=(rows < end)[:, None])
+        store_rows(act, row0, end, tile_i, result, tma_out)
+        if preact_gate is not None:
+            store_rows(preact_gate, row0, end, tile_i, gate, tma_out)
+            store_rows(preact_up, row0, end, tile_i, up, tma_out)
     return act
 
 

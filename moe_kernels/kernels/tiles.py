@@ -208,6 +208,23 @@ def windows(out: SymbolicTensor, block_m: int) -> SymbolicTensor:
     return replace(view, tma_clipped=True, example_shape=example)
 
 
+def store_rows(
+    out: torch.Tensor,  # [M, N], or `windows` of it if `tma`
+    row0: torch.Tensor,
+    end: torch.Tensor,
+    columns: Any,
+    tile: torch.Tensor,  # [block_m, _], of which rows row0 to `end` are stored
+    tma: bool,  # TMA drops rows past the end of a window
+) -> None:
+    """Store a listed tile in the dtype of `out`."""
+    block_m = tile.size(0)
+    if tma:
+        hl.store(out, [row0 + block_m - end + hl.arange(block_m), columns, end], tile.to(out.dtype))
+    else:
+        rows = row0.to(torch.int64) + hl.arange(block_m)
+        hl.store(out, [rows, columns], tile.to(out.dtype), extra_mask=(rows < end).unsqueeze(1))
+
+
 def max_num_tiles(M: Any, G: int, block_m: int) -> Any:
     """Return an odd upper bound on the number of row tiles of G groups and the rows outside them."""
     return (M // block_m + (G + 2)) | 1
