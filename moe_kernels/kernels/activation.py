@@ -14,13 +14,13 @@ import helion.language as hl
 import torch
 
 from moe_kernels.glu import CLAMPED, GLUSpec
-from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.declare import is_empty, kernel
 from moe_kernels.kernels.inline import decode_odd
 from moe_kernels.kernels.quantize import inverse, largest_of, plan_quantize, scale_of, scaled
 from moe_kernels.rules import by_rows
 from moe_kernels.rules import quantize as quantize_rules
 from moe_kernels.runtime.plan import Builder, Operands
-from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
+from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 from moe_kernels.scaled import scales_shape
 
 
@@ -353,7 +353,7 @@ def _plan_weighted(
     data = builder.alloc((0,) if format is None else preact.shape, torch.float8_e4m3fn)
     scales = builder.alloc((0,) if format is None else scales_shape(preact.shape, format), torch.float32)
     made = d_preact, d_preact_up, weighted, d_weights, data, scales
-    if _is_empty(gate):
+    if is_empty(gate):
         builder.zero(d_weights)
         return made
     if not topk_weights.is_contiguous():
@@ -369,15 +369,11 @@ def _plan_weighted(
     return made
 
 
-def _is_empty(tensor: SymbolicTensor) -> bool:
-    return any(most(n) == 0 for n in tensor.shape)
-
-
 def _launch(builder: Builder, kernel: Any, tensors: Sequence[SymbolicTensor | None], spec: GLUSpec) -> None:
     """Launch over the rows of the first tensor."""
     first = tensors[0]
     assert first is not None
-    if _is_empty(first):
+    if is_empty(first):
         return
     R = first.size(0)
     arguments = (*tensors, R | 1, R * 2 + 1, spec.activation, spec.alpha, spec.limit)

@@ -16,7 +16,7 @@ from helion.runtime.settings import default_autotuner_fn
 from moe_kernels import requirements, rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
-from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, least, needs_int64
+from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, least, most, needs_int64
 from moe_kernels.runtime.targets import Gpu
 
 
@@ -86,6 +86,20 @@ def left_operand(builder: Builder, A: SymbolicTensor, other: torch.dtype) -> Sym
     if A.dtype == dtype or not rules.tf32_allowed(dtype):
         return A
     return builder.call("cast", (A,), (A.shape, dtype), dtype)
+
+
+def is_empty(x: SymbolicTensor) -> bool:
+    """Whether `x` never has an element."""
+    return any(most(n) == 0 for n in x.shape)
+
+
+def is_trivial(builder: Builder, out: SymbolicTensor, all_zero: bool) -> bool:
+    """Whether `out` needs no kernel: it is empty or `all_zero`, and then set to zero here."""
+    if is_empty(out):
+        return True
+    if all_zero:
+        builder.zero(out)
+    return all_zero
 
 
 def whole_blocks(x: SymbolicTensor) -> SymbolicTensor:

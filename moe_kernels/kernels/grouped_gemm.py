@@ -18,7 +18,7 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails, grouped_gemm_tall
-from moe_kernels.kernels.declare import jagged_fields, kernel, left_operand, whole_blocks
+from moe_kernels.kernels.declare import is_trivial, jagged_fields, kernel, left_operand, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import BY_ROW, biased, block_of, decode_odd, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
@@ -161,11 +161,8 @@ def multiply(
     variant: str = "auto",  # or "basic" or "persistent"
 ) -> None:
     """Write the jagged product to `out`."""
-    (M, K), N, G = A_packed.shape, out.size(1), group_offsets.size(0) - 1
-    if most(M) == 0 or N == 0:
-        return
-    if G == 0 or (K == 0 and bias is None):
-        builder.zero(out)
+    (M, K), G = A_packed.shape, group_offsets.size(0) - 1
+    if is_trivial(builder, out, G == 0 or (K == 0 and bias is None)):
         return
     (A_packed,) = row_major(builder, left_operand(builder, A_packed, B.dtype), shortest=LONG)
     shared, transposed = B.size(0) == 1, lies_transposed(B)

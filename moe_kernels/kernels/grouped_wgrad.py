@@ -18,7 +18,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import kernel, left_operand, tma_readable, whole_blocks
+from moe_kernels.kernels.declare import is_trivial, kernel, left_operand, tma_readable, whole_blocks
 from moe_kernels.kernels.inline import bounds_of, clamped, decode_odd, divide, int32, running_max, unmasked
 from moe_kernels.kernels.row_major import row_major
 from moe_kernels.rules import wgrad as wgrad_rules
@@ -165,7 +165,7 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     X, Y, group_offsets = tensors
     (dtype,) = options
     out = builder.alloc((group_offsets.size(0) - 1, X.size(1), Y.size(1)), dtype)
-    if is_trivial(builder, X.size(0), out):
+    if is_trivial(builder, out, most(X.size(0)) == 0):
         return out
     X, Y = row_major(builder, left_operand(builder, X, Y.dtype), Y)
     M, (G, P, Q), gpu = X.size(0), out.shape, builder.gpu
@@ -196,16 +196,6 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     precision = "tf32" if problem.tf32 else "ieee"  # "tf32x3" is slower where operands are contracted along rows
     builder.launch(wgrad, arguments, choice.config, int64_index=choice.int64_index, precision=precision)
     return out
-
-
-def is_trivial(builder: Builder, M: Any, out: SymbolicTensor) -> bool:
-    """Whether there is nothing to multiply; sets `out` to zero if it has elements."""
-    if 0 in out.shape:
-        return True
-    if most(M) == 0:
-        builder.zero(out)
-        return True
-    return False
 
 
 def multiply_persistent(

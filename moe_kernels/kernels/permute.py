@@ -18,7 +18,7 @@ from typing import Any
 import helion.language as hl
 import torch
 
-from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.declare import is_empty, kernel
 from moe_kernels.kernels.inline import decode_odd
 from moe_kernels.kernels.quantize import inverse, largest_of, plan_quantize, scale_of, scaled
 from moe_kernels.rules import by_rows
@@ -218,7 +218,7 @@ def _launch(
 ) -> None:
     """Launch `kernel`, which writes the first of `tensors`; fill that with zeros if a tensor is empty."""
     given = [x for x in tensors if x is not None]
-    if any(most(n) == 0 for x in given for n in x.shape):
+    if any(is_empty(x) for x in given):
         builder.zero(given[0])
         return
     T = slot_to_row.size(0) // top_k

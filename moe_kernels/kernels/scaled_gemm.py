@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import jagged_fields, kernel, whole_blocks
+from moe_kernels.kernels.declare import is_trivial, jagged_fields, kernel, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import BY_ROW, biased, decode_odd, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
@@ -31,7 +31,7 @@ from moe_kernels.kernels.tiles import listed, plan_table, store_rows, tile_count
 from moe_kernels.rules import scaled as scaled_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
-from moe_kernels.runtime.symbolic import SymbolicTensor, most
+from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.scaled import BLOCK
 
 
@@ -299,10 +299,7 @@ def multiply(
 ) -> None:
     """Write the jagged product to `out`."""
     (M, K), N, G = A.shape, out.size(1), group_offsets.size(0) - 1
-    if most(M) == 0 or N == 0:
-        return
-    if G == 0 or (K == 0 and bias is None):
-        builder.zero(out)
+    if is_trivial(builder, out, G == 0 or (K == 0 and bias is None)):
         return
     shared = B.size(0) == 1
     (A,) = row_major(builder, A, shortest=LONG)

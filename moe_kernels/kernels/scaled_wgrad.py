@@ -22,15 +22,15 @@ from typing import Any
 import helion.language as hl
 import torch
 
-from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.grouped_wgrad import is_trivial, searchable
+from moe_kernels.kernels.declare import is_trivial, kernel
+from moe_kernels.kernels.grouped_wgrad import searchable
 from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
 from moe_kernels.kernels.quantize import columns_of, inverse, largest_of, largest_of_tiles, scale_of, scaled
 from moe_kernels.kernels.scaled_gemm import add_product, dot, product_of, scaled_sum
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
 from moe_kernels.rules import scaled_wgrad as rules
 from moe_kernels.runtime.plan import Builder, Operands
-from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
+from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
 from moe_kernels.scaled import BLOCK
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -201,7 +201,7 @@ def plan_quantized_wgrad(builder: Builder, tensors: Operands, options: tuple[tor
     G, P, Q = group_offsets.size(0) - 1, X.size(1), Y.size(1)
     out = builder.alloc((G, P, Q), dtype)
     rows = X if x_slots is None else x_slots
-    if is_trivial(builder, rows.size(0), out):
+    if is_trivial(builder, out, most(rows.size(0)) == 0):
         return out
     tiles = plan_table(builder, group_offsets, rows, BLOCK, zeros=False)
     x = _quantize(builder, X, x_slots, rows.size(0), tiles, G, top_k, squares=False)
@@ -219,7 +219,7 @@ def plan_scaled_wgrad(builder: Builder, tensors: Operands, options: tuple[torch.
     (G, P), Q = scales_X.shape, scales_Y.size(1)
     out = builder.alloc((G, P, Q), dtype)
     M = x.size(0) // max(P, 1)
-    if is_trivial(builder, M, out):
+    if is_trivial(builder, out, most(M) == 0):
         return out
     tiles = plan_table(builder, group_offsets, x.as_strided((M, P), (1, M), 0), BLOCK, zeros=False)
     scales_X, scales_Y = replace(scales_X, few_groups=True), replace(scales_Y, few_groups=True)
