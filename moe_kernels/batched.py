@@ -98,7 +98,7 @@ def varied_grouped_gemm(
     if out is not None:
         if use_kernels(group_A[0]):
             varied_launch(group_A, group_B, out)()
-            _changed(out)
+            torch.autograd.graph.increment_version(out)  # with which autograd detects writes to what it has saved
         else:
             reference.varied_grouped_gemm(group_A, group_B, out=out)
         return list(out)
@@ -154,13 +154,8 @@ class _Plan:
     def __call__(self) -> list[Tensor]:
         if self.out is not None:
             self.launch()
-            _changed(self.out)
+            torch.autograd.graph.increment_version(self.out)
             return list(self.out)
         buffer = self.new_buffer()
         self.launch(buffer)
         return self._parts(buffer)
-
-
-def _changed(tensors: Sequence[Tensor]) -> None:
-    """Increment version counters, so that autograd detects the write if it has saved one of these tensors."""
-    torch.autograd.graph.increment_version(tensors)

@@ -101,7 +101,8 @@ def topk_softmax(
         TypeError, ValueError: logits have a wrong dtype or rank; top_k is below 1 or above the number of experts.
     """
     checks.check_gating(logits, top_k, renormalize)
-    topk_weights, topk_ids = torch.topk(logits.softmax(-1, dtype=_gate_dtype(logits)), top_k, dim=-1)
+    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    topk_weights, topk_ids = probabilities.topk(top_k, dim=-1)
     if renormalize:
         topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
     return topk_ids, topk_weights
@@ -143,7 +144,7 @@ def topk_sigmoid(
     """
     checks.check_gating(logits, top_k, renormalize, bias, num_groups, top_groups, scale)
     T, E = logits.shape
-    scores = logits.to(_gate_dtype(logits)).sigmoid()
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
     choice = scores if bias is None else scores + bias
     if num_groups > 1:
         grouped = choice.view(T, num_groups, E // num_groups)
@@ -157,7 +158,3 @@ def topk_sigmoid(
         # The sigmoids of all chosen experts may underflow to zero.
         topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
     return topk_ids, topk_weights * scale
-
-
-def _gate_dtype(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
