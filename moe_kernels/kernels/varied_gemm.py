@@ -80,19 +80,16 @@ def varied(
         c0 = table[p, 11] * unit_c
         rows = (tile_m * block_m + hl.arange(block_m)).to(torch.int64)
         columns = (tile_n * block_n + hl.arange(block_n)).to(torch.int64)
-        if contiguous_a == 1:
-            a_rows = a0 + rows * (table[p, 6] * unit_a)
-        elif contiguous_a == 0:
+        # Units are 1 where no dimension is contiguous.
+        if contiguous_a == 0:
             a_rows = a0 + rows
         else:
-            a_rows = a0 + rows * table[p, 6]
+            a_rows = a0 + rows * (table[p, 6] * unit_a)
         a_stride = table[p, 7] * unit_a
         if contiguous_b == 1:
             b_columns = b0 + columns
-        elif contiguous_b == 0:
-            b_columns = b0 + columns * (table[p, 10] * unit_b)
         else:
-            b_columns = b0 + columns * table[p, 10]
+            b_columns = b0 + columns * (table[p, 10] * unit_b)
         b_stride = table[p, 9] * unit_b
         acc = hl.zeros([block_m, block_n], dtype=torch.float32)
         for tile_k in hl.tile(K):
