@@ -479,8 +479,8 @@ def moe_mlp(
     hidden: Tensor,  # [T, H]
     topk_ids: Tensor,  # [T, top_k]
     topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: Tensor,  # as for swiglu_ffn
-    w_down: Tensor,  # [E, H, I], or [E, I, H] if transposed
+    w_gate_up: Tensor | ScaledTensor,  # as for swiglu_ffn
+    w_down: Tensor | ScaledTensor,  # [E, H, I], or [E, I, H] if transposed
     *,
     w_up: Tensor | None = None,  # as for swiglu_ffn, and so are the others
     gate_up_bias: Tensor | None = None,
@@ -493,44 +493,26 @@ def moe_mlp(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:  # [T, H]
-    """Compute a layer of experts; see `moe_kernels.moe_mlp`."""
+    """Compute a layer of experts; see `moe_kernels.moe_mlp`.
+
+    With fp8 weights, the left operands of both products are quantised, act from float32. Both products are rounded to
+    the dtype of `hidden`. The kernels for one token are more accurate, because they do not quantise the left operands.
+    """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     experts = checks.Experts(w_gate_up, w_down, w_up, gate_up_bias, up_bias, down_bias, spec, transposed)
+    if isinstance(w_gate_up, ScaledTensor) or isinstance(w_down, ScaledTensor):
+        checks.check_scaled_moe_mlp(hidden, topk_ids, topk_weights, experts)
+        first, second = checks.scaled_both("w_gate_up", w_gate_up, "w_down", w_down)
+        group_offsets, _, slot_to_row, _ = route(topk_ids, topk_weights, first.shape[0])
+        tokens, weights = (hidden, topk_weights, group_offsets, slot_to_row), (*first[:2], *second[:2])
+        options = (first.format == "rowwise", False, spec)
+        return quantized_moe_mlp(*tokens, *weights, gate_up_bias, down_bias, *options)[0]
     checks.check_moe_mlp(hidden, topk_ids, topk_weights, experts, reference=True)
     w_in, w_out, w_up = (columns(w, transposed) for w in (w_gate_up, w_down, w_up))
     routing = route(topk_ids, topk_weights, len(w_gate_up))
     rows, offsets = permute(hidden, routing), routing.group_offsets
     act, *_ = first_half(rows, offsets, w_in, w_up, gate_up_bias, up_bias, spec)
     return unpermute(grouped_linear(act, w_out, offsets, down_bias, None), routing)
-
-
-def scaled_moe_mlp(
-    hidden: Tensor,  # [T, H]
-    topk_ids: Tensor,  # [T, top_k]
-    topk_weights: Tensor,  # [T, top_k]
-    w_gate_up: ScaledTensor,  # [E, 2I, H], or [E, I, H] if not gated
-    w_down: ScaledTensor,  # [E, H, I]
-    *,
-    gate_up_bias: Tensor | None = None,  # [E, 2I] or [E, I]
-    down_bias: Tensor | None = None,  # [E, H]
-    activation: str = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-) -> Tensor:  # [T, H]
-    """Compute a layer of experts with fp8 weights; see `moe_kernels.moe_mlp`.
-
-    The left operands of both products are quantised, act from float32. Both products are rounded to the dtype of
-    `hidden`. The kernels for one token are more accurate, because they do not quantise the left operands.
-    """
-    spec = GLUSpec(activation, gated, interleaved, alpha, limit)
-    experts = checks.Experts(w_gate_up, w_down, None, gate_up_bias, None, down_bias, spec, False)
-    checks.check_scaled_moe_mlp(hidden, topk_ids, topk_weights, experts)
-    group_offsets, _, slot_to_row, _ = route(topk_ids, topk_weights, w_gate_up.shape[0])
-    tokens, weights = (hidden, topk_weights, group_offsets, slot_to_row), (*w_gate_up[:2], *w_down[:2])
-    rowwise = w_gate_up.format == "rowwise"
-    return quantized_moe_mlp(*tokens, *weights, gate_up_bias, down_bias, rowwise, False, spec)[0]
 
 
 def quantized_grouped_gemm(
@@ -610,7 +592,7 @@ def quantized_moe_mlp(
     save: bool,
     spec: GLUSpec,
 ) -> tuple[Tensor, ...]:
-    """Quantise weights that have no scales and compute `scaled_moe_mlp`; see `moe_kernels.moe_mlp` with `compute`.
+    """Quantise weights that have no scales and compute `moe_mlp`; see `moe_kernels.moe_mlp` with `compute`.
 
     Returns:
         The result `[T, H]`; the preactivation `[R, 2I]` or `[R, I]`; and of each weight `[E, N, K]` the fp8 data as

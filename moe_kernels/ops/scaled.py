@@ -195,7 +195,7 @@ def _scaled_moe_mlp(
         format = "rowwise" if rowwise else "128x128"
         weights = ScaledTensor(w_gate_up, scales_gate_up, format), ScaledTensor(w_down, scales_down, format)
         named: dict[str, Any] = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, **GLUSpec(*spec)._asdict()}
-        return reference.scaled_moe_mlp(hidden, topk_ids, topk_weights, *weights, **named)
+        return reference.moe_mlp(hidden, topk_ids, topk_weights, *weights, **named)
     parameters = (along_rows(w_gate_up), scales_gate_up, along_rows(w_down), scales_down, gate_up_bias, down_bias)
     options = (rowwise, fast_accumulation, GLUSpec(*spec))
     return run_layer(SCALED_MOE_MLP, (hidden, topk_ids, topk_weights), parameters, options)[0]
