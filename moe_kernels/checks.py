@@ -20,7 +20,7 @@ from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
 from moe_kernels.runtime.torch_internals import PLAIN
-from moe_kernels.scaled import BLOCK, FORMATS, FP8_COMPUTE, FP8_DTYPES, QuantizedWeight, ScaledTensor, scales_shape
+from moe_kernels.scaled import FORMATS, FP8_COMPUTE, FP8_DTYPES, QuantizedWeight, ScaledTensor, scales_shape
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPES = (*KERNEL_DTYPES, torch.float64)
@@ -706,12 +706,11 @@ def check_scaled_grouped_mm(
     allowed = (-1, mat_a.dim() - 1), (-2, mat_b.dim() - 2)
     if contraction_dim and tuple(contraction_dim) not in product(*allowed):
         raise ValueError(f"contraction_dim: expected (-1, -2), got {tuple(contraction_dim)}")
-    (*groups_a, M, K), (*groups_b, _, N) = mat_a.shape, mat_b.shape
+    (*groups_a, M, _), (*groups_b, _, N) = mat_a.shape, mat_b.shape
     if not rowwise:
-        blocks = -(-K // BLOCK)
         form = f"[{'G, ' if groups_a else ''}M, cdiv(K, 128)]"
-        _check_shape("scale_a", scales_a, form, (*groups_a, M, blocks))
-        _check_shape("scale_b", scales_b, "[G, cdiv(K, 128), cdiv(N, 128)]", (*groups_b, blocks, -(-N // BLOCK)))
+        _check_shape("scale_a", scales_a, form, scales_shape(mat_a.shape, a.format))
+        _check_shape("scale_b", scales_b, "[G, cdiv(K, 128), cdiv(N, 128)]", scales_shape(mat_b.shape, b.format))
     elif mat_a.dim() == mat_b.dim() == 2:
         assert offs is not None
         G = offs.shape[0]

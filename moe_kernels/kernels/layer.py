@@ -25,7 +25,6 @@ from moe_kernels.rules import quantize as quantize_rules
 from moe_kernels.rules.layer import one_token_is_faster
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, most
-from moe_kernels.scaled import BLOCK
 
 _E4M3 = torch.float8_e4m3fn
 _Optional = SymbolicTensor | None
@@ -122,16 +121,13 @@ def plan_quantized_grouped_gemm(
     A, scales_A, B, scales_B, group_offsets, slot_to_row, bias = tensors
     rowwise, fast, dtype, top_k = options
     format = _format(rowwise)
-    M = A.size(0)
     if scales_A is not None:
         data, scales = A, scales_A
     elif slot_to_row is not None:
-        M = slot_to_row.size(0)
         data, scales = scatter_scaled(builder, A, slot_to_row, group_offsets, top_k, format)
     else:
         data, scales = plan_quantize(builder, (A,), (format, _E4M3, False))
-        scales = scales if rowwise else scales.as_strided((M, -(-A.size(1) // BLOCK)), (1, M), 0)
-    out = builder.alloc((M, B.size(2)), dtype)
+    out = builder.alloc((data.size(0), B.size(2)), dtype)
     if scales_B is None:
         right, scales_B = _scaled_weight(builder, B.mT, rowwise)
     elif B.dtype == _E4M3:

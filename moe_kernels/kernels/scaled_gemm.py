@@ -270,15 +270,11 @@ def plan_scaled_grouped_gemm(
 ) -> SymbolicTensor:
     """Plan the product of A `[M, K]`, B `[G, K, N]` or `[K, N]`, their scales, group_offsets and a bias or None.
 
-    A and B are contiguous along K: the layout of B is `[G, N, K]`. Block scales of A are `[M, cdiv(K, 128)]`, or 1-D if
-    they are column-major.
+    A and B are contiguous along K: the layout of B is `[G, N, K]`. The scales of A are as in `multiply`.
     """
     A, scales_A, B, scales_B, group_offsets, bias = tensors
     dtype, variant, fast = options
-    M = A.size(0)
-    out = builder.alloc((M, B.size(-1)), dtype)
-    if scales_A.dim() == 1:
-        scales_A = scales_A.as_strided((M, -(-A.size(1) // BLOCK)), (1, M), 0)
+    out = builder.alloc((A.size(0), B.size(-1)), dtype)
     if B.dim() == 2:
         B, scales_B = B.unsqueeze(0), scales_B.unsqueeze(0)
     multiply(builder, A, scales_A, B.mT, scales_B.mT, group_offsets, bias, out, variant, fast)
@@ -288,7 +284,7 @@ def plan_scaled_grouped_gemm(
 def multiply(
     builder: Builder,
     A: SymbolicTensor,  # [M, K]
-    scales_A: SymbolicTensor,  # [M, 1] or [M, cdiv(K, 128)]
+    scales_A: SymbolicTensor,  # [M, 1], or [M, cdiv(K, 128)], or 1-D if these are column-major
     B: SymbolicTensor,  # [G, N, K], or [1, N, K] if all groups share one
     scales_B: SymbolicTensor,  # [G, N, 1] or [G, cdiv(N, 128), cdiv(K, 128)]; [1, ..] with a shared B
     group_offsets: SymbolicTensor,  # [G + 1]
@@ -301,6 +297,8 @@ def multiply(
     (M, K), N, G = A.shape, out.size(1), group_offsets.size(0) - 1
     if is_trivial(builder, out, G == 0 or (K == 0 and bias is None)):
         return
+    if scales_A.dim() == 1:
+        scales_A = scales_A.as_strided((M, -(-K // BLOCK)), (1, M), 0)
     shared = B.size(0) == 1
     (A,) = row_major(builder, A, shortest=LONG)
     B = weights_row_major(builder, A, B, G)

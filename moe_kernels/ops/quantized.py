@@ -25,7 +25,7 @@ from moe_kernels.rules.quantize import finds_amax, quantises_gradient
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
-from moe_kernels.scaled import BLOCK, scales_shape
+from moe_kernels.scaled import scales_shape
 
 
 def _counts(tensors: Any, options: Any) -> Counts:
@@ -243,7 +243,7 @@ def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
         if rowwise:
             kept = w.new_empty((E, K) if keeps and finds_amax(w) else (0,), dtype=torch.int32)
         else:
-            kept = w.new_empty((E, -(-N // BLOCK), -(-K // BLOCK)) if keeps else (0,), dtype=torch.float32)
+            kept = w.new_empty(scales_shape(w.shape, "128x128") if keeps else (0,), dtype=torch.float32)
         saved += data, kept
     return hidden.new_empty(hidden.shape), *saved, *route_fake(topk_ids, w_gate_up.size(0))
 
