@@ -340,8 +340,18 @@ def _missing(sources: set[str]) -> set[str]:
     return {source for source in sources if store.read_library(_key(source)) is None}
 
 
-def _c_compiler() -> str | None:
-    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+_ELSEWHERE = "or make launchers elsewhere: python -m moe_kernels compile --help"
+
+
+def _c_compiler() -> str:
+    """Return the C compiler that Triton would use. Raise RuntimeError if there is none."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise RuntimeError(
+            "moe_kernels: Triton needs a C compiler to build a launcher, and found none. Install one (apt install gcc) "
+            + _ELSEWHERE
+        )
+    return compiler
 
 
 def _build(
@@ -351,12 +361,8 @@ def _build(
     from triton import knobs
     from triton.runtime import build
 
-    elsewhere = "or make launchers elsewhere: python -m moe_kernels compile --help"
-    if sources and _c_compiler() is None:
-        raise RuntimeError(
-            "moe_kernels: Triton needs a C compiler to build a launcher, and found none. Install one (apt install gcc) "
-            + elsewhere
-        )
+    if sources:
+        _c_compiler()  # raises if there is none
 
     def library(source: str) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
@@ -368,7 +374,7 @@ def _build(
             except (FileNotFoundError, subprocess.CalledProcessError) as error:
                 raise RuntimeError(
                     f"moe_kernels: the C compiler could not build a launcher of Triton's ({error}). If it did not find "
-                    f"Python.h, install Python's headers (apt install python3-dev) {elsewhere}"
+                    f"Python.h, install Python's headers (apt install python3-dev) {_ELSEWHERE}"
                 ) from error
 
     with replaced(knobs.build, impl=None), ThreadPoolExecutor() as pool:
@@ -397,7 +403,9 @@ def _build_libraries(records: Collection[store.Binary]) -> int:
     from triton.backends.nvidia import driver as nvidia
 
     with tempfile.TemporaryDirectory() as folder, knobs.nvidia.scope():
-        _build_stub(folder)
+        source, stub = os.path.join(folder, "stub.c"), os.path.join(folder, "libcuda.so.1")
+        Path(source).write_text("")
+        subprocess.run([_c_compiler(), "-shared", "-Wl,-soname,libcuda.so.1", source, "-o", stub], check=True)
         knobs.nvidia.libcuda_path = folder
         nvidia.libcuda_dirs.cache_clear()
         nvidia.library_dirs.cache_clear()
@@ -410,12 +418,3 @@ def _build_libraries(records: Collection[store.Binary]) -> int:
         finally:
             nvidia.libcuda_dirs.cache_clear()
             nvidia.library_dirs.cache_clear()
-
-
-def _build_stub(folder: str) -> None:
-    compiler = _c_compiler()
-    if compiler is None:
-        raise RuntimeError("Triton's launchers need a C compiler, and none was found: apt install gcc")
-    source, stub = os.path.join(folder, "stub.c"), os.path.join(folder, "libcuda.so.1")
-    Path(source).write_text("")
-    subprocess.run([compiler, "-shared", "-Wl,-soname,libcuda.so.1", source, "-o", stub], check=True)
