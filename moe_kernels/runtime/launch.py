@@ -80,9 +80,7 @@ class TritonLauncher:
             dtype, make = body.named("dtype", x.dtype), body.named("descriptor", _host_descriptor)
             shape = ", ".join(map(body.number, x.shape))
             return f"{make}({body.address(x.variable, x.offset)}, {dtype}, [{shape}], {x.strides}, {x.block_shape})"
-        if isinstance(x, Pointer):
-            return body.address(x.variable, x.offset)
-        return body.named("constant", x.value) if isinstance(x, Constant) else body.number(x)
+        return _plain_argument(x, body)
 
 
 class DirectLauncher:
@@ -130,7 +128,7 @@ class DirectLauncher:
         descriptions = iter(self.descriptions)
         for x in launch.arguments:
             arguments += self._argument(x, body, descriptions)
-        grid = _grid(launch, body)[1:-1]
+        grid = _grid(launch, body)
         raw, packed = body.named("raw", self.raw), body.named("packed", self.packed)
         metadata = f"enter and {body.named('kernel', self.kernel)}.launch_metadata(({grid}), stream)"
         to = f"{grid}, stream, {body.named('function', self.function)}, {', '.join(self.attributes)}"
@@ -147,14 +145,19 @@ class DirectLauncher:
             changing = "".join(f", {s}" for n, s in zip(x.shape, shape, strict=True) if type(n) is not int)
             address = body.address(x.variable, x.offset)
             return [f"{encode}({address}{changing})", *shape, *map(str, x.strides)]
-        if isinstance(x, Pointer):
-            return [body.address(x.variable, x.offset)]
-        return [body.named("constant", x.value) if isinstance(x, Constant) else body.number(x)]
+        return [_plain_argument(x, body)]
+
+
+def _plain_argument(x: Any, body: Body) -> str:
+    """Return the expression of an argument other than a descriptor, the same for both launchers."""
+    if isinstance(x, Pointer):
+        return body.address(x.variable, x.offset)
+    return body.named("constant", x.value) if isinstance(x, Constant) else body.number(x)
 
 
 def _grid(launch: Launch, body: Body) -> str:
     grid = [body.number(n) for n in launch.grid]
-    return f"({', '.join(grid + ['1'] * (3 - len(grid)))})"
+    return ", ".join(grid + ["1"] * (3 - len(grid)))
 
 
 def _encoder(meta: dict[str, Any], like: Descriptor) -> Callable[..., Any]:
