@@ -131,9 +131,9 @@ class Binary:
 
 
 class _Refused(Exception):
-    """A file, or the file or folder at `path`, may not be used; the message has the reason."""
+    """The file or folder at `path` may not be used; the message has the reason."""
 
-    def __init__(self, text: str, path: Path | None = None):
+    def __init__(self, text: str, path: Path):
         super().__init__(text)
         self.path = path
 
@@ -231,7 +231,7 @@ def read_binary(key: str, sha256: str | None = None) -> Binary | None:
             code=_read_code(root, place, record),
         )
         if sha256 not in (None, binary.sha256):
-            raise _Refused("is not the binary that its plan was made with")
+            raise _Refused("is not the binary that its plan was made with", root / name)
         return binary
 
     return _find(name, accept)
@@ -324,7 +324,7 @@ def _find(name: str, accept: Callable[[Path, bytes], _T]) -> _T | None:
         except FileNotFoundError:
             continue
         except _Refused as error:
-            _warn(error.path or root / name, str(error))
+            _warn(error.path, str(error))
         except OSError as error:
             _warn(root / name, f"cannot be read ({error.strerror or error})")
         except _DAMAGE:
@@ -439,7 +439,7 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
         if not _move(temporary, root / name, replace):
             return False
     except _Refused as error:
-        _warn(error.path or root, str(error))
+        _warn(error.path, str(error))
         return False
     except OSError as error:
         _warn(root, f"cannot be written to ({error.strerror or error})")
