@@ -147,9 +147,9 @@ def _target(gpu: str | None) -> Gpu:
     if requirements.interpreted():
         raise RuntimeError("TRITON_INTERPRET makes Triton run on the CPU, and nothing can be compiled: unset it")
     if gpu is None:
-        if not torch.cuda.is_available():
+        if (found := targets.current()) is None:
             raise RuntimeError(f"there is no GPU to compile for: name one of {', '.join(targets.KNOWN)} by gpu=")
-        return targets.of_device("cuda", torch.cuda.current_device())
+        return found
     if gpu not in tuple(targets.KNOWN):
         raise ValueError(f"gpu: expected one of {', '.join(targets.KNOWN)}, got {gpu!r}")
     return targets.KNOWN[gpu]
@@ -343,7 +343,7 @@ def _make_all(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int, progress: Prog
 
 def _making(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int) -> Iterator[None]:
     """Compile plans, in this process or in others, and yield after each."""
-    here = torch.cuda.is_available() and targets.of_device("cuda", torch.cuda.current_device()) == gpu
+    here = targets.current() == gpu
     if not wanted or (here and jobs == 1):
         for one in wanted:
             _make(one, gpu)

@@ -236,9 +236,7 @@ def print_layer(options: argparse.Namespace) -> int:
 
     Returns the exit code.
     """
-    gpu = targets.KNOWN[options.gpu or "h200"]
-    if options.gpu is None and torch.cuda.is_available():
-        gpu = targets.of_device("cuda", torch.cuda.current_device())
+    gpu = targets.KNOWN[options.gpu] if options.gpu else targets.current() or targets.KNOWN["h200"]
     shape = LayerShape(*MODELS[options.model])
     try:
         by_tokens = requests(options.tokens or _TOKENS, shape, gpu)

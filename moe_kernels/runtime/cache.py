@@ -166,8 +166,7 @@ def find(operator: Operator, tensors: Tensors, options: Any) -> Callable[..., An
 
 def _make(operator: Operator, tensors: Tensors, options: Any, key: tuple[Any, ...]) -> _Entry:
     first: Any = tensors[0]
-    device = first.device
-    gpu = targets.of_device(device.type, device.index or 0)
+    device, gpu = first.device, targets.of_tensor(first)
 
     def attempt() -> _Entry:
         plan, launchers = _load(operator, symbolic(operator, tensors, options), options, portable(key), gpu, device)

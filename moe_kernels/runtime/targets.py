@@ -10,8 +10,6 @@ import torch
 
 from moe_kernels import requirements
 
-INTERPRETED_WORKERS = 4
-
 
 @dataclass(frozen=True)
 class Gpu:
@@ -63,7 +61,7 @@ KNOWN = {
     "b200": Gpu("NVIDIA B200", "cuda", 100, 148, 232448),
     "rtx-pro-6000": Gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", "cuda", 120, 188, 101376),
 }
-INTERPRETER = Gpu("interpreter", "interpreter", "cpu", INTERPRETED_WORKERS, 1 << 30)
+INTERPRETER = Gpu("interpreter", "interpreter", "cpu", multiprocessors=4, shared_memory=1 << 30)
 
 
 @functools.cache
@@ -88,6 +86,11 @@ def of_device(kind: str, index: int) -> Gpu:
     kilobits = 2 * found.memory_clock_rate * found.memory_bus_width  # per second: two transfers per line and clock
     slow = 0 < kilobits < 8 * 4e9  # 0 is unknown
     return replace(gpu, slow_memory=True) if slow and gpu.has_tma else gpu
+
+
+def current() -> Gpu | None:
+    """The model of the current CUDA GPU, None if there is none."""
+    return of_device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 def of_tensor(tensor: torch.Tensor) -> Gpu:
