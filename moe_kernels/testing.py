@@ -167,14 +167,9 @@ def assert_scaled_grouped_gemm_close(
             and for nonzero rows outside groups.
     """
     A_exact, B_exact = (reference.dequantize(x).double() for x in (A_packed, B))
-    if out.shape != (len(A_exact), B_exact.shape[-1]):
-        raise AssertionError(f"out: expected shape {[len(A_exact), B_exact.shape[-1]]}, got {list(out.shape)}")
+    groups = _groups(out, len(A_exact), B_exact.shape[-1], group_offsets)
     plain = reference.scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype=out.dtype)
-    offsets = clamp_offsets(group_offsets, len(A_exact)).tolist()
-    for start, end in ((0, offsets[0]), (offsets[-1], len(out))):
-        if out[start:end].ne(0).any():
-            raise AssertionError(f"rows {start}:{end} are in no group: expected exact zeros")
-    for g, (start, end) in enumerate(pairwise(offsets)):
+    for g, (start, end) in enumerate(groups):
         rows, weight = A_exact[start:end], B_exact[g] if B_exact.dim() == 3 else B_exact
         exact, scale = rows @ weight, (rows.abs() @ weight.abs()).amax().item() if out[start:end].numel() else 0.0
         if bias is not None:
@@ -213,18 +208,9 @@ def assert_grouped_gemm_close(
         TypeError: unsupported dtypes.
     """
     check_grouped_gemm(A_packed, B, group_offsets, out.dtype, reference=True)
-    M, N = A_packed.shape[0], B.shape[-1]
-    if out.shape != (M, N):
-        raise AssertionError(f"out: expected shape {[M, N]}, got {list(out.shape)}")
-    offsets = clamp_offsets(group_offsets, M).tolist()
-    for start, end in ((0, offsets[0]), (offsets[-1], M)):
-        nonzero = out[start:end].ne(0).any(dim=1).nonzero()
-        if len(nonzero):
-            raise AssertionError(f"row {start + int(nonzero[0])} is in no group: expected exact zeros")
-
     report = CloseReport(group=-1, max_error=0.0, max_plain_error=0.0, budget=0.0, ratio=0.0)
-    for g, (start, end) in enumerate(pairwise(offsets)):
-        if start == end or N == 0:
+    for g, (start, end) in enumerate(_groups(out, A_packed.shape[0], B.shape[-1], group_offsets)):
+        if out[start:end].numel() == 0:
             continue
         weight = B[g] if B.dim() == 3 else B
         error, plain_error, largest, scale, differing = _compare(
@@ -238,6 +224,18 @@ def assert_grouped_gemm_close(
         if report["group"] < 0 or ratio > report["ratio"]:
             report = CloseReport(group=g, max_error=error, max_plain_error=plain_error, budget=budget, ratio=ratio)
     return report
+
+
+def _groups(out: Tensor, M: int, N: int, group_offsets: Tensor) -> list[tuple[int, int]]:
+    """Return the first row and the end of each group, after checking the shape of `out` and its rows in no group."""
+    if out.shape != (M, N):
+        raise AssertionError(f"out: expected shape {[M, N]}, got {list(out.shape)}")
+    offsets = clamp_offsets(group_offsets, M).tolist()
+    for start, end in ((0, offsets[0]), (offsets[-1], M)):
+        nonzero = out[start:end].ne(0).any(dim=1).nonzero()
+        if len(nonzero):
+            raise AssertionError(f"row {start + int(nonzero[0])} is in no group: expected exact zeros")
+    return list(pairwise(offsets))
 
 
 @torch.no_grad()
