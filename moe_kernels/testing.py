@@ -189,11 +189,11 @@ def assert_grouped_gemm_close(
 ) -> CloseReport:
     """Compare the result of a grouped GEMM with float64. Its error may be twice that of plain PyTorch.
 
-    For each group the limit of `max|out - ref|` is `2 * max|plain - ref| + 2 * eps(float32) * max(|A| @ |B|)`. Here
-    `ref` is the product of the inputs in float64, and `plain` that of plain PyTorch in `out.dtype`: `torch.mm` on a
-    GPU for float32 results of operands of one other dtype, otherwise `reference.grouped_gemm`. Where `ref`, rounded to
-    `out.dtype`, is NaN, inf or -inf, `out` must be the same; the maxima exclude these elements. Rows outside all groups
-    must be exact zeros.
+    For each group the limit of `max|out - exact|` is `2 * max|plain - exact| + 2 * eps(float32) * max(|A| @ |B|)`. Here
+    `exact` is the product of the inputs in float64, and `plain` that of plain PyTorch in `out.dtype`: `torch.mm` on a
+    GPU for float32 results of operands of one other dtype, otherwise `reference.grouped_gemm`. Where `exact`, rounded
+    to `out.dtype`, is NaN, inf or -inf, `out` must be the same; the maxima exclude these elements. Rows outside all
+    groups must be exact zeros.
 
     Args:
         out: `[M, N]`, in any floating-point dtype.
@@ -203,8 +203,8 @@ def assert_grouped_gemm_close(
 
     Raises:
         AssertionError: `out` is wrong; the message names the first wrong group, its error and its budget.
-        ValueError: the budget of a group is over a tenth of `max|ref|`. The inputs are unsuitable, because a result of
-            zeros might pass. If `ref` is all zeros, `out` must be all zeros.
+        ValueError: the budget of a group is over a tenth of `max|exact|`. The inputs are unsuitable, because a result
+            of zeros might pass. If `exact` is all zeros, `out` must be all zeros.
         TypeError: unsupported dtypes.
     """
     check_grouped_gemm(A_packed, B, group_offsets, out.dtype, reference=True)
@@ -219,7 +219,7 @@ def assert_grouped_gemm_close(
         name = f"group {g} (rows {start}:{end})"
         if differing:
             raise AssertionError(f"{name}: NaN or infinity in other places than in the reference")
-        budget = _budget(name, error, plain_error, largest, scale, "ref")
+        budget = _budget(name, error, plain_error, largest, scale)
         ratio = error / budget if budget else 0.0
         if report["group"] < 0 or ratio > report["ratio"]:
             report = CloseReport(group=g, max_error=error, max_plain_error=plain_error, budget=budget, ratio=ratio)
@@ -265,20 +265,20 @@ def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: fl
         return 0.0
     error, plain_error = ((x.double() - exact).abs().amax().item() for x in (out, plain))
     largest = exact.abs().amax().item()
-    budget = _budget(name, error, plain_error, largest, scale, "exact")
+    budget = _budget(name, error, plain_error, largest, scale)
     return error / budget if budget else 0.0
 
 
-def _budget(name: str, error: float, plain_error: float, largest: float, scale: float, ref: str) -> float:
-    """Return the limit of `error`, and check it as `assert_within_budget` does. `largest` is max|ref|."""
+def _budget(name: str, error: float, plain_error: float, largest: float, scale: float) -> float:
+    """Return the limit of `error`, and check it as `assert_within_budget` does. `largest` is max|exact|."""
     budget = 2 * plain_error + 2 * torch.finfo(torch.float32).eps * scale if largest > 0 else 0.0
     # `not <=` instead of `>`, because a plain result that overflows makes the budget inf or NaN.
     if not budget <= largest / 10:
-        raise ValueError(f"{name}: budget too loose: {budget:.3e} is over a tenth of max|{ref}| = {largest:.3e}")
+        raise ValueError(f"{name}: budget too loose: {budget:.3e} is over a tenth of max|exact| = {largest:.3e}")
     if not error <= budget:
         raise AssertionError(
             f"{name}: error {error:.3e} exceeds the budget {budget:.3e} "
-            f"(plain PyTorch's error: {plain_error:.3e}, max|{ref}|: {largest:.3e})"
+            f"(plain PyTorch's error: {plain_error:.3e}, max|exact|: {largest:.3e})"
         )
     return budget
 
@@ -324,18 +324,18 @@ def _compare(
     B: Tensor,  # [K, N]
     plain_dtype: torch.dtype | None,
 ) -> list[float]:
-    """Return max|out - ref|, max|plain - ref|, max|ref|, max(|A| @ |B|), 1 if NaN or infinities differ."""
+    """Return max|out - exact|, max|plain - exact|, max|exact|, max(|A| @ |B|), 1 if NaN or infinities differ."""
     B_exact = B.double()
     block = max(1, _BLOCK_ELEMENTS // max(A.shape[1], B.shape[1]))
     maxima = torch.zeros(5, dtype=torch.float64, device=out.device)
     for out_block, A_block in zip(torch.split(out, block), torch.split(A, block), strict=True):
         A_exact = A_block.double()
-        ref = A_exact @ B_exact
+        exact = A_exact @ B_exact
         plain = _plain(A_block.to(plain_dtype or A.dtype), B.to(plain_dtype or B.dtype), out.dtype)
-        rounded = ref.to(out.dtype)
+        rounded = exact.to(out.dtype)
         finite = rounded.isfinite()
         same = torch.where(finite, out_block.isfinite(), (out_block == rounded) | (out_block.isnan() & rounded.isnan()))
-        terms = (out_block.double() - ref, plain.double() - ref, ref, A_exact.abs() @ B_exact.abs())
+        terms = (out_block.double() - exact, plain.double() - exact, exact, A_exact.abs() @ B_exact.abs())
         peaks = [term.abs().masked_fill(~finite, 0).amax() for term in terms]
         maxima = maxima.maximum(torch.stack([*peaks, (~same).any().double()]))
     return maxima.tolist()
