@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import io
 import os
 import stat
@@ -262,6 +261,6 @@ def print_layer(options: argparse.Namespace) -> int:
 
 def _constants(launch: Request) -> dict[str, Any]:
     """Return, by name, the arguments that are compiled into a kernel."""
-    parameters = inspect.signature(launch.kernel.fn).parameters.values()
+    parameters = launch.kernel.signature.parameters.values()
     pairs = zip(parameters, launch.arguments, strict=True)
     return {parameter.name: value for parameter, value in pairs if "constexpr" in str(parameter.annotation)}
