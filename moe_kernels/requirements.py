@@ -83,7 +83,7 @@ def minor(version: str | None) -> tuple[int, ...] | None:
 
 def lacks(package: str, name: str) -> RuntimeError:
     """Return the error for a `package` that lacks `name`, without which nothing can be compiled."""
-    tested = " to ".join(sorted({*TESTED[package]}))
+    tested = " to ".join(dict.fromkeys(TESTED[package]))
     return RuntimeError(
         f"moe_kernels cannot compile with {package} {installed(package)}, which has no {name}: it was tested with "
         f"{package} {tested}"
