@@ -142,11 +142,16 @@ def folder() -> Path:
     """The folder of plans and binaries."""
     if named := os.environ.get("MOE_KERNELS_CACHE_DIR"):
         return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "moe_kernels" / "compiled"
-    except RuntimeError:  # a user without a home
+        return user_folder() / "compiled"
+    except RuntimeError:
         return Path(tempfile.gettempdir()) / f"moe_kernels-{os.getuid()}"
+
+
+def user_folder() -> Path:
+    """This package's folder in the user's cache folder. Raises RuntimeError if the user has no home folder."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "moe_kernels"
 
 
 def read_only_folders() -> list[Path]:

@@ -109,8 +109,7 @@ def dtype_label(dtype: torch.dtype, tf32: bool, out_dtype: torch.dtype | None = 
 
 def cache_folder() -> Path:
     """Return the folder to which `tune` writes by default."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "moe_kernels" / "configs"
+    return store.user_folder() / "configs"
 
 
 def file_in(folder: Path, gpu: str) -> Path:
