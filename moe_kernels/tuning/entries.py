@@ -231,7 +231,7 @@ def _usable(file: Path, gpu: str) -> Iterable[Entry]:
     usable = [entry for entry in entries if entry.versions.minor == here]
     tuned = {entry.bucket for entry in usable}
     old = [entry for entry in entries if entry.bucket not in tuned]
-    if old and file.parent == Path(__file__).parent:
+    if old and file.parent == BUNDLED:
         _warned.add(str(file))  # without a warning: users need not tune again what comes with the package
     elif old:
         found = ", ".join(sorted({"triton {}, helion {}".format(*entry.versions.minor) for entry in old}))
