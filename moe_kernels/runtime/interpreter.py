@@ -146,10 +146,9 @@ def _lean() -> Iterator[None]:
             values[type.name] = dict(vars(self))
         self.__dict__ = values[type.name] | {"handle": handle, "type": type}
 
-    builders = dict(create_dot=exact_dot, cast_impl=cast_exactly, create_fp_to_fp=cast_fp8_exactly, options=options)
-    masks = dict(create_masked_load=masked_load, create_masked_store=masked_store)
     with (
-        replaced(builder, **builders, **masks),
+        replaced(builder, create_dot=exact_dot, cast_impl=cast_exactly, create_fp_to_fp=cast_fp8_exactly),
+        replaced(builder, create_masked_load=masked_load, create_masked_store=masked_store, options=options),
         replaced(interpreter, _patch_lang=replace_once, _get_np_dtype=dtype_once),
         replaced(tl.block_type, __init__=init_block_once),
         replaced(tl.tensor, __init__=init_value_once),
