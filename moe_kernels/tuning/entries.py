@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -248,9 +248,9 @@ def _warn(text: str) -> None:
 
 def _to_json(entry: Entry) -> dict[str, Any]:
     """Return `entry` as one flat object, the kernel and bucket first."""
-    fields = asdict(entry)
-    bucket, versions = fields.pop("bucket"), fields.pop("versions")
-    return {"kernel": fields.pop("kernel"), **bucket, **fields, **versions}
+    values = asdict(entry)
+    bucket, versions = values.pop("bucket"), values.pop("versions")
+    return {"kernel": values.pop("kernel"), **bucket, **values, **versions}
 
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -268,7 +268,7 @@ def _from_json(value: dict[str, Any]) -> Entry:
     for name, kind in _KINDS.items():
         if not isinstance(value[name], kind):
             raise TypeError(f"{name} is {value[name]!r}")
-    fields = {name: value[name] for name in _KINDS}
-    bucket = Bucket(**{name: fields.pop(name) for name in ("dtype", "transposed", "rows", "N", "K", "G", "op")})
-    versions = Versions(**{name: fields.pop(name) for name in ("torch", "triton", "helion")})
-    return Entry(bucket=bucket, versions=versions, **fields)
+    given = {name: value[name] for name in _KINDS}
+    bucket = Bucket(**{field.name: given.pop(field.name) for field in fields(Bucket)})
+    versions = Versions(**{field.name: given.pop(field.name) for field in fields(Versions)})
+    return Entry(bucket=bucket, versions=versions, **given)
