@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -836,16 +836,26 @@ def test_the_collector_is_paused_while_a_plan_is_drawn(monkeypatch: pytest.Monke
     assert enabled == [False, False]
 
 
-def test_the_collector_is_paused_until_the_last_thread_is_done() -> None:
-    first, second = cache._collector_paused(), cache._collector_paused()
-    with ExitStack() as threads:
-        threads.callback(gc.enable)
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        assert not gc.isenabled()
-        second.__exit__(None, None, None)
-        assert gc.isenabled()
+def test_the_collector_is_paused_for_the_plans_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled: list[bool] = []
+
+    def build_steps(*_: Any) -> Any:
+        enabled.append(gc.isenabled())
+        time.sleep(0.1)  # the other thread begins, or ends, meanwhile
+        enabled.append(gc.isenabled())
+        raise RuntimeError("no plan")
+
+    def find() -> None:
+        with pytest.raises(RuntimeError, match="no plan"):
+            cache.find(GROUPED_GEMM, (*call()[:3], None), (torch.bfloat16, "auto"))
+
+    monkeypatch.setattr(cache, "build_steps", build_steps)
+    threads = [threading.Thread(target=find) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert gc.isenabled() and len(enabled) >= 4 and not any(enabled)
 
 
 @pytest.mark.parametrize("launches", [False, True])

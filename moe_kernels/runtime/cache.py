@@ -268,25 +268,18 @@ def plan_of(
     return found
 
 
-_pause = threading.Lock()
-_paused = 0  # number of blocks that run without the collector
-
-
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Disable Python's cyclic garbage collector, which takes a fifth of Helion's import and code generation time."""
-    global _paused
-    with _pause:
-        pauses = _paused > 0 or gc.isenabled()  # if neither, the caller has disabled it
-        _paused += pauses
-        gc.disable()
+    """Disable Python's cyclic garbage collector, which takes a fifth of Helion's import and code generation time. The
+    lock of plans must be held, so that no other thread enables it meanwhile.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        with _pause:
-            _paused -= pauses
-            if pauses and _paused == 0:
-                gc.enable()
+        if enabled:
+            gc.enable()
 
 
 @_collector_paused()
