@@ -48,31 +48,25 @@ def nvidia_driver() -> str | None:
     return found[0] if found else None
 
 
-def problems() -> list[str]:
-    """Return the reasons why the kernels cannot run here, one line each; empty if they can."""
-    return [text for text, _ in _problems()]
-
-
-def fix() -> str:
-    """Return the pip command that solves all `problems`; without problems, the one that installs all requirements."""
-    needed = [requirement for _, requirement in _problems()] or list(_NEEDED.values())
-    return "pip install " + " ".join(f"'{one}'" for one in needed)
-
-
-def _problems() -> list[tuple[str, str]]:
-    """Return the reasons why the kernels cannot run, each with the pip requirement that solves it."""
-    found = [(f"{package} is not installed", _NEEDED[package]) for package in _NEEDED if installed(package) is None]
+def problems() -> dict[str, str]:
+    """Return the reasons why the kernels cannot run here, each with the pip requirement that solves it; empty if they
+    can.
+    """
+    found = {f"{package} is not installed": needed for package, needed in _NEEDED.items() if installed(package) is None}
     torch, triton, helion = (minor(installed(package)) for package in ("torch", "triton", "helion"))
     if torch == (2, 11) and helion == (1, 5) and installed("helion") != "1.5.0":
-        found.append((f"helion {installed('helion')} cannot be imported with torch 2.11", _NEEDED["helion"]))
+        found[f"helion {installed('helion')} cannot be imported with torch 2.11"] = _NEEDED["helion"]
     # In the interpreter of triton 3.6, loops over device values crash with numpy 2.4.
     if interpreted() and triton == (3, 6):
         numpy = installed("numpy")
         if numpy is None or (minor(numpy) or ()) >= (2, 4):
-            found.append(
-                (f"the interpreter of triton 3.6 needs numpy<2.4, {numpy or 'none'} is installed", "numpy<2.4")
-            )
+            found[f"the interpreter of triton 3.6 needs numpy<2.4, {numpy or 'none'} is installed"] = "numpy<2.4"
     return found
+
+
+def fix() -> str:
+    """Return the pip command that solves all `problems`; without problems, the one that installs all requirements."""
+    return "pip install " + " ".join(f"'{one}'" for one in (problems() or _NEEDED).values())
 
 
 def minor(version: str | None) -> tuple[int, ...] | None:

@@ -677,7 +677,7 @@ def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(requirements, "problems", lambda: ["helion is not installed"])
+    monkeypatch.setattr(requirements, "problems", lambda: {"helion is not installed": "helion"})
     assert cli.main(["--suite", "smoke"]) == 1
     assert requirements.fix() in capsys.readouterr().err
 

@@ -254,7 +254,7 @@ def test_fragments_are_python(page: Path) -> None:
 def test_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `python -m moe_kernels` and `python -m benchmarks` on the pages has valid arguments."""
     ran = []
-    monkeypatch.setattr(requirements, "problems", list)
+    monkeypatch.setattr(requirements, "problems", dict)
     for module, name in (
         (commands, "compile_main"),
         (commands, "cache_main"),
@@ -279,7 +279,7 @@ def test_recorded_commands_are_accepted(monkeypatch: pytest.MonkeyPatch, capsys:
     """The commands that the results name have valid arguments: without a GPU, only the GPU is missing."""
     pytest.importorskip("transformers")  # benchmarks.transformers_stack imports it
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(requirements, "problems", list)
+    monkeypatch.setattr(requirements, "problems", dict)
     monkeypatch.delenv("RANK", raising=False)
     for file in (ROOT / "benchmarks" / "results").rglob("*.json"):
         results = json.loads(file.read_text())
