@@ -6,6 +6,7 @@ collected, and the requested plans are compiled.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import threading
@@ -27,7 +28,7 @@ from moe_kernels.grouped_gemm import grouped_gemm
 from moe_kernels.models import MODELS
 from moe_kernels.nn import MoE, quantize_once
 from moe_kernels.ops import batched, layer, moves, products, quantized, scaled
-from moe_kernels.runtime import cache, store, targets
+from moe_kernels.runtime import cache, store, targets, torch_internals
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import MAX_ROWS, Counts, Operator, portable, rows_bounds, signature, symbolic
 from moe_kernels.runtime.symbolic import SymbolicTensor, value
@@ -363,9 +364,8 @@ def _initialise(absent: Gpu | None) -> None:
     """Initialise a process that compiles, for the GPU of this machine or for one that is absent."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if absent is not None:
-        from moe_kernels.runtime import compile as compiler  # imports Helion
-
-        compiler.pretend(absent)
+        importlib.import_module("moe_kernels.runtime.compile")  # imports Helion, which is to see the GPU that is here
+        torch_internals.pretend(absent)
 
 
 def _end_with_parent() -> None:

@@ -1330,7 +1330,7 @@ PRIVATE: dict[str, Callable[[pytest.MonkeyPatch, Any, Any], Any]] = {  # removes
     ),
     "torch DeviceProperties": lambda patch, compiler, declare: (
         patch.setitem(sys.modules, "torch._inductor.runtime.hints", None),
-        lambda: compiler.pretend(GPU),
+        lambda: compiler.torch_internals.pretend(GPU),
     ),
 }
 

@@ -475,29 +475,3 @@ def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
         replaced(FakeTensor, data_ptr=lambda self: self.storage_offset() * self.element_size()),
     ):
         yield make
-
-
-def pretend(gpu: Gpu) -> None:
-    """Make PyTorch report this GPU for the rest of the process, to compile for a GPU that is not present."""
-    major, minor = gpu.capability
-    properties = types.SimpleNamespace(
-        name=gpu.name,
-        major=major,
-        minor=minor,
-        multi_processor_count=gpu.multiprocessors,
-        total_memory=80 << 30,
-        warp_size=gpu.warp_size,
-        max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=gpu.shared_memory,
-        shared_memory_per_multiprocessor=gpu.shared_memory + 1024,
-        L2_cache_size=50 << 20,
-        gcnArchName="",
-        is_integrated=False,
-        clock_rate=1980000,
-        memory_clock_rate=2_000_000 if gpu.slow_memory else 3_200_000,
-        memory_bus_width=6144,
-    )
-    torch_internals.pretend(properties, gpu.arch)

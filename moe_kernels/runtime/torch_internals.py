@@ -230,16 +230,40 @@ def without_symmetric_memory() -> Iterator[None]:
         del module.is_symm_mem_tensor
 
 
-def pretend(properties: Any, arch: Any) -> None:
-    """Have PyTorch and Inductor report a GPU of these properties for the rest of the process."""
+def pretend(gpu: Any) -> None:
+    """Have PyTorch and Inductor report this `targets.Gpu` for the rest of the process, to compile for an absent one."""
     (DeviceProperties,) = _imported("torch._inductor.runtime.hints", "DeviceProperties")
+    major, minor = gpu.capability
+    for_inductor = {
+        "major": major,
+        "multi_processor_count": gpu.multiprocessors,
+        "warp_size": gpu.warp_size,
+        "max_threads_per_multi_processor": 2048,
+        "regs_per_multiprocessor": 65536,
+    }
+    properties = SimpleNamespace(
+        **for_inductor,
+        name=gpu.name,
+        minor=minor,
+        total_memory=80 << 30,
+        max_threads_per_block=1024,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=gpu.shared_memory,
+        shared_memory_per_multiprocessor=gpu.shared_memory + 1024,
+        L2_cache_size=50 << 20,
+        gcnArchName="",
+        is_integrated=False,
+        clock_rate=1980000,
+        memory_clock_rate=2_000_000 if gpu.slow_memory else 3_200_000,
+        memory_bus_width=6144,
+    )
     answers = {
         "is_available": True,
         "current_device": 0,
         "device_count": 1,
-        "get_device_capability": (properties.major, properties.minor),
+        "get_device_capability": gpu.capability,
         "get_device_properties": properties,
-        "get_device_name": properties.name,
+        "get_device_name": gpu.name,
         "_lazy_init": None,
         "is_current_stream_capturing": False,
     }
@@ -249,14 +273,5 @@ def pretend(properties: Any, arch: Any) -> None:
     # A CUDA build of PyTorch would create a tensor on the GPU before the first fake one.
     fake_tensor: Any = importlib.import_module("torch._subclasses.fake_tensor")
     fake_tensor.init_gpu_context = lambda device: None
-    described = DeviceProperties(
-        type="cuda",
-        index=0,
-        multi_processor_count=properties.multi_processor_count,
-        cc=int(arch),
-        major=properties.major,
-        regs_per_multiprocessor=properties.regs_per_multiprocessor,
-        max_threads_per_multi_processor=properties.max_threads_per_multi_processor,
-        warp_size=properties.warp_size,
-    )
+    described = DeviceProperties(type="cuda", index=0, cc=gpu.arch, **for_inductor)
     DeviceProperties.create = staticmethod(lambda device: described)

@@ -22,8 +22,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from moe_kernels import requirements
-from moe_kernels.runtime import cache, targets
-from moe_kernels.runtime.compile import Specialization, lower, pretend
+from moe_kernels.runtime import cache, targets, torch_internals
+from moe_kernels.runtime.compile import Specialization, lower
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import Operator, symbolic
 
@@ -38,7 +38,7 @@ HELION_1_5_0 = requirements.installed("helion") == "1.5.0"
 FP8_STACK = 24 if TRITON_3_9 else 0
 H200 = targets.KNOWN["h200"]
 SHARED_MEMORY = 232_448  # bytes per block at most
-pretend(H200)
+torch_internals.pretend(H200)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
