@@ -19,7 +19,6 @@ import torch
 
 from moe_kernels import kernels as exported
 from moe_kernels import reference, rules
-from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import cache, targets, torch_internals
 from moe_kernels.tuning import entries, search
 
@@ -45,8 +44,8 @@ class Bench:
         self.made: dict[Any, rules.Choice] = {}
         memory = types.SimpleNamespace(total_memory=2**37)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-        monkeypatch.setattr(search, "problem_of", self.problem_of)
-        monkeypatch.setattr(search, "calls_under", self.calls_under)
+        monkeypatch.setattr(search.Inputs, "problem", self.problem)
+        monkeypatch.setattr(search.Inputs, "calls", lambda inputs, choice: self.calls(inputs, choice))
         monkeypatch.setattr(search, "interleaved", self.interleaved)
         monkeypatch.setattr(search, "kernel_calls", lambda choice, inputs: (exported.jagged, [()] * 3))
 
@@ -54,19 +53,20 @@ class Bench:
     def seeds(kernel: helion.Kernel[Any]) -> Any:
         return kernel.settings.autotune_seed_configs
 
-    def problem_of(self, operator: Any, tensors: Sequence[Any], options: Any) -> rules.Problem:
-        A, B, _, _ = tensors
+    @staticmethod
+    def problem(inputs: search.Inputs) -> rules.Problem:
+        A, B, _, _ = inputs.tensors[0]
         (M, K), (G, _, N) = A.shape, B.shape
         return problem_of(rules.floor_power_of_2(M // G), M, N, K, G, A.dtype)
 
-    def calls_under(self, choice: rules.Choice, inputs: search.Inputs) -> list[Callable[[], torch.Tensor]]:
+    def calls(self, inputs: search.Inputs, choice: rules.Choice) -> list[Callable[[], torch.Tensor]]:
         def call(A: torch.Tensor, B: torch.Tensor, offsets: torch.Tensor, bias: None) -> torch.Tensor:
             out = reference.grouped_gemm(A, B, offsets)
             if self.wrong(choice):
                 out[-1] += 1
             return out
 
-        calls = [partial(call, *tensors) for tensors in inputs.tensors()]
+        calls = [partial(call, *tensors) for tensors in inputs.tensors]
         self.made |= dict.fromkeys(calls, choice)
         return calls
 
@@ -147,7 +147,7 @@ def test_a_search_from_a_tuned_config_with_tma_stores(bench: Bench) -> None:
     kernel, config = by_rule.variant, by_rule.config.config
     where = (rules.bucket_of(problem), by_rule.block_m, by_rule.addressing.tma)
     entry = entries.Entry(kernel, *where, config, 1.0, 1.0, 1, entries.installed_versions(), "", "")
-    search.search(problem, [replace(by_rule, entry=entry)], search.Inputs(TASKS[0], CPU), 60)
+    search.search(problem, [replace(by_rule, entry=entry)], search.grouped_inputs(TASKS[0], CPU), 60)
     [(searched, *_)] = bench.searches
     accepts, [seed] = searched.settings.autotune_config_filter, Bench.seeds(searched)
     assert accepts is not None and accepts(seed) is seed
@@ -521,8 +521,7 @@ def test_the_bucket_of_a_task_is_that_of_its_problem(
     monkeypatch.setattr(targets, "of_tensor", lambda tensor: GPU)
     monkeypatch.setattr(entries, "near", lambda *_: [])
     task = search.Task(G, M, 96, 64, "bfloat16", transposed)
-    inputs = search.Inputs(task, CPU)
-    problem = search.problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
+    problem = search.grouped_inputs(task, CPU).problem()
     assert (problem.gpu, problem.tma_A, problem.transposed) == (GPU, True, transposed)
     assert rules.bucket_of(problem) == search.bucket(task, CPU)
     assert search.grouped_workload(task, CPU).choices[0] == rules.rule(problem)

@@ -13,7 +13,6 @@ import datetime
 import itertools
 import math
 import re
-import shlex
 import sys
 import time
 import warnings
@@ -319,39 +318,45 @@ def check_close(actual: Any, expected: Any) -> None:
         raise AssertionError("the result differs from that of the rule's config")
 
 
-def problem_of(operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Any:
-    """Return the problem for which a plan of `operator` first requests a choice; nothing is compiled."""
-    first: Any = tensors[0]
-    with rules.record() as made:
-        cache.build_steps(operator, symbolic(operator, tensors, options), options, targets.of_tensor(first))
-    return made[0][0]
+@dataclass(frozen=True)
+class Inputs:
+    """Calls of an operator that share a plan: the tensors of each routing, and the options."""
 
+    operator: Operator
+    tensors: Sequence[tuple[Any, ...]]
+    options: Any
 
-def run_under(choice: Any, operator: Operator, tensors: Sequence[Tensor | None], options: Any) -> Callable[..., Any]:
-    """Return the function that runs such calls with `choice` forced; it stays out of the plan cache."""
-    with cache.isolated(), rules.force(choice):
-        return cache.find(operator, tensors, options)
+    def steps(self) -> list[Any]:
+        """Return the steps of the plan, with requests in place of binaries; nothing is compiled."""
+        first = self.tensors[0]
+        inputs = symbolic(self.operator, first, self.options)
+        builder, _ = cache.build_steps(self.operator, inputs, self.options, targets.of_tensor(first[0]))
+        return builder.steps
+
+    def problem(self) -> Any:
+        """Return the problem for which the plan first requests a choice."""
+        with rules.record() as made:
+            self.steps()
+        return made[0][0]
+
+    def calls(self, choice: Any) -> list[Call]:
+        """Return the calls with `choice` forced; their plan stays out of the plan cache."""
+        with cache.isolated(), rules.force(choice):
+            run = cache.find(self.operator, self.tensors[0], self.options)
+        return [partial(run, *tensors) for tensors in self.tensors]
 
 
 # Grouped products: neighbours of the rule's config, and Helion's autotuner.
 
 
-class Inputs:
-    """The tensors of a task: one A_packed and B, and the offsets of each routing."""
-
-    def __init__(self, task: Task, device: torch.device):
-        dtype = DTYPES[task.dtype]
-        sizes = [group_sizes_for(kind, task.G, task.M) for kind in ROUTINGS]
-        self.A, self.B, _ = make_inputs(
-            sizes[0], task.N, task.K, dtype=dtype, device=device, transposed=task.transposed
-        )
-        self.offsets = [group_offsets_from_sizes(torch.tensor(s, dtype=torch.int32, device=device)) for s in sizes]
-        # Variant "auto" computes a single weight by one dense product instead of a kernel.
-        self.options = (dtype, "persistent")
-
-    def tensors(self) -> list[tuple[Tensor, Tensor, Tensor, None]]:
-        """Return the arguments of a call, for each routing."""
-        return [(self.A, self.B, offsets, None) for offsets in self.offsets]
+def grouped_inputs(task: Task, device: torch.device) -> Inputs:
+    """Return the calls of `grouped_gemm`, with one A_packed and B, and the offsets of each routing."""
+    dtype = DTYPES[task.dtype]
+    sizes = [group_sizes_for(kind, task.G, task.M) for kind in ROUTINGS]
+    A, B, _ = make_inputs(sizes[0], task.N, task.K, dtype=dtype, device=device, transposed=task.transposed)
+    offsets = [group_offsets_from_sizes(torch.tensor(s, dtype=torch.int32, device=device)) for s in sizes]
+    # Variant "auto" computes a single weight by one dense product instead of a kernel.
+    return Inputs(GROUPED_GEMM, [(A, B, each, None) for each in offsets], (dtype, "persistent"))
 
 
 def grouped_workload(task: Task, device: torch.device) -> Workload:
@@ -359,8 +364,8 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
     G, M = fitting_groups(task, device)
     if (G, M) != (task.G, task.M):
         print(f"  reduced to G={G} M={M}, so that the weights fit into memory")
-    inputs = Inputs(replace(task, G=G, M=M), device)
-    problem = problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
+    inputs = grouped_inputs(replace(task, G=G, M=M), device)
+    problem = inputs.problem()
 
     def near(best: Sequence[rules.Choice], until: float) -> list[rules.Choice]:
         # `jagged_tails` and `jagged_tall` have a single config, so the search starts from another kernel's.
@@ -386,16 +391,10 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
     return Workload(
         rows=M,
         choices=[rules.rule(problem), rules.choose(problem), *alternatives(problem)],
-        calls=lambda choice: calls_under(choice, inputs),
+        calls=inputs.calls,
         near=near,
         stored=stored,
     )
-
-
-def calls_under(choice: rules.Choice, inputs: Inputs) -> list[Call]:
-    """Return calls of `grouped_gemm` with `choice` forced, one per routing."""
-    run = run_under(choice, GROUPED_GEMM, inputs.tensors()[0], inputs.options)
-    return [partial(run, *tensors) for tensors in inputs.tensors()]
 
 
 def stored(choice: rules.Choice) -> dict[str, Any]:
@@ -499,17 +498,13 @@ def kernel_calls(choice: rules.Choice, inputs: Inputs) -> tuple[Any, list[tuple[
 
     Helion detects the arguments that a kernel writes by comparing them before and after a call.
     """
-    first = inputs.tensors()[0]
-    given = symbolic(GROUPED_GEMM, first, inputs.options)
     with rules.force(choice):
-        builder, _ = cache.build_steps(GROUPED_GEMM, given, inputs.options, targets.of_tensor(inputs.A))
-    request = _last_launch(builder)
-    run = run_under(choice, _ARGUMENTS, first, inputs.options)
+        request = _last_launch(inputs.steps())
     out = list(request.kernel.signature.parameters).index("out")
     arg_sets = []
-    for tensors in inputs.tensors():
+    for tensors, call in zip(inputs.tensors, replace(inputs, operator=_ARGUMENTS).calls(choice), strict=True):
         extents = [() if x is None else tuple(x.shape) for x in tensors]
-        memory = iter(run(*tensors))
+        memory = iter(call())
         args = [_view(x, next(memory), extents) if isinstance(x, SymbolicTensor) else x for x in request.arguments]
         args[out].zero_()
         arg_sets.append(tuple(value(x, extents) if isinstance(x, SymbolicInt) else x for x in args))
@@ -527,13 +522,13 @@ def plan_arguments(
     from moe_kernels.kernels.grouped_gemm import plan_grouped_gemm
 
     plan_grouped_gemm(builder, tensors, options)
-    request = _last_launch(builder)
+    request = _last_launch(builder.steps)
     builder.steps.remove(request)
     return tuple(x for x in request.arguments if isinstance(x, SymbolicTensor))
 
 
-def _last_launch(builder: Builder) -> Request:
-    return [step for step in builder.steps if isinstance(step, Request)][-1]
+def _last_launch(steps: Sequence[Any]) -> Request:
+    return [step for step in steps if isinstance(step, Request)][-1]
 
 
 def _view(x: SymbolicTensor, memory: Tensor, extents: Sequence[tuple[int, ...]]) -> Tensor:
@@ -585,8 +580,8 @@ def _with(choice: Any, **changed: Any) -> Any:
 
 def uniform_workload(task: Task, device: torch.device) -> Workload:
     """Return the workload of `uniform_grouped_gemm`."""
-    tensors, options = _operands(task, device), (task.G, DTYPES[task.dtype])
-    problem = problem_of(UNIFORM_GROUPED_GEMM, tensors, options)
+    inputs = Inputs(UNIFORM_GROUPED_GEMM, [_operands(task, device)], (task.G, DTYPES[task.dtype]))
+    problem = inputs.problem()
 
     def stored(choice: uniform.Choice) -> dict[str, Any]:
         blocks: Any = choice.config.config.get("block_sizes", [0])
@@ -596,7 +591,7 @@ def uniform_workload(task: Task, device: torch.device) -> Workload:
     return Workload(
         rows=task.G * task.M,
         choices=[uniform.rule(problem), uniform.choose(problem), *uniform_grid(problem)],
-        calls=lambda choice: [partial(run_under(choice, UNIFORM_GROUPED_GEMM, tensors, options), *tensors)],
+        calls=inputs.calls,
         near=lambda best, until: [
             _with(choice, loop_orders=[order])
             for choice in best[:1]
@@ -731,8 +726,7 @@ def command(task: Task) -> str:
     shape = f"{task.G},{task.M},{task.N},{task.K}"
     layout = "gnk" if task.transposed else "gkn"
     op = [] if task.op == "grouped_gemm" else ["--op", task.op]
-    words = [*op, "--shapes", shape, "--dtype", task.dtype, "--layout", layout]
-    return "python -m moe_kernels tune " + shlex.join(words)
+    return " ".join([entries.TUNE, *op, "--shapes", shape, "--dtype", task.dtype, "--layout", layout])
 
 
 def _no_gpu() -> str | None:

@@ -25,29 +25,24 @@ from moe_kernels.tuning import entries, search
 TASK = search.Task(3, 160, 32, 48, "float32", False)
 
 
-def problem_of(inputs: search.Inputs) -> rules.Problem:
-    problem: rules.Problem = search.problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
-    return problem
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
 def test_kernel_calls(device: str, variant: str, transposed: bool) -> None:
-    inputs = search.Inputs(replace(TASK, transposed=transposed), torch.device(device))
-    choice = rules.rule(problem_of(inputs), variant)
+    inputs = search.grouped_inputs(replace(TASK, transposed=transposed), torch.device(device))
+    choice = rules.rule(inputs.problem(), variant)
     if choice.addressing.tma_out:
         choice = search.storing(choice, tma_out=False)
     kernel, arg_sets = search.kernel_calls(choice, inputs)
     assert kernel.name == {"basic": "jagged", "persistent": "jagged_persistent"}[variant]
     assert len(arg_sets) == len(search.ROUTINGS)
-    given = symbolic(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
     with rules.force(choice):
-        before, _ = cache.build_steps(search._ARGUMENTS, given, inputs.options, targets.of_tensor(inputs.A))
-    launched = [step.kernel.name for step in before.steps if isinstance(step, Request)]
+        before = replace(inputs, operator=search._ARGUMENTS).steps()
+    launched = [step.kernel.name for step in before if isinstance(step, Request)]
     assert launched == {"basic": [], "persistent": ["tile_table"]}[variant]
-    stored = inputs.B.transpose(1, 2) if transposed else inputs.B
+    weight = inputs.tensors[0][1]
+    stored = weight.transpose(1, 2) if transposed else weight
     results = set()
-    for args, (A, B, offsets, _) in zip(arg_sets, inputs.tensors(), strict=True):
+    for args, (A, B, offsets, _) in zip(arg_sets, inputs.tensors, strict=True):
         assert len(args) == len(kernel.signature.parameters)
         named = dict(zip(kernel.signature.parameters, args, strict=True))
         for name, expected in (("A_packed", A), ("B", stored)):
@@ -90,24 +85,24 @@ def run_by_helion(kernel: Any, choice: rules.Choice, args: tuple[Any, ...]) -> N
 
 def test_calls_under_a_choice_are_right(device: str) -> None:
     """This includes a height that the rule does not give, which changes the table of tiles."""
-    inputs = search.Inputs(TASK, torch.device(device))
-    choices = search.alternatives(problem_of(inputs))
+    inputs = search.grouped_inputs(TASK, torch.device(device))
+    choices = search.alternatives(inputs.problem())
     assert len({(choice.variant, choice.block_m) for choice in choices}) >= 3
     for choice in choices:
         with rules.record() as made:
-            calls = search.calls_under(choice, inputs)
+            calls = inputs.calls(choice)
         assert [chosen for _, chosen in made] == [choice]
-        for call, (A, B, offsets, _) in zip(calls, inputs.tensors(), strict=True):
+        for call, (A, B, offsets, _) in zip(calls, inputs.tensors, strict=True):
             search.check_close(call(), reference.grouped_gemm(A, B, offsets))
 
 
 def test_a_forced_choice_leaves_the_plans_of_others_alone(device: str) -> None:
-    inputs = search.Inputs(TASK, torch.device(device))
-    A, B, offsets, _ = inputs.tensors()[0]
+    inputs = search.grouped_inputs(TASK, torch.device(device))
+    A, B, offsets, _ = inputs.tensors[0]
     with cache.isolated():
         grouped_gemm(A, B, offsets, variant="persistent")
         before = dict(cache.plans.entries)
-        search.calls_under(rules.rule(problem_of(inputs), "basic"), inputs)[0]()
+        inputs.calls(rules.rule(inputs.problem(), "basic"))[0]()
         assert dict(cache.plans.entries) == before and len(before) == 1
         with rules.record() as made:
             grouped_gemm(A, B, offsets, variant="persistent")
@@ -226,9 +221,9 @@ def test_an_entry_of_more_shared_memory_than_there_is(
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "plans"))
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
     monkeypatch.setattr(cache, "plans", cache.PlanCache())
-    inputs = search.Inputs(search.Task(8, 64, 512, 2048, "bfloat16", True), torch.device("cuda"))
-    (A, B, offsets, _), options = inputs.tensors()[0], (torch.bfloat16, "auto")
-    problem = problem_of(inputs)
+    inputs = search.grouped_inputs(search.Task(8, 64, 512, 2048, "bfloat16", True), torch.device("cuda"))
+    (A, B, offsets, _), options = inputs.tensors[0], (torch.bfloat16, "auto")
+    problem = inputs.problem()
     by_rule = rules.rule(problem, "basic")
     config = {**by_rule.config.config, "block_sizes": [16, 256, 16, 128], "num_stages": 8}  # 557 KB
     made = entries.Entry(
@@ -251,7 +246,7 @@ def test_an_entry_of_more_shared_memory_than_there_is(
                 rules.with_fallback(lambda: cache.plan_of(GROUPED_GEMM, given, options, text, gpu))
             out = grouped_gemm(A, B, offsets)
         assert len(caught) == 1 and "shared memory" in str(caught[0].message)
-        search.check_close(out, search.calls_under(by_rule, inputs)[0]())
+        search.check_close(out, inputs.calls(by_rule)[0]())
         cache.reload()
         with warnings.catch_warnings():  # the stored plan is the rule's
             warnings.simplefilter("error")

@@ -27,7 +27,7 @@ from moe_kernels.rules import uniform, varied
 from moe_kernels.runtime import cache, store, targets
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Plan
-from moe_kernels.runtime.signature import Operator, portable, signature, symbolic
+from moe_kernels.runtime.signature import portable, signature, symbolic
 from moe_kernels.runtime.symbolic import SymbolicTensor, contiguous_strides, value
 from moe_kernels.tuning import entries, search
 
@@ -69,11 +69,9 @@ def fake_inputs(task: search.Task) -> Iterator[tuple[search.Inputs, Callable[...
             return make(compiler._Example(dtype, shape, contiguous_strides(shape)))
 
         B = tensor(task.G, task.N, task.K) if task.transposed else tensor(task.G, task.K, task.N)
-        inputs = search.Inputs.__new__(search.Inputs)
-        inputs.A, inputs.B = tensor(task.M, task.K), B.transpose(1, 2) if task.transposed else B
-        inputs.offsets = [tensor(task.G + 1, dtype=torch.int32) for _ in search.ROUTINGS]
-        inputs.options = (inputs.A.dtype, "persistent")
-        yield inputs, tensor
+        A, B = tensor(task.M, task.K), B.transpose(1, 2) if task.transposed else B
+        tensors = [(A, B, tensor(task.G + 1, dtype=torch.int32), None) for _ in search.ROUTINGS]
+        yield search.Inputs(GROUPED_GEMM, tensors, (A.dtype, "persistent")), tensor
 
 
 @pytest.mark.parametrize(("variant", "transposed"), [("basic", False), ("persistent", True)])
@@ -84,10 +82,11 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
     task = search.Task(16, 16 * rows, 1536, 2048, "bfloat16", transposed)
     with fake_inputs(task) as (inputs, new):
 
-        def run_under(choice: Any, operator: Operator, tensors: Sequence[Any], options: Any) -> Callable[..., Any]:
-            """Return a function that allocates as a plan does, and launches nothing."""
+        def calls(inputs: search.Inputs, choice: Any) -> list[Callable[[], Any]]:
+            """Return calls that allocate as a plan does, and launch nothing."""
+            given = symbolic(inputs.operator, inputs.tensors[0], inputs.options)
             with rules.force(choice):
-                builder, results = cache.build_steps(operator, symbolic(operator, tensors, options), options, H200)
+                builder, results = cache.build_steps(inputs.operator, given, inputs.options, H200)
             allocated = {getattr(step, "variable", None): step for step in builder.steps}
 
             def memory(x: SymbolicTensor, tensors: Sequence[Any]) -> torch.Tensor:
@@ -96,10 +95,10 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
                 extents = [() if x is None else tuple(x.shape) for x in tensors]
                 return new(*(value(n, extents) for n in allocated[x.variable].shape), dtype=x.dtype)
 
-            return lambda *tensors: tuple(memory(x, tensors) for x in results)
+            return [lambda each=each: tuple(memory(x, each) for x in results) for each in inputs.tensors]
 
-        monkeypatch.setattr(search, "run_under", run_under)
-        problem = search.problem_of(GROUPED_GEMM, inputs.tensors()[0], inputs.options)
+        monkeypatch.setattr(search.Inputs, "calls", calls)
+        problem = inputs.problem()
         start = rules.rule(problem, variant, 128 if variant == "persistent" else None)  # with tiles of one height
         seeds = [start, *search.neighbours(start, problem)]
         found = search.search(problem, seeds, inputs, 6)
