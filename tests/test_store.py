@@ -1468,7 +1468,7 @@ def test_building_ahead_leaves_triton_as_it_was(tmp_path: Path, compiler: Compil
     from triton import knobs
 
     for _ in range(2):
-        launch._build(launch._missing({"int launch;"}), [], [], [])
+        launch._build(launch._missing({"int launch;"}), [], [], [], [])
     assert compiler.built == ["int launch;"]
     assert knobs.build.impl is None
     assert build(tmp_path / "1") == b"\x7fELF int launch;"

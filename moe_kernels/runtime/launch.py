@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -277,14 +277,7 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _library(
-    records: Collection[store.Binary],
-    built: dict[str, bytes],
-    name: str,
-    src: str,
-    srcdir: str,
-    library_dirs: Any,
-    include_dirs: Any,
-    libraries: Any,
+    records: Collection[store.Binary], built: dict[str, bytes], name: str, src: str, srcdir: str, *options: Any
 ) -> str:
     """Triton's build hook: return the path of the library of the C file `src`. `built` is what earlier calls built."""
     source = Path(src).read_text()
@@ -298,7 +291,7 @@ def _library(
             others = set() if built else _sources(records)
         except UNEXPECTED:
             others = set()
-        built |= _build({source} | _missing(others), library_dirs, include_dirs, libraries)
+        built |= _build({source} | _missing(others), *options, [])
     Path(path).write_bytes(built[_key(source)])
     return path
 
@@ -357,10 +350,11 @@ def _c_compiler() -> str:
     return compiler
 
 
-def _build(
-    sources: Collection[str], library_dirs: Any, include_dirs: Any, libraries: Any, flags: Sequence[str] = ()
-) -> dict[str, bytes]:
-    """Build C files with Triton's options, all at the same time; store the libraries, and return them by key."""
+def _build(sources: Collection[str], *options: Any) -> dict[str, bytes]:
+    """Build C files with options of Triton's build, all at the same time; store the libraries, and return them by key.
+
+    The options are folders of libraries, folders of headers, names of libraries, and flags of the compiler.
+    """
     from triton import knobs
     from triton.runtime import build
 
@@ -371,7 +365,6 @@ def _build(
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "library.c")
             Path(path).write_text(source)
-            options = library_dirs, include_dirs, libraries, list(flags)
             try:
                 return Path(build._build("library", path, folder, *options)).read_bytes()
             except (FileNotFoundError, subprocess.CalledProcessError) as error:
