@@ -40,7 +40,6 @@ _OPERATORS = {  # by name, which determines the planner
     for operator in vars(module).values()
     if isinstance(operator, Operator)
 }
-Progress = Callable[[int, int], None]
 
 
 class LayerShape(NamedTuple):
@@ -80,7 +79,7 @@ def compile_ahead(
     training: bool = False,
     gpu: str | None = None,
     jobs: int = 1,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> CompileCounts:
     """Compile the plans and binaries of layers for all token counts in `tokens`, and store them on disk.
 
@@ -123,7 +122,9 @@ def compile_ahead(
     lacking = [one for one in wanted if _kept(one, target) is None]
     if lacking and not store.can_write():
         raise OSError(f"{store.folder()}: plans cannot be kept there")
-    _make_all(lacking, target, jobs, progress)
+    for done, _ in enumerate(_making(lacking, target, jobs), 1):
+        if progress is not None:
+            progress(done, len(lacking))
     binaries: dict[str, store.Binary] = {}
     for one in wanted:
         if (kept := _kept(one, target)) is None:
@@ -334,12 +335,6 @@ def collect(calls: Iterable[Callable[[], None]]) -> list[PlanRequest]:
         for call in calls:
             call()
     return list(wanted.values())
-
-
-def _make_all(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int, progress: Progress | None) -> None:
-    for i, _ in enumerate(_making(wanted, gpu, jobs)):
-        if progress is not None:
-            progress(i + 1, len(wanted))
 
 
 def _making(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int) -> Iterator[None]:

@@ -507,7 +507,7 @@ def test_nothing_to_compile_is_refused() -> None:
 def test_a_folder_that_cannot_be_written_to_is_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "kept"))
-    monkeypatch.setattr(ahead, "_make_all", lambda *_: pytest.fail("compiles first"))
+    monkeypatch.setattr(ahead, "_making", lambda *_: pytest.fail("compiles first"))
     with pytest.warns(RuntimeWarning, match="kept"), pytest.raises(OSError, match=r"plans cannot be kept there$"):
         ahead.compile_ahead(bare(), tokens=[2], gpu="h200")
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "kept"))
@@ -519,7 +519,7 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("helion")
     asked: list[str] = []
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(ahead, "_make_all", lambda wanted, *_: asked.extend(one.operator for one in wanted))
+    monkeypatch.setattr(ahead, "_making", lambda wanted, *_: (asked.append(one.operator) for one in wanted))
     with pytest.raises(OSError, match=f"{tmp_path / 'kept'}: plans cannot be kept there"):
         ahead.compile_ahead(bare(), tokens=[2], gpu="h200")
     assert asked == ["moe_mlp"]
@@ -743,7 +743,7 @@ def test_a_failure_ends_the_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_make", make)
     monkeypatch.setattr(ahead, "ProcessPoolExecutor", Pool)
     with pytest.raises(RuntimeError, match="first"):
-        ahead._make_all([*range(30)], H200, 1, None)  # type: ignore[arg-type]
+        list(ahead._making([*range(30)], H200, 1))  # type: ignore[arg-type]
     assert 0 in made and len(made) < 5
 
 

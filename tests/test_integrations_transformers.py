@@ -343,18 +343,19 @@ def test_a_model_is_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A cache filled for the shape of a model's layers has all plans of the model."""
     asked: list[int] = []
 
-    def fill(wanted: Sequence[ahead.PlanRequest], gpu: Gpu, *_: Any) -> None:
+    def fill(wanted: Sequence[ahead.PlanRequest], gpu: Gpu, *_: Any) -> list[None]:
         asked.append(len(wanted))
         for one in wanted:
             key = store.plan_key(one.signature, gpu, rules.tuned_digest(gpu))
             store.write_plan(key, Plan(("x",), (Launch(key, (1,), ()),), (0,)), {key: binary_of(key)})
+        return []
 
     def binary_of(key: str) -> store.Binary:
         return store.write_binary(store.Binary(key, (), (), "{}", "cubin", key.encode()))
 
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
-    monkeypatch.setattr(ahead, "_make_all", fill)
+    monkeypatch.setattr(ahead, "_making", fill)
     monkeypatch.setattr(launch, "build_libraries", len)
     model = make("Qwen3Moe").to(torch.bfloat16)
     model.set_experts_implementation("moe_kernels")
