@@ -31,7 +31,7 @@ from benchmarks.wide import largest_error
 from moe_kernels import dequantize, grouped_gemm, grouped_gemm_wgrad, quantize, uniform_grouped_gemm
 from moe_kernels.commands import run_and_exit
 from moe_kernels.models import positive
-from moe_kernels.testing import group_sizes_for, make_inputs
+from moe_kernels.testing import error_budget, group_sizes_for, make_inputs, plain_product
 
 DEPTHS = {"fp8": (768, 2048, 7168, 14336), "float32": (1, 8, 33, 512, 1024, 2048, 4096)}  # K
 ROWS = {"fp8": (256,), "float32": (4, 256)}  # per group
@@ -126,14 +126,10 @@ class Case(NamedTuple):
 @torch.no_grad()
 def share(out: Tensor, A: Tensor, B: Tensor) -> float:
     """Return the largest error of `out`, the product of two matrices, as a share of the tests' budget."""
-    exact = A.double() @ B.double()
-    if A.dtype == out.dtype:
-        plain = torch.mm(A, B)
-    else:
-        plain = torch.mm(A, B, out_dtype=out.dtype) if A.is_cuda else A.to(out.dtype) @ B.to(out.dtype)
-    error, plain_error = ((x.double() - exact).abs().amax() for x in (out, plain))
-    terms = (A.double().abs() @ B.double().abs()).amax()
-    return (error / (2 * plain_error + 2 * torch.finfo(torch.float32).eps * terms)).item()
+    A_exact, B_exact = A.double(), B.double()
+    exact, plain = A_exact @ B_exact, plain_product(A, B, out.dtype)
+    error, plain_error = ((x.double() - exact).abs().amax().item() for x in (out, plain))
+    return error / error_budget(plain_error, (A_exact.abs() @ B_exact.abs()).amax().item())
 
 
 @torch.no_grad()

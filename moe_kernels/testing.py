@@ -271,7 +271,7 @@ def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: fl
 
 def _budget(name: str, error: float, plain_error: float, largest: float, scale: float) -> float:
     """Return the limit of `error`, and check it as `assert_within_budget` does. `largest` is max|exact|."""
-    budget = 2 * plain_error + 2 * torch.finfo(torch.float32).eps * scale if largest > 0 else 0.0
+    budget = error_budget(plain_error, scale) if largest > 0 else 0.0
     # `not <=` instead of `>`, because a plain result that overflows makes the budget inf or NaN.
     if not budget <= largest / 10:
         raise ValueError(f"{name}: budget too loose: {budget:.3e} is over a tenth of max|exact| = {largest:.3e}")
@@ -281,6 +281,16 @@ def _budget(name: str, error: float, plain_error: float, largest: float, scale: 
             f"(plain PyTorch's error: {plain_error:.3e}, max|exact|: {largest:.3e})"
         )
     return budget
+
+
+def error_budget(plain_error: float, scale: float) -> float:
+    """Return the limit of an error: twice that of plain PyTorch, plus `2 * eps(float32) * scale`.
+
+    Args:
+        plain_error: the largest error of plain PyTorch.
+        scale: the largest sum of the absolute values of an element's terms.
+    """
+    return 2 * plain_error + 2 * torch.finfo(torch.float32).eps * scale
 
 
 def flop_count(sizes: Sequence[int], N: int, K: int) -> int:
@@ -311,7 +321,11 @@ def _draw_counts(kind: str, G: int, M: int, seed: int) -> list[int]:
     return drawn.bincount(minlength=G).tolist()
 
 
-def _plain(A: Tensor, B: Tensor, out_dtype: torch.dtype) -> Tensor:
+def plain_product(
+    A: Tensor,  # [M, K]
+    B: Tensor,  # [K, N]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [M, N]
     """Return PyTorch's product of one group; on a GPU by tensor cores, which accumulate less exactly than float32."""
     if A.is_cuda and A.numel() and A.dtype == B.dtype and A.element_size() == 2 and out_dtype == torch.float32:
         return torch.mm(A, B, out_dtype=out_dtype)
@@ -331,7 +345,7 @@ def _compare(
     for out_block, A_block in zip(torch.split(out, block), torch.split(A, block), strict=True):
         A_exact = A_block.double()
         exact = A_exact @ B_exact
-        plain = _plain(A_block.to(plain_dtype or A.dtype), B.to(plain_dtype or B.dtype), out.dtype)
+        plain = plain_product(A_block.to(plain_dtype or A.dtype), B.to(plain_dtype or B.dtype), out.dtype)
         rounded = exact.to(out.dtype)
         finite = rounded.isfinite()
         same = torch.where(finite, out_block.isfinite(), (out_block == rounded) | (out_block.isnan() & rounded.isnan()))

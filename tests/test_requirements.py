@@ -44,7 +44,7 @@ def test_nothing_to_say_about_what_works(
     versions: dict[str, str | None], torch: str, triton: str, helion: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     versions |= {"torch": torch, "triton": triton, "helion": helion}
-    assert not requirements.problems()
+    assert requirements.problems() == {}
     requirements.require()
     assert not recwarn.list
 
