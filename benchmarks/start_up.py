@@ -4,7 +4,8 @@
 
 Each line is measured in its own process. The clock starts after `import torch`, the creation of the operands and a
 `torch.cuda.synchronize()`; it includes `import moe_kernels` and `import triton`. "Nothing cached" means empty folders
-for this package's store, Triton's cache and Inductor's. A first process, which is not measured, writes the byte code of
+for this package's store, Triton's cache and Inductor's. Other libraries' first products are measured with their caches
+filled, if the libraries are installed. A first process, which is not measured, writes the byte code of
 all modules to disk, as a usual installation does, and brings their files into the page cache. Needs a GPU.
 """
 
@@ -141,6 +142,20 @@ def host() -> dict[str, Any]:
     return found
 
 
+def other(provider: str) -> dict[str, float]:
+    """Time the first product of a process by another library, with its import and what it prepares."""
+    from benchmarks.operators import OPERATORS
+    from tritonbench_ops.baselines import Inputs
+
+    A, B, offsets = _operands()
+    G, M, *_ = _GEMM
+    inputs = Inputs(A, B, offsets, [M // G] * G)
+    make = OPERATORS["grouped_gemm"].providers[provider].make
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        return {"first product": _timed(lambda: make(inputs)())}
+
+
 def _host_us(calls: Sequence[Callable[[], Any]], at_once: int = 5) -> float:
     from benchmarks.timing import host_microseconds
 
@@ -151,7 +166,8 @@ def _imported() -> dict[str, bool]:
     return {f"imports {name}": name in sys.modules for name in ("helion", "torch._inductor")}
 
 
-PARTS = {part.__name__: part for part in (layer, training, host)}
+OTHERS = ("torch", "quack", "deepgemm", "triton_kernels")  # providers of the operator "grouped_gemm"
+PARTS = {part.__name__: part for part in (layer, training, host)} | {name: partial(other, name) for name in OTHERS}
 
 
 def child(part: str, folders: dict[str, str]) -> dict[str, Any]:
@@ -189,10 +205,12 @@ def main() -> None:
     if options.part:
         print(json.dumps(PARTS[options.part]()))
         return
+    from benchmarks.run import command_line  # imports moe_kernels, which a part's process does within its clock
+    from moe_kernels.requirements import nvidia_driver
+
     versions = {name: metadata.version(name) for name in ("torch", "triton", "helion")}
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), **versions, "date": str(datetime.date.today())}
-    compiled = " --compiled FOLDER" * bool(options.compiled)
-    results["command"] = f"python -m benchmarks.start_up{compiled} --json FILE"
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "driver": nvidia_driver(), **versions}
+    results |= {"date": str(datetime.date.today()), "command": command_line("start_up", None)}
     with tempfile.TemporaryDirectory() as root:
         print("one process that is not measured", flush=True)
         child("training", _folders(root, "unmeasured"))
@@ -200,6 +218,7 @@ def main() -> None:
             for state in ("nothing cached", "caches filled"):
                 _note(results, f"{part}, {state}", part, _folders(root, part))
         _note(results, "host", "host", _folders(root, "layer"))
+        _note_others(results, _folders(root, "others"))
         if options.compiled:
             folders = _folders(root, "elsewhere") | {"MOE_KERNELS_CACHE_READONLY": options.compiled}
             for part in ("layer", "training"):
@@ -207,6 +226,16 @@ def main() -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _note_others(results: dict[str, Any], folders: dict[str, str]) -> None:
+    from benchmarks.operators import OPERATORS
+
+    providers = OPERATORS["grouped_gemm"].providers
+    for name in OTHERS:
+        if providers[name].installed:
+            for _ in range(2):  # the first process fills the caches
+                _note(results, f"{name}, caches filled", name, folders)
 
 
 def _note(results: dict[str, Any], name: str, part: str, folders: dict[str, str]) -> None:

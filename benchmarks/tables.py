@@ -166,11 +166,9 @@ def markdown(results: Results, short: bool = False) -> str:
             lines += [*table(part), ""]
             continue
         timing = timing_of(part.records)
-        calls = "CUDA-graph replays" if timing == "graph" else "eager calls"
-        load = " under sustained load" if meta.get("load") else ""
         dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in part.records))
         lines += [
-            f"{_where(meta)}, {dtypes}. Times are of {calls}{load} with a cold L2 cache. "
+            f"{_where(meta)}, {dtypes}. {_calls(meta, timing)}. "
             f"{_baseline(roles(suite)[0])}; a speedup below 1 means slower."
             + f" Warm times: a graph of {WARM_CALLS} calls with a warm L2 cache, divided by {WARM_CALLS}."
             * (any(map(_is_warm, part.records)) and not short),
@@ -193,7 +191,7 @@ def _commands(meta: Record) -> str:
 
 
 def _where(meta: Record) -> str:
-    versions = ", ".join(f"{name} {meta[name]}" for name in ("driver", "torch", "triton", "helion"))
+    versions = ", ".join(f"{name} {meta[name]}" for name in ("driver", "torch", "triton", "helion") if name in meta)
     return f"{meta['gpu']}, {versions}, {meta['date']}"
 
 
@@ -201,10 +199,11 @@ def _baseline(label: str) -> str:
     return f"Speedup baseline: {_code(label)}, timed in the same run"
 
 
-def _calls(meta: Record) -> str:
-    """Return the sentence on the timed calls of scripts, which capture graphs on a GPU only."""
+def _calls(meta: Record, timing: str | None = None) -> str:
+    """Return the sentence on the timed calls; without `timing`, of scripts, which capture graphs on a GPU only."""
     regime = "under sustained load" if meta.get("load") else "in short bursts, without sustained load"
-    calls = "eager calls" if meta["gpu"] == NO_GPU else "CUDA-graph replays"
+    graphs = meta["gpu"] != NO_GPU if timing is None else timing == "graph"
+    calls = "CUDA-graph replays" if graphs else "eager calls"
     return f"Times are of {calls} with a cold L2 cache, {regime}"
 
 
@@ -770,16 +769,25 @@ def start_up(measured: Record) -> str:
         [text, *(_number(measured[f"{part}, {state}"].get(key), 2) for state in states)]
         for (part, key), text in parts.items()
     ]
-    versions = ", ".join(f"{name} {measured[name]}" for name in ("torch", "triton", "helion"))
+    for label, seconds in _first_products(measured).items():
+        cells = [_number(seconds, 2) if state == "caches filled" else "-" for state in states]
+        rows.append([f"first product of a process by {_code(label)}", *cells])
     return "\n".join(
         [
-            f"{measured['gpu']}, {versions}, {measured['date']}. Times are in seconds. The clock starts after "
-            "`import torch` and the creation of the operands, and includes `import moe_kernels`.",
+            f"{_where(measured)}. Times are in seconds. The clock starts after `import torch` and the creation of the "
+            "operands, and includes the library's import.",
             "",
             *_markdown_rows(["", *states.values()], rows),
             "",
         ]
     )
+
+
+def _first_products(measured: Record) -> dict[str, float]:
+    """Return the seconds of other libraries' first products, by label, fastest first."""
+    providers = OPERATORS["grouped_gemm"].providers
+    found = {p.label: measured.get(f"{name}, caches filled", {}).get("first product") for name, p in providers.items()}
+    return dict(sorted(((k, v) for k, v in found.items() if v is not None), key=lambda one: one[1]))
 
 
 def overview(folder: Path) -> str:
@@ -805,17 +813,19 @@ def overview(folder: Path) -> str:
     for meta, _ in found.values():
         dates.setdefault(_where(meta | {"date": ""}), []).append(meta["date"])
     where = "; ".join(f"{machine}{' and '.join(sorted(set(days)))}" for machine, days in dates.items())
-    first = json.loads((folder / "start_up.json").read_text(encoding="utf-8"))["layer, caches filled"]
-    seconds = f"**{_number(first['first grouped_gemm'], 2)} s**"
     rows = [[text, *cells] for text, (_, cells) in found.items()]
-    rows.append(["first product of a new process, kernels cached on disk", seconds, "not measured", "not measured"])
+    measured = json.loads((folder / "start_up.json").read_text(encoding="utf-8"))
+    seconds = f"**{_number(measured['layer, caches filled']['first grouped_gemm'], 2)} s**"
+    others = {label: f"{_number(s, 2)} s, {_code(label)}" for label, s in _first_products(measured).items()}
+    cells = [next(iter(others.values()), "not measured"), others.get(roles("table")[0], "not measured")]
+    rows.append(["first product of a new process, kernels cached on disk", seconds, *cells])
     head = ["Qwen3-30B-A3B, bfloat16", "moe_kernels", "fastest other in the same run", "PyTorch baseline"]
     return "\n".join(
         [
             *_markdown_rows(head, rows),
             "",
-            f"{where}. Times in microseconds are of CUDA-graph replays with a cold L2 cache. The implementations of a "
-            "row took turns in one run.",
+            f"{where}. Times in microseconds are of CUDA-graph replays with a cold L2 cache, in short bursts. The "
+            "implementations of a row took turns in one run.",
             "",
         ]
     )

@@ -208,11 +208,12 @@ def test_start_up_is_shown_with_the_states_it_measured(
     compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plans compiled elsewhere are measured only with --compiled, which the recorded command names."""
-    keys = ("first grouped_gemm", "25 calls", "worst of them", "first step", "first step of another T")
+    keys = ("first grouped_gemm", "25 calls", "worst of them", "first step", "first step of another T", "first product")
     file = tmp_path / "start_up.json"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(start_up, "child", lambda *_: dict.fromkeys(keys, 1.0))
+    monkeypatch.setattr(start_up, "OTHERS", ("torch",))
     monkeypatch.setattr(sys, "argv", ["start_up", *compiled, "--json", str(file)])
     start_up.main()
     measured = json.loads(file.read_text())
@@ -220,6 +221,7 @@ def test_start_up_is_shown_with_the_states_it_measured(
     rows = [line for line in tables.start_up(measured).splitlines() if line.startswith("|")]
     assert rows[0].count("|") == 4 + bool(compiled)
     assert len(rows) == 2 + len(keys)
+    del measured["torch, caches filled"]
     measured["training, nothing cached"] = {"error": "out of memory"}
     assert tables.start_up(measured).count(" | - |") == 2
 

@@ -99,6 +99,8 @@ def test_the_seconds_of_start_up(tmp_path: Path) -> None:
     for part, keys in parts.items():
         for state in states:
             measured[f"{part}, {state}"] = {key: next(seconds) + 0.004 for key in keys}
+    measured["torch, caches filled"] = {"first product": 17.0}
+    measured["quack, caches filled"] = {"first product": 16.0}
     (tmp_path / "start_up.json").write_text(json.dumps(measured))
     page = tmp_path / "page.md"
     page.write_text("<!-- table: start_up.json -->\n<!-- end of table -->\n")
@@ -110,6 +112,8 @@ def test_the_seconds_of_start_up(tmp_path: Path) -> None:
         ["3.00", "6.00", "9.00"],
         ["10.00", "12.00", "14.00"],
         ["11.00", "13.00", "15.00"],
+        ["-", "16.00", "-"],
+        ["-", "17.00", "-"],
     ]
 
 
@@ -132,6 +136,10 @@ def test_the_overview_names_the_best_of_what_was_timed(tmp_path: Path) -> None:
     baseline = "50.0 us, `torch._grouped_mm`"  # faster than the loop, so it is also the fastest other
     assert lines[5].endswith(f"| **40.0 us** | {baseline} | {baseline} |")
     assert lines[6].endswith("| **0.25 s** | not measured | not measured |")
+    measured = {"layer, caches filled": {"first grouped_gemm": 0.254}, "torch, caches filled": {"first product": 0.3}}
+    measured |= {"quack, caches filled": {"first product": 0.2}, "deepgemm, caches filled": {"error": 1.0}}
+    (tmp_path / "start_up.json").write_text(json.dumps(measured))
+    assert tables.overview(tmp_path).splitlines()[6].endswith("| 0.20 s, quack | 0.30 s, `torch._grouped_mm` |")
 
 
 def test_records_of_older_files() -> None:
