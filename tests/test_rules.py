@@ -25,7 +25,7 @@ import torch
 from moe_kernels import requirements, rules
 from moe_kernels.ops.batched import varied_launch
 from moe_kernels.rules import scaled, swiglu, uniform, varied, wgrad
-from moe_kernels.runtime import cache, launch, store, targets
+from moe_kernels.runtime import attributes, cache, launch, store, targets
 from moe_kernels.runtime.plan import Launch, Plan
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.tuning import entries
@@ -1312,6 +1312,10 @@ PRIVATE: dict[str, Callable[[pytest.MonkeyPatch, Any, Any], Any]] = {  # removes
         patch.delattr(compiler.helion_environment.CompileEnvironment, "_to_fake_tensor"),
         lambda: compiler._example_tensors(GPU).__enter__(),
     ),
+    "helion CompileEnvironment._to_fake_tensor in any module": lambda patch, compiler, declare: (
+        patch.setattr(compiler, "helion_environment", SimpleNamespace()),
+        lambda: compiler._example_tensors(GPU).__enter__(),
+    ),
     "helion inline_triton._get_masked_value": lambda patch, compiler, declare: (
         patch.setattr(compiler, "hl", SimpleNamespace(inline_triton=None)),
         lambda: compiler._generate(None, {}, (), GPU),
@@ -1343,10 +1347,17 @@ def test_where_nothing_can_be_compiled_without_a_private_name(name: str, monkeyp
     from moe_kernels.runtime import compile as compiler
 
     _, needs_it = PRIVATE[name](monkeypatch, compiler, declare)
-    package, missing = name.split()
+    package, missing, *_ = name.split()
     expected = f"cannot compile with {package} {requirements.installed(package)}, which has no {missing}: it was tested"
     with pytest.raises(RuntimeError, match=re.escape(expected)):
         needs_it()
+
+
+def test_private_modules_that_are_not_there_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' files can be imported without them; what needs one of their names says so."""
+    for name in ("helion._compiler.compile_environment", "helion.none", "none"):
+        monkeypatch.setitem(sys.modules, name, None)
+        assert not vars(attributes.module_or_empty(name))
 
 
 @pytest.mark.parametrize("types", [SimpleNamespace(), SimpleNamespace(TypePropagation=SimpleNamespace())])

@@ -9,15 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 import helion
-import helion._compiler.indexing_strategy as helion_indexing
 import torch
 from helion.runtime.settings import default_autotuner_fn
 
 from moe_kernels import requirements, rules
 from moe_kernels.rules.config import Config
+from moe_kernels.runtime.attributes import module_or_empty
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, least, most, needs_int64
 from moe_kernels.runtime.targets import Gpu
+
+helion_indexing = module_or_empty("helion._compiler.indexing_strategy")
 
 
 def _leave_scalar_indices() -> None:

@@ -1,14 +1,24 @@
-"""Temporary replacement of attributes of modules and classes, mostly Triton's, Helion's and PyTorch's."""
+"""Attributes of other packages' modules and classes, which may be missing, and their temporary replacement."""
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 # Held while Helion or Triton's interpreter runs: they are not thread-safe, nor is Python 3.11's `ast`, which they use.
 one_at_a_time = threading.RLock()
+
+
+def module_or_empty(name: str) -> Any:
+    """Return a private module of another package, or an object without attributes if this version has none."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return SimpleNamespace()
 
 
 @contextmanager

@@ -24,9 +24,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import helion
-import helion._compiler.compile_environment as helion_environment
-import helion._compiler.inductor_lowering as helion_lowering
-import helion._compiler.type_propagation as helion_types
 import helion.language as hl
 import torch
 import triton
@@ -35,11 +32,14 @@ from triton.compiler import ASTSource
 
 from moe_kernels import requirements
 from moe_kernels.runtime import store, torch_internals
-from moe_kernels.runtime.attributes import one_at_a_time, replaced
+from moe_kernels.runtime.attributes import module_or_empty, one_at_a_time, replaced
 from moe_kernels.runtime.plan import TYPES, Alloc, Builder, Call, Constant, Descriptor, Launch, Plan, Pointer, Request
 from moe_kernels.runtime.symbolic import INT32_MAX, SymbolicInt, SymbolicTensor, least, most
 from moe_kernels.runtime.targets import Gpu
 
+helion_environment = module_or_empty("helion._compiler.compile_environment")
+helion_lowering = module_or_empty("helion._compiler.inductor_lowering")
+helion_types = module_or_empty("helion._compiler.type_propagation")
 SAME = "{0}"  # inline Triton of a product's operand that is zero where its tile exceeds the tensor
 _EXAMPLE_NUMBER = 3
 _EXAMPLE_ROWS = 256  # rows of example tensors: a TMA descriptor's block may not have more rows than its tensor
@@ -443,7 +443,8 @@ def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
     device = torch.device("cpu") if gpu.backend == "interpreter" else torch.device(gpu.device_type, 0)
     FakeTensor, FakeTensorMode = torch_internals.fake_tensors()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    to_fake = getattr(helion_environment.CompileEnvironment, "_to_fake_tensor", None)
+    environment = getattr(helion_environment, "CompileEnvironment", None)
+    to_fake = getattr(environment, "_to_fake_tensor", None)
     if to_fake is None:
         raise requirements.lacks("helion", "CompileEnvironment._to_fake_tensor")
 
@@ -470,7 +471,7 @@ def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
     with (
         # Helion would refuse 32-bit indices for tensors with more elements, but groups and windows have their own.
         replaced(sys.modules[helion.Kernel.__module__], _resolve_index_dtype=lambda settings, _: settings.index_dtype),
-        replaced(helion_environment.CompileEnvironment, _to_fake_tensor=symbolic_fake),
+        replaced(environment, _to_fake_tensor=symbolic_fake),
         replaced(helion_environment, tensor_descriptor_runtime_alignment_signature=alignment),
         replaced(FakeTensor, data_ptr=lambda self: self.storage_offset() * self.element_size()),
     ):
