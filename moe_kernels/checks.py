@@ -98,12 +98,18 @@ def _check_formats(names: str, formats: tuple[str, str], left: str) -> bool:
 
 
 def _check_accumulation(fast_accumulation: bool, rowwise: bool) -> None:
+    if rowwise:
+        check_bools(fast_accumulation=fast_accumulation)
+        return
+    blocks = "'1x128' and '128x128', whose blocks are added in float32; it is for"
+    check_no_fast_accumulation(fast_accumulation, f"{blocks} 'rowwise' operands and compute='fp8_rowwise'")
+
+
+def check_no_fast_accumulation(fast_accumulation: bool, products: str) -> None:
+    """Check that `fast_accumulation` is False for `products` that do not have it."""
     check_bools(fast_accumulation=fast_accumulation)
-    if fast_accumulation and not rowwise:
-        raise ValueError(
-            "fast_accumulation: expected False for '1x128' and '128x128', whose blocks are added in float32; it is for "
-            "'rowwise' operands and compute='fp8_rowwise'"
-        )
+    if fast_accumulation:
+        raise ValueError(f"fast_accumulation: expected False for {products}, got True")
 
 
 def _check_scaled_result(

@@ -29,6 +29,7 @@ def swiglu_ffn(
     interleaved: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    validate: bool | None = None,
 ) -> Tensor:
     """Compute the first half of each expert: `act = f(rows @ gate) * (rows @ up)`, by default SwiGLU.
 
@@ -53,20 +54,21 @@ def swiglu_ffn(
             with `w_up` or `gated=False`.
         alpha: for "clamped_swiglu"; the default is that of gpt-oss.
         limit: for "clamped_swiglu" and "clamped_silu"; the default is that of gpt-oss, DeepSeek-V4 uses 10.
+        validate: as for `grouped_gemm`.
 
     Returns:
         act `[M, I]`, in the promoted dtype of `rows` and `w_gate_up`.
 
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device; options exclude each
-            other. Offsets are checked on the host if the environment variable MOE_KERNELS_VALIDATE was 1 at import.
+            other.
         ImportError: as for `grouped_gemm`.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)
     rows, w_gate_up, w_up = autocast(rows, w_gate_up, w_up)
     experts = checks.Experts(w_gate_up, None, w_up, gate_up_bias, up_bias, None, spec, transposed)
     checks.check_swiglu_ffn(rows, group_offsets, experts)
-    if checks.validation_enabled(None):
+    if checks.validation_enabled(validate):
         checks.validate_offsets(group_offsets, rows.size(0))
     w_in, w_up = columns(w_gate_up, transposed), columns(w_up, transposed)
     save_preact = differentiated(rows, w_in, w_up, gate_up_bias, up_bias)
@@ -152,10 +154,8 @@ def moe_mlp(
         experts = checks.Experts(w_gate_up, w_down, w_up, *biases, spec, transposed)
         return _scaled_moe_mlp(hidden, topk_ids, topk_weights, experts, fast_accumulation, validate)
     if fast_accumulation is not False:
-        raise ValueError(
-            "fast_accumulation: expected False for products that are not in fp8; it is for 'rowwise' weights and "
-            "compute='fp8_rowwise'"
-        )
+        others = "products that are not in fp8; it is for 'rowwise' weights and compute='fp8_rowwise'"
+        checks.check_no_fast_accumulation(fast_accumulation, others)
     given: Any = (hidden, topk_ids, topk_weights, None, None, None, w_gate_up, w_down, w_up, *biases)
     requested = (type(transposed), type(gated), type(interleaved), transposed, spec)
     validates = checks.validation_enabled(validate)

@@ -62,7 +62,7 @@ def grouped_gemm(
     if isinstance(A_packed, ScaledTensor) or isinstance(B, ScaledTensor):
         return _scaled_grouped_gemm(A_packed, B, group_offsets, None, out_dtype, variant, fast_accumulation, validate)
     if fast_accumulation is not False:
-        raise ValueError("fast_accumulation: expected False for plain tensors; it is for rowwise ScaledTensors")
+        checks.check_no_fast_accumulation(fast_accumulation, "plain tensors; it is for rowwise ScaledTensors")
     given, requested = (A_packed, B, group_offsets, None), (out_dtype, variant)
     if not validate and (known := cache.repeat(GROUPED_GEMM, given, requested)) is not None:
         return known

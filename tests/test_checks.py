@@ -340,6 +340,7 @@ def test_validate_is_a_bool_or_none(value: Any) -> None:
         lambda: grouped_gemm(A_PACKED, torch.ones(G, K, N), OFFSETS, validate=value),
         lambda: route(IDS, WEIGHTS, G, validate=value),
         lambda: moe_mlp(**CALLS[moe_mlp], validate=value),
+        lambda: swiglu_ffn(A_PACKED, torch.ones(G, 2, K), OFFSETS, validate=value),
     ):
         with pytest.raises(TypeError, match=r"^validate: expected True or False, got "):
             call()
@@ -402,6 +403,14 @@ def test_the_environment_turns_validation_on_everywhere(name: str, monkeypatch: 
     index = r"offs\[1\]" if name.startswith("grouped_mm") else r"group_offsets\[2\]"
     with pytest.raises(ValueError, match=rf"^{index}: expected 2 .* to 5 .*, got 1"):
         _products(offsets)[name]()
+
+
+def test_malformed_offsets_of_an_ffn_are_named_if_asked() -> None:
+    """The first half checks the offsets only if asked."""
+    call = partial(swiglu_ffn, A_PACKED, torch.ones(G, 2, K), OFFSETS.flip(0))
+    with pytest.raises(ValueError, match=r"^group_offsets\[0\]: expected 0, got "):
+        call(validate=True)
+    assert call(validate=False).shape == (M, 1)
 
 
 @pytest.mark.parametrize("name", ["grouped_gemm", "route"])

@@ -195,9 +195,12 @@ def test_fast_accumulation_is_for_rowwise_operands() -> None:
     A, B, group_offsets = operands("block")
     with pytest.raises(ValueError, match="fast_accumulation: expected False for '1x128' and '128x128'"):
         grouped_gemm(A, B, group_offsets, fast_accumulation=True)
-    for fast in (True, 0):
-        with pytest.raises(ValueError, match="fast_accumulation: expected False for plain tensors"):
-            grouped_gemm(torch.ones(M, K), torch.ones(G, K, N), group_offsets, fast_accumulation=fast)  # type: ignore
+    plain: Any = torch.ones(M, K), torch.ones(G, K, N), group_offsets
+    with pytest.raises(ValueError, match=r"fast_accumulation: expected False for plain tensors.*, got True"):
+        grouped_gemm(*plain, fast_accumulation=True)
+    for wrong in (0, None, "x"):
+        with pytest.raises(TypeError, match=f"fast_accumulation: expected True or False, got {wrong!r}"):
+            grouped_gemm(*plain, fast_accumulation=wrong)  # type: ignore[arg-type]
     assert grouped_gemm(*operands("rowwise"), fast_accumulation=True).any()
 
 
