@@ -27,9 +27,6 @@ _CHECKED_GROUPS = 12
 _CHECKED_ROWS = 1024
 
 
-# Packed rows
-
-
 def weights(case: Case, device: torch.device, per_group: bool) -> Tensor:
     empty = [0] * case.G
     dtype = getattr(torch, case.dtype)
@@ -107,9 +104,6 @@ def memory(case: Case, per_group: bool) -> int:
     return elements * itemsize
 
 
-# Groups of one size each
-
-
 def all_rows(case: Case) -> Case:
     """Return a case of the suite `uniform` with M as the rows of all groups."""
     return replace(case, M=case.G * case.M, sizes="uniform")
@@ -128,9 +122,6 @@ def all_longer(inputs: Inputs, more: int) -> Inputs:
     A = torch.cat((A, A[:, -1:].expand(-1, more, -1)), 1)
     group_offsets = inputs.group_offsets + more * torch.arange(G + 1, dtype=torch.int32, device=A.device)
     return replace(inputs, A=A.flatten(0, 1), group_offsets=group_offsets, sizes=[A.size(1)] * G)
-
-
-# Lists
 
 
 @dataclass(frozen=True)
@@ -185,9 +176,6 @@ def check_lists(outs: list[Tensor], inputs: Lists) -> float:
 def work_of_lists(inputs: Lists) -> tuple[int, int]:
     flops, bytes_ = zip(*map(work, _single(inputs)), strict=True)
     return sum(flops), sum(bytes_)
-
-
-# Layers
 
 
 def experts(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:

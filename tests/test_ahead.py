@@ -592,9 +592,6 @@ def test_output_is_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
         assert {name: os.environ[name] for name in names} == before
 
 
-# Commands
-
-
 def parse(add: Callable[[argparse.ArgumentParser], None], *arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add(parser)

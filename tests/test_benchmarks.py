@@ -74,9 +74,6 @@ def record(case: str, provider: str, us: float | None, timing: str = "graph", **
     return {**values, **more}
 
 
-# Cases and operators
-
-
 def test_the_table_is_that_of_the_targets() -> None:
     cases = SUITES["table"].cases()
     assert len(cases) == 22 and len({case.name for case in cases}) == 11
@@ -327,9 +324,6 @@ def test_under_load_dense_products_take_turns(monkeypatch: pytest.MonkeyPatch) -
     assert "replays under sustained load with" in tables.markdown(run.Results(META | {"load": True}, records))
 
 
-# Checks of results
-
-
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("kind", ["softmax", "empty", "one", "uniform"])
 def test_the_reference_passes_the_check(name: str, kind: Any) -> None:
@@ -499,9 +493,6 @@ def test_records_of_two_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "captured", lambda call, times: (call, call()))
     records = run.measure("smoke", CASE, GROUPED, ["torch", "ours"], inputs_of(CASE), 3, ["eager", "graph"], CPU)
     assert [(r["timing"], r["host_us"] is None) for r in records] == [("eager", False)] * 2 + [("graph", True)] * 2
-
-
-# Runs
 
 
 def fitting_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
@@ -732,9 +723,6 @@ def test_a_file_has_to_be_named_without_a_gpu(capsys: pytest.CaptureFixture[str]
     captured = capsys.readouterr()
     assert "--json: name a FILE" in captured.err and not captured.out
     assert run.folder(run.meta(CPU, "command")) is None
-
-
-# Peers, with stand-ins for their packages
 
 
 def test_rows_are_padded_for_deepgemm() -> None:

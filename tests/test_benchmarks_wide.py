@@ -135,9 +135,6 @@ def test_tuned_entries_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     entries.reload()
 
 
-# Resumed runs
-
-
 def command(folder: Path, *more: str) -> list[str]:
     return [str(folder / "wide.jsonl"), "--json", str(folder / "wide.json"), "--tiny", *more]
 
@@ -246,9 +243,6 @@ def test_a_failure_of_ours_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.
 
     replaced(monkeypatch, "ours", fails)
     assert wide.main(command(tmp_path)) == 1
-
-
-# Compiling beforehand
 
 
 class Sent(NamedTuple):

@@ -137,8 +137,6 @@ def test_only_integers_of_at_least_0_are_reckoned_with(other: Any) -> None:
             operation()
 
 
-# Signatures
-
 sizes = st.integers(0, 300) | st.integers(900, 1200) | st.integers(0, MAX_ROWS)
 
 
@@ -279,8 +277,6 @@ def test_a_signature_on_disk_names_no_device() -> None:
     assert elsewhere != key and portable(elsewhere) == portable(key)
     assert len({portable(signature_of(x())) for x in (call, *OTHER.values())}) == 1 + len(OTHER)
 
-
-# Plans
 
 ROWS = SymbolicInt.extent(0, 0, 1, 1000)
 PLAN = Plan(
@@ -508,9 +504,6 @@ def test_new_memory_is_pytorchs_where_its_private_allocator_is_missing(monkeypat
     assert (made.shape, made.stride(), made.dtype, made.device) == ((2, 3), (1, 2), torch.float16, CPU)
     monkeypatch.setattr(torch_internals, "empty_strided_cuda", None)
     assert callable(torch_internals.allocator(cuda)) and torch_internals.allocator(cuda) is not fast
-
-
-# The plan cache
 
 
 def entry() -> cache._Entry:
@@ -983,9 +976,6 @@ def test_a_failure_that_has_nothing_to_do_with_the_launcher_changes_no_way(
     for _ in range(2):
         run(*call())
     assert done == [*tried, "direct", "direct"] and not cache.plans.launchers
-
-
-# Observers of a call
 
 
 def transformed(transform: Callable[..., Any]) -> Callable[[Tensor], bool]:

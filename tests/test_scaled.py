@@ -244,9 +244,6 @@ def test_gpus_without_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         quantize(hidden, "rowwise", dtype=E5M2)
 
 
-# scaled_grouped_mm
-
-
 def test_pytorchs_signature() -> None:
     theirs = inspect.signature(torch.nn.functional.scaled_grouped_mm).parameters  # type: ignore[attr-defined]
     for function in (scaled_grouped_mm, reference.scaled_grouped_mm):

@@ -1057,9 +1057,6 @@ def test_sources_are_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert store.environment() == here
 
 
-# Strings read from disk
-
-
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the paths of all values that are neither objects nor lists."""
     if isinstance(value, Mapping):
@@ -1244,9 +1241,6 @@ def test_nothing_unpickles_or_evaluates() -> None:
             node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
         assert not called & {"eval", "exec", "compile", "__import__"}
-
-
-# Triton's launchers
 
 
 class Compiler:

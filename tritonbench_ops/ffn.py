@@ -87,9 +87,6 @@ def work(layer: Layer, forward: bool = True, backward: bool = False) -> tuple[in
     return (forward + 2 * backward) * per_pass, elements * layer.hidden.dtype.itemsize
 
 
-# Providers
-
-
 def ours(layer: Layer) -> Call:
     from moe_kernels import moe_mlp
 
@@ -148,9 +145,6 @@ def gradients(layer: Layer, out: Tensor, retain_graph: bool = False) -> dict[str
     """Return the gradients of hidden states, topk_weights and both weights, from the output."""
     grads = torch.autograd.grad(out, list(layer.leaves.values()), layer.d_out, retain_graph=retain_graph)
     return dict(zip(layer.leaves, grads, strict=True))
-
-
-# The check
 
 
 def expert(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:

@@ -235,8 +235,6 @@ class Compiling:
             self.pool.shutdown()
 
 
-# Helion
-
 _hosts: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 

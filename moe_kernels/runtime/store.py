@@ -275,9 +275,6 @@ def write_library(key: str, content: bytes) -> None:
         _write_payload(f"{_libraries()}/{key}.json", record)
 
 
-# Contents of files
-
-
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -316,9 +313,6 @@ def _write_code(place: str, code: bytes, extension: str, record: dict[str, Any])
     """Write code to a file named by its checksum, so that no writer replaces other code. Add that name to `record`."""
     record |= {"code": _sha256(code), "extension": extension}
     return _write(f"{place}/{record['code']}.{extension}", code)
-
-
-# Files
 
 
 def _find(name: str, accept: Callable[[Path, bytes], _T]) -> _T | None:

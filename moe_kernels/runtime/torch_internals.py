@@ -189,9 +189,6 @@ def has_no_values(tensor: Tensor) -> bool:
     return isinstance(tensor, fake_tensors()[0])
 
 
-# For code generation. Functions import the names that they need.
-
-
 def _imported(module: str, *names: str) -> tuple[Any, ...]:
     """Return names of a module; raise RuntimeError if this PyTorch has none of the first name."""
     try:

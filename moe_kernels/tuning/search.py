@@ -346,9 +346,6 @@ class Inputs:
         return [partial(run, *tensors) for tensors in self.tensors]
 
 
-# Grouped products: neighbours of the rule's config, and Helion's autotuner.
-
-
 def grouped_inputs(task: Task, device: torch.device) -> Inputs:
     """Return the calls of `grouped_gemm`, with one A_packed and B, and the offsets of each routing."""
     dtype = DTYPES[task.dtype]
@@ -573,9 +570,6 @@ def _with(choice: Any, **changed: Any) -> Any:
     """Return `choice`, of any operator, with changed options of its config, None to remove one."""
     values = {name: given for name, given in {**choice.config.config, **changed}.items() if given is not None}
     return replace(choice, config=Config(**values))
-
-
-# Uniform and varied products: a grid of configs.
 
 
 def uniform_workload(task: Task, device: torch.device) -> Workload:
