@@ -54,8 +54,10 @@ def _scaled_wgrad(X: _Shape, scales_X: _Shape, Y: _Shape, *_: Any, **__: Any) ->
 
 
 @register_flop_formula(_OPERATORS.quantized_wgrad)
-def _quantized_wgrad(X: _Shape, Y: _Shape, group_offsets: _Shape, x_slots: _Shape | None, *_: Any, **__: Any) -> int:
-    rows = X if x_slots is None else x_slots
+def _quantized_wgrad(
+    X: _Shape, Y: _Shape, group_offsets: _Shape, x_row_to_slot: _Shape | None, *_: Any, **__: Any
+) -> int:
+    rows = X if x_row_to_slot is None else x_row_to_slot
     return 2 * rows[0] * X[1] * Y[1]
 
 

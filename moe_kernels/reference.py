@@ -542,11 +542,11 @@ def quantized_grouped_gemm(
 
 
 def quantized_wgrad(
-    X: Tensor,  # [M, P], or tokens [T, P] with x_slots
-    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_slots
+    X: Tensor,  # [M, P], or tokens [T, P] with x_row_to_slot
+    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_row_to_slot
     group_offsets: Tensor,  # [G + 1]
-    x_slots: Tensor | None,  # [M], the rows' slots
-    y_slots: Tensor | None,  # [M]
+    x_row_to_slot: Tensor | None,  # [M]
+    y_row_to_slot: Tensor | None,  # [M]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [G, P, Q]
     """Compute `grouped_gemm_wgrad` of operands quantised along the rows of each group, in float32, rounded once.
@@ -554,8 +554,8 @@ def quantized_wgrad(
     Each group's rows are quantised transposed: those of X as "1x128", those of Y as "128x128".
     """
     x, y = (
-        rows if slots is None else rows[slots.long() // max(len(slots) // max(len(rows), 1), 1)]
-        for rows, slots in ((X, x_slots), (Y, y_slots))
+        rows if to_slot is None else rows[to_slot.long() // max(len(to_slot) // max(len(rows), 1), 1)]
+        for rows, to_slot in ((X, x_row_to_slot), (Y, y_row_to_slot))
     )
     offsets = checks.clamp_offsets(group_offsets, len(x))
     values = []

@@ -3,12 +3,12 @@
 This is the gradient of a grouped GEMM's weights. fp8 tensor cores need both operands contiguous along the contraction,
 here the rows. So X and Y are copied, transposed 128 rows at a time:
 
-    data [slots, C, 128]    the rows of group g, from `start` on, fill slots start // 128 + g and following
+    data [blocks, C, 128]    the rows of group g, from `start` on, fill blocks start // 128 + g and following
 
 These copies pad each group with zeros to a multiple of 128 rows. There are two formats of scales:
 
     rowwise        X and Y are fp8 and already transposed, with a scale per group and column
-    block-scaled   X and Y are quantised here: a slot has one scale per column of X, and one per 128 columns of Y,
+    block-scaled   X and Y are quantised here: a block has one scale per column of X, and one per 128 columns of Y,
                    which is "1x128" by "128x128" of the transposed rows of a group
 
 As in `scaled_gemm`, the sum of each 128 rows is added outside the tensor cores, unless `fast`.
@@ -38,8 +38,8 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 @kernel()
 def quantize_columns(
-    data: torch.Tensor,  # [slots, C rounded up to a multiple of 128, 128] fp8, written
-    scales: torch.Tensor,  # [slots, C], or [slots, cdiv(C, 128)] if `squares`; written
+    data: torch.Tensor,  # [blocks, C rounded up to a multiple of 128, 128] fp8, written
+    scales: torch.Tensor,  # [blocks, C], or [blocks, cdiv(C, 128)] if `squares`; written
     x: torch.Tensor,  # [M, C], or tokens [T, C] with row_to_slot
     row_to_slot: torch.Tensor | None,  # [M] int32
     tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, of tile_table with block_m = 128
@@ -57,7 +57,7 @@ def quantize_columns(
             group = tiles[t, 0]
             row0 = tiles[t, 1]
             end = tiles[t, 2]
-            slot = (divide(row0, 128) + group).to(torch.int64)
+            block = (divide(row0, 128) + group).to(torch.int64)
             rows = row0 + 4 * hl.arange(32)
             a = _rows(x, rows, end, tile_c, row_to_slot, top_k)
             b = _rows(x, rows + 1, end, tile_c, row_to_slot, top_k)
@@ -66,19 +66,19 @@ def quantize_columns(
             largest_4 = largest_of_tiles(a, b, c, d)
             if squares:
                 scale = scale_of(largest_of(largest_4, group), largest, False)
-                hl.store(scales, [slot, tile_c.id], scale)
+                hl.store(scales, [block, tile_c.id], scale)
             else:
                 scale = scale_of(largest_of(largest_4, hl.zeros([tile_c], dtype=torch.int32), 0), largest, False)
-                hl.store(scales, [slot, tile_c], scale)
+                hl.store(scales, [block, tile_c], scale)
             factor = inverse(scale) if squares else inverse(scale).unsqueeze(0)
             a, b, c, d = scaled(a, factor), scaled(b, factor), scaled(c, factor), scaled(d, factor)
-            hl.store(data, [slot, tile_c, hl.arange(128)], columns_of(a, b, c, d, data.dtype))
+            hl.store(data, [block, tile_c, hl.arange(128)], columns_of(a, b, c, d, data.dtype))
     return data
 
 
 @kernel()
 def pad_columns(
-    data: torch.Tensor,  # [slots, C rounded up to a multiple of 128, 128] fp8, written
+    data: torch.Tensor,  # [blocks, C rounded up to a multiple of 128, 128] fp8, written
     x: torch.Tensor,  # [C, M] fp8
     tiles: torch.Tensor,  # [1 + max_tiles, 3] int32, of tile_table with block_m = 128
     max_tiles: int,
@@ -89,10 +89,10 @@ def pad_columns(
         t = int32(tile_t.id + 1, num_tiles)
         if t <= num_tiles:
             row0 = tiles[t, 1]
-            slot = (divide(row0, 128) + tiles[t, 0]).to(torch.int64)
+            block = (divide(row0, 128) + tiles[t, 0]).to(torch.int64)
             rows = row0 + hl.arange(128)
             inside = (rows < tiles[t, 2]).unsqueeze(0)
-            hl.store(data, [slot, tile_c, hl.arange(128)], hl.load(x, [tile_c, rows], extra_mask=inside))
+            hl.store(data, [block, tile_c, hl.arange(128)], hl.load(x, [tile_c, rows], extra_mask=inside))
     return data
 
 
@@ -119,10 +119,10 @@ def _computed_here(x: torch.Tensor, inline_ptx: bool) -> torch.Tensor:
 
 @kernel()
 def scaled_wgrad(
-    X: torch.Tensor,  # [slots, P rounded up to a multiple of 128, 128] fp8
-    Y: torch.Tensor,  # [slots, Q rounded up to a multiple of 128, 128] fp8
-    scales_X: torch.Tensor,  # [slots, P] if `block_scaled`, else [G, P]
-    scales_Y: torch.Tensor,  # [slots, cdiv(Q, 128)] if `block_scaled`, else [G, Q]
+    X: torch.Tensor,  # [blocks, P rounded up to a multiple of 128, 128] fp8
+    Y: torch.Tensor,  # [blocks, Q rounded up to a multiple of 128, 128] fp8
+    scales_X: torch.Tensor,  # [blocks, P] if `block_scaled`, else [G, P]
+    scales_Y: torch.Tensor,  # [blocks, cdiv(Q, 128)] if `block_scaled`, else [G, Q]
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [G, P, Q]
     odd_M: int,  # 2 * M + 1
@@ -158,10 +158,10 @@ def scaled_wgrad(
             next_y = scales_Y[first, q_block]
         for step in hl.tile(steps, block_size=1):
             i = int32(step.id, zero)
-            slot = (first + i).to(torch.int64)
-            y = unmasked(hl.load(Y, [slot, tile_q, tile_k])).T
-            x_upper = unmasked(hl.load(X, [slot, p0 + hl.arange(half), tile_k]))
-            x_lower = unmasked(hl.load(X, [slot, p0 + half + hl.arange(half), tile_k]))
+            block = (first + i).to(torch.int64)
+            y = unmasked(hl.load(Y, [block, tile_q, tile_k])).T
+            x_upper = unmasked(hl.load(X, [block, p0 + hl.arange(half), tile_k]))
+            x_lower = unmasked(hl.load(X, [block, p0 + half + hl.arange(half), tile_k]))
             if block_scaled:
                 scale_upper = (next_upper * next_y)[:, None]
                 scale_lower = (next_lower * next_y)[:, None]
@@ -192,20 +192,20 @@ def scaled_wgrad(
 
 
 def plan_quantized_wgrad(builder: Builder, tensors: Operands, options: tuple[torch.dtype, int]) -> SymbolicTensor:
-    """Plan the result `[G, P, Q]` from X `[M, P]`, Y `[M, Q]`, group_offsets `[G + 1]`, x_slots and y_slots.
+    """Plan the result `[G, P, Q]` from X `[M, P]`, Y `[M, Q]`, group_offsets `[G + 1]` and the operands' row_to_slot.
 
-    An operand whose rows' slots `[M]` are given, not None, is tokens `[M / top_k, ..]`.
+    An operand whose row_to_slot `[M]` is not None is tokens `[M / top_k, ..]`.
     """
-    X, Y, group_offsets, x_slots, y_slots = tensors
+    X, Y, group_offsets, x_row_to_slot, y_row_to_slot = tensors
     dtype, top_k = options
     G, P, Q = group_offsets.size(0) - 1, X.size(1), Y.size(1)
     out = builder.alloc((G, P, Q), dtype)
-    rows = X if x_slots is None else x_slots
+    rows = X if x_row_to_slot is None else x_row_to_slot
     if is_trivial(builder, out, most(rows.size(0)) == 0):
         return out
     tiles = plan_table(builder, group_offsets, rows, BLOCK, zeros=False)
-    x = _quantize(builder, X, x_slots, rows.size(0), tiles, G, top_k, squares=False)
-    y = _quantize(builder, Y, y_slots, rows.size(0), tiles, G, top_k, squares=True)
+    x = _quantize(builder, X, x_row_to_slot, rows.size(0), tiles, G, top_k, squares=False)
+    y = _quantize(builder, Y, y_row_to_slot, rows.size(0), tiles, G, top_k, squares=True)
     _multiply(builder, x, y, group_offsets, rows.size(0), out)
     return out
 
@@ -251,8 +251,8 @@ def _multiply(
     builder.launch(scaled_wgrad, arguments, config, int64_index=int64_index)
 
 
-def _slots(builder: Builder, M: Any, C: int, G: int, dtype: torch.dtype) -> SymbolicTensor:
-    """Allocate the slots of M rows and C columns in G groups: `[slots, C rounded up to a multiple of 128, 128]`."""
+def _blocks(builder: Builder, M: Any, C: int, G: int, dtype: torch.dtype) -> SymbolicTensor:
+    """Allocate the blocks of M rows and C columns in G groups: `[blocks, C rounded up to a multiple of 128, 128]`."""
     return replace(builder.alloc((M // BLOCK + G, -(-C // BLOCK) * BLOCK, BLOCK), dtype), few_groups=True)
 
 
@@ -268,7 +268,7 @@ def _quantize(
 ) -> tuple[SymbolicTensor, SymbolicTensor]:
     """Return data and scales, written by `quantize_columns`."""
     C = x.size(1)
-    data = _slots(builder, M, C, G, torch.float8_e4m3fn)
+    data = _blocks(builder, M, C, G, torch.float8_e4m3fn)
     scales = builder.alloc((data.size(0), -(-C // BLOCK) if squares else C), torch.float32)
     constants = (1 if row_to_slot is None else top_k, squares, _LARGEST)
     arguments = (data, scales, x, row_to_slot, tiles, max_num_tiles(M, G, BLOCK), *constants)
@@ -277,9 +277,9 @@ def _quantize(
 
 
 def _pad(builder: Builder, x: SymbolicTensor, tiles: SymbolicTensor, G: int) -> SymbolicTensor:
-    """Return the slots of fp8 data `x [C, M]`, written by `pad_columns`."""
+    """Return the blocks of fp8 data `x [C, M]`, written by `pad_columns`."""
     C, M = x.shape
-    data = _slots(builder, M, C, G, x.dtype)
+    data = _blocks(builder, M, C, G, x.dtype)
     arguments = (data, x, tiles, max_num_tiles(M, G, BLOCK))
     builder.launch(pad_columns, arguments, rules.PADDING, int64_index=needs_int64(x))
     return data

@@ -52,8 +52,8 @@ QUANTIZED_GROUPED_GEMM = Operator(
 QUANTIZED_WGRAD = Operator(
     "quantized_wgrad",
     planner="moe_kernels.kernels.scaled_wgrad",
-    inputs=("X", "Y", "group_offsets", "x_slots", "y_slots"),
-    rows=("X", "Y", "x_slots", "y_slots"),
+    inputs=("X", "Y", "group_offsets", "x_row_to_slot", "y_row_to_slot"),
+    rows=("X", "Y", "x_row_to_slot", "y_row_to_slot"),
     counts=_counts_of_wgrad,
 )
 QUANTIZED_ACTIVATE_BACKWARD = Operator(
@@ -99,22 +99,22 @@ def _quantized_grouped_gemm_fake(A: Tensor, scales_A: Tensor | None, B: Tensor, 
 
 
 def _quantized_wgrad(
-    X: Tensor,  # [M, P], or tokens [T, P] with x_slots
-    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_slots
+    X: Tensor,  # [M, P], or tokens [T, P] with x_row_to_slot
+    Y: Tensor,  # [M, Q], or tokens [T, Q] with y_row_to_slot
     group_offsets: Tensor,  # [G + 1]
-    x_slots: Tensor | None,  # [M] int32, the rows' slots
-    y_slots: Tensor | None,  # [M] int32
+    x_row_to_slot: Tensor | None,  # [M] int32
+    y_row_to_slot: Tensor | None,  # [M] int32
     transposed: bool,  # the memory layout of the result is [G, Q, P]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [G, P, Q]
     if transposed:
-        return _quantized_wgrad(Y, X, group_offsets, y_slots, x_slots, False, out_dtype).mT
+        return _quantized_wgrad(Y, X, group_offsets, y_row_to_slot, x_row_to_slot, False, out_dtype).mT
     if not use_kernels(X, Y):
-        return reference.quantized_wgrad(X, Y, group_offsets, x_slots, y_slots, out_dtype)
-    M = (X if x_slots is None else x_slots).size(0)
+        return reference.quantized_wgrad(X, Y, group_offsets, x_row_to_slot, y_row_to_slot, out_dtype)
+    M = (X if x_row_to_slot is None else x_row_to_slot).size(0)
     check_rows("X", M)
     top_k = M // max(min(X.size(0), Y.size(0)), 1)
-    return cache.call(QUANTIZED_WGRAD, (X, Y, group_offsets, x_slots, y_slots), (out_dtype, top_k))
+    return cache.call(QUANTIZED_WGRAD, (X, Y, group_offsets, x_row_to_slot, y_row_to_slot), (out_dtype, top_k))
 
 
 def _quantized_wgrad_fake(X: Tensor, Y: Tensor, group_offsets: Tensor, *others: Any) -> Tensor:
@@ -178,8 +178,8 @@ quantized_grouped_gemm = define(
     *_FIRST_ORDER_ONLY,
 )
 quantized_wgrad = define(
-    "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_slots, Tensor? y_slots, bool transposed,"
-    " ScalarType out_dtype) -> Tensor",
+    "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_row_to_slot, Tensor? y_row_to_slot,"
+    " bool transposed, ScalarType out_dtype) -> Tensor",
     _quantized_wgrad,
     _quantized_wgrad_fake,
     *_FIRST_ORDER_ONLY,

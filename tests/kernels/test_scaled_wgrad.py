@@ -94,13 +94,13 @@ def test_columns_are_quantised_bit_for_bit(
 
 
 def assert_right(
-    out: Tensor, X: Tensor, Y: Tensor, group_offsets: Tensor, x_slots: Tensor | None, y_slots: Tensor | None
+    out: Tensor, X: Tensor, Y: Tensor, group_offsets: Tensor, x_row_to_slot: Tensor | None, y_row_to_slot: Tensor | None
 ) -> None:
     """Compare each group with the float64 product of the quantised operands; empty groups are exact zeros."""
-    plain = reference.quantized_wgrad(X, Y, group_offsets, x_slots, y_slots, out.dtype)
+    plain = reference.quantized_wgrad(X, Y, group_offsets, x_row_to_slot, y_row_to_slot, out.dtype)
     x, y = (
         rows if slots is None else rows[slots.long() // (len(slots) // len(rows))]
-        for rows, slots in ((X, x_slots), (Y, y_slots))
+        for rows, slots in ((X, x_row_to_slot), (Y, y_row_to_slot))
     )
     for g, (start, end) in enumerate(pairwise(clamp_offsets(group_offsets, len(x)).tolist())):
         a, b = (
