@@ -148,7 +148,7 @@ def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
 
 
 def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """Exchange rows among the ranks, outside of compiled graphs.
+    """Exchange rows `[sum(sent), H]` among the ranks for `[sum(received), H]`, outside of compiled graphs.
 
     PyTorch 2.11 gives zeros as the gradient of a collective in an autograd.Function that it compiles, and says nothing.
     """

@@ -77,10 +77,10 @@ def grouped_gemm(
 
 
 def _scaled_grouped_gemm(
-    A_packed: Tensor | ScaledTensor,
-    B: Tensor | ScaledTensor,
-    group_offsets: Tensor,
-    bias: Tensor | None,
+    A_packed: Tensor | ScaledTensor,  # [M, K]
+    B: Tensor | ScaledTensor,  # [K, N] or [G, K, N]
+    group_offsets: Tensor,  # [G + 1]
+    bias: Tensor | None,  # [G, N]
     out_dtype: torch.dtype | None,
     variant: str,
     fast_accumulation: bool,
@@ -275,7 +275,7 @@ def scaled_grouped_mm(
 
 
 def _group_offsets(offs: Tensor, mat_a: Tensor, mat_b: Tensor) -> Tensor:
-    """Return the offsets of `offs`, which divides rows of mat_a, columns of mat_b, or the contraction."""
+    """Return the offsets `[G + 1]` of `offs [G]`, which divides rows of mat_a, columns of mat_b, or the contraction."""
     if checks.validation_enabled(None):
         extent = mat_a.size(0) if mat_b.dim() == 3 else mat_b.size(1 if mat_a.dim() == 3 else 0)
         checks.validate_offs(offs, extent)

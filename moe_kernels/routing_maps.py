@@ -16,7 +16,8 @@ class Routing(NamedTuple):
     maps are permutations of `0..R - 1`, inverse to each other.
 
     Attributes:
-        group_offsets: `[E + 1]` int32.
+        group_offsets: `[E + 1]` int32. `permute` and `unpermute` use only the last one, the number of rows that belong
+            to experts.
         row_to_slot: `[R]` int32, the slot of each row.
         slot_to_row: `[R]` int32, the row of each slot.
         topk_weights: `[T, top_k]`, as given to `route`.

@@ -37,11 +37,18 @@ def varied_schedule(
         [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 0, 5)]
 
     Raises:
-        ValueError: `block_m`, `block_n` or `num_workers` is not an int, or below 1.
+        ValueError: `block_m`, `block_n` or `num_workers` is not an int, or below 1; `shapes` does not have the form
+            `[(M, N, K), ...]` with ints of at least 0.
     """
     for name, value in (("block_m", block_m), ("block_n", block_n), ("num_workers", num_workers)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
+    if not isinstance(shapes, Sequence) or not all(map(_is_shape, shapes)):
+        raise ValueError(f"shapes: expected [(M, N, K), ...] with ints of at least 0, got {shapes!r}")
     counts = tile_counts(shapes, block_m, block_n)
     tiles = [Tile(p, i // n, i % n) for p, (m, n) in enumerate(counts) for i in range(m * n)]
     return [tiles[worker::num_workers] for worker in range(num_workers)]
+
+
+def _is_shape(shape: object) -> bool:
+    return isinstance(shape, Sequence) and len(shape) == 3 and all(type(n) is int and n >= 0 for n in shape)

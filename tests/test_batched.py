@@ -231,6 +231,12 @@ def test_a_schedule_needs_blocks_and_workers(numbers: tuple[Any, ...]) -> None:
         varied_schedule([(5, 3, 4)], *numbers)
 
 
+@pytest.mark.parametrize("shapes", [None, 3, [1, 2], [(1, 2)], [(1, 2, 3.0)], [(1, -2, 3)], "abc"], ids=str)
+def test_a_schedule_needs_shapes(shapes: Any) -> None:
+    with pytest.raises(ValueError, match=r"shapes: expected \[\(M, N, K\), \.\.\.\] with ints of at least 0, got "):
+        varied_schedule(shapes, 2, 2, 1)
+
+
 def test_the_worked_example() -> None:
     """15 and 28 tiles, 6 workers: worker t % 6 computes tile t, counted across both problems."""
     shapes = [(192, 320, 128), (256, 448, 192)]

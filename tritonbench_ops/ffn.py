@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.experts import moe_mlp
 from moe_kernels.testing import assert_within_budget, flop_count
 from moe_kernels.timing import Call
 
@@ -88,8 +89,6 @@ def work(layer: Layer, forward: bool = True, backward: bool = False) -> tuple[in
 
 
 def ours(layer: Layer) -> Call:
-    from moe_kernels import moe_mlp
-
     return lambda: moe_mlp(*_arguments(layer), layer.w_gate_up, layer.w_down, transposed=layer.transposed)
 
 

@@ -235,7 +235,12 @@ def _activation(act_fn: Any) -> str | None:
     return _ACTIVATIONS.get(act_fn if act_fn is F.silu else type(act_fn))
 
 
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, group_offsets: Tensor) -> Tensor:
+def _linear(
+    rows: Tensor,  # [R, K]
+    weight: Tensor,  # [E, K, N]
+    bias: Tensor | None,  # [E, N]
+    group_offsets: Tensor,  # [E + 1]
+) -> Tensor:  # [R, N]
     if bias is None:
         return grouped_gemm(rows, weight, group_offsets)
     return grouped_mm(rows, weight, offs=group_offsets[1:], bias=bias)

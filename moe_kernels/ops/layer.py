@@ -261,7 +261,7 @@ def _projection_gradients(
 
 
 def weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of `weight`, in its memory layout."""
+    """Return the gradient of `weight [E, K, N]` from `rows [R, K]` and `d [R, N]`, in the weight's memory layout."""
     return grouped_gemm_wgrad(rows, d, group_offsets, False, lies_transposed(weight), weight.dtype)
 
 
