@@ -35,7 +35,7 @@ def grouped_gemm(
 
     Args:
         A_packed: `[M, K]`, the rows of all groups one after another; bfloat16, float16 or float32, on a CPU also
-            float64; any strides.
+            float64; any strides. An operand whose layout TMA cannot read may be copied in each call.
         B: `[K, N]`, shared by all groups, or `[G, K, N]`; dtypes as for `A_packed`, any strides: the transposed view
             of a `[G, N, K]` parameter costs nothing extra. If `A_packed` or `B` is a ScaledTensor, its data are copied
             in each call unless they are contiguous along K.
