@@ -33,6 +33,7 @@ _VALIDATION_READS = (
     "validate=True (or MOE_KERNELS_VALIDATE=1) reads values on the host, which fullgraph=True, torch.export and "
     "torch.vmap rule out: pass validate=False there, or unset MOE_KERNELS_VALIDATE"
 )
+DROPS = "; to drop slots on purpose, pass validate=False"
 _VALIDATE = requirements.switched_on("MOE_KERNELS_VALIDATE")  # read once, because every call uses it
 
 
@@ -138,7 +139,7 @@ def check_dtype(
     if dtype not in supported:
         *others, last = (str(one).removeprefix("torch.") for one in supported)
         expected = f"{', '.join(others)} or {last}" if others else last
-        raise TypeError(f"{name}: expected {expected}, got {dtype}{hint}")
+        raise TypeError(f"{name}: expected {expected}, got {dtype!r}{hint}")
 
 
 def scaled_both(
@@ -591,7 +592,7 @@ def validate_ids(topk_ids: Tensor, num_experts: int) -> None:
     outside = values_of(topk_ids, _VALIDATION_READS, lambda ids: ((ids < 0) | (ids >= num_experts)).nonzero()[:1])
     if outside:
         t, k = outside[0]
-        raise ValueError(f"topk_ids[{t}, {k}]: expected 0 to {num_experts - 1}, got {int(topk_ids[t, k])}")
+        raise ValueError(f"topk_ids[{t}, {k}]: expected 0 to {num_experts - 1}, got {int(topk_ids[t, k])}{DROPS}")
 
 
 def values_of(tensor: Tensor, reads: str, of: Callable[[Tensor], Tensor] = lambda x: x) -> list[Any]:
@@ -1029,6 +1030,8 @@ def _check_tensor(name: str, value: object) -> None:
             hint = "; fp8 is for grouped_gemm and moe_mlp, elsewhere pass what dequantize returns"
         elif isinstance(value, QuantizedWeight):
             hint = "; it is for moe_mlp with compute, elsewhere pass its weight"
+        elif isinstance(value, tuple) and value and getattr(value[0], "dtype", None) in FP8_DTYPES:
+            hint = "; pass ScaledTensor(data, scales, format), of some experts (data[:n], scales[:n], format)"
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
             hint = "; pack_groups packs matrices of different heights, torch.stack stacks tensors of one shape"
         raise TypeError(f"{name}: expected a torch.Tensor, got {got}{hint}")

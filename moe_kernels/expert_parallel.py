@@ -53,6 +53,8 @@ def dispatch(
     topk_weights: Tensor,  # [T, top_k]
     num_experts: int,
     group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    validate: bool | None = None,
 ) -> tuple[Tensor, Exchange]:
     """Send each token's row to the ranks of its experts. Collective: all ranks of the group have to call it.
 
@@ -65,6 +67,7 @@ def dispatch(
         topk_weights: `[T, top_k]`; they stay on this rank, and `combine` applies them.
         num_experts: E, a multiple of the number of ranks; if it differs between ranks, the exchange hangs or aborts.
         group: a process group or a one-dimensional `DeviceMesh`; by default all ranks.
+        validate: as for `route`; all ranks raise the error if an id of one rank would drop its slot.
 
     Returns:
         `rows [R', H]`, the rows of this rank's experts, sorted by expert with the offsets `exchange.group_offsets`; and
@@ -90,7 +93,8 @@ def dispatch(
         raise ValueError("group: expected a process group of which this rank is a member")
     if num_experts % P:
         raise ValueError(f"num_experts: expected a multiple of the group's {P} ranks, got {num_experts}")
-    routing = route(topk_ids, topk_weights, num_experts)
+    validates = checks.validation_enabled(validate)
+    routing = route(topk_ids, topk_weights, num_experts, validate=False)
     if torch_internals.has_no_values(topk_ids):
         raise ValueError(
             "topk_ids: expected values, which the numbers of rows to exchange depend on, got a meta or fake tensor"
@@ -104,17 +108,26 @@ def dispatch(
     to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
     # An exchange of rows of different sizes would hang or abort, and of other dtypes give wrong values.
     kind = rows.size(1) * len(checks.DTYPES) + checks.DTYPES.index(rows.dtype)
-    message = F.pad(to_send, (0, 1), value=kind)
+    message = F.pad(to_send, (0, 1), value=2 * kind)
+    if validates:  # an error here is one on all ranks, which would wait for this one
+        message[:, -1] += to_send.sum() < routing.slot_to_row.size(0)
     answer = torch.empty_like(message)
     dist.all_to_all_single(answer, message, group=group)
     to_receive = answer[:, :-1]
-    sent, received, kinds = torch.stack((to_send.sum(1), to_receive.sum(1), answer[:, -1])).tolist()
+    sent, received, last = torch.stack((to_send.sum(1), to_receive.sum(1), answer[:, -1])).tolist()
+    kinds, wrong = [n // 2 for n in last], [rank for rank, n in enumerate(last) if n % 2]
     if kinds != [kind] * P:
         each = [(k // len(checks.DTYPES), checks.DTYPES[k % len(checks.DTYPES)]) for k in kinds]
         raise ValueError(
             f"hidden: expected H = {rows.size(1)} and {rows.dtype} on all ranks as on this one; on ranks 0 to {P - 1} "
             f"of the group, rows have {[H * dtype.itemsize for H, dtype in each]} bytes, in "
             f"{', '.join(str(dtype).removeprefix('torch.') for _, dtype in each)}"
+        )
+    if wrong:
+        if validates:
+            checks.validate_ids(topk_ids, num_experts)
+        raise ValueError(
+            f"topk_ids: expected 0 to {num_experts - 1}, got other ids on ranks {wrong} of the group{checks.DROPS}"
         )
     rows = _exchange_rows(rows[: sum(sent)], sent, received, group)
 

@@ -99,6 +99,11 @@ REFUSALS = [
         TypeError,
         r"group_offsets: expected a torch.Tensor, got list; pass torch.tensor\(group_offsets, dtype=torch.int32",
     ),
+    (
+        {"A_packed": (torch.ones(2, K).to(torch.float8_e4m3fn), torch.ones(2, 1))},
+        TypeError,
+        "A_packed: .*got tuple; pass ScaledTensor",
+    ),
     ({"A_packed": [meta(2, K)]}, TypeError, "A_packed: .*got list; pack_groups packs .* torch.stack stacks"),
     (
         {"B": meta(G, K, N, dtype=torch.float8_e4m3fn)},

@@ -170,6 +170,14 @@ def run_rank(rank: int, folder: str) -> None:
     halves = torch.float16, torch.bfloat16  # rows of one size, whose bits mean other values
     with pytest.raises(ValueError, match=rf"hidden: expected .*{halves[rank]} on all ranks .*, in float16, bfloat16$"):
         dispatch(torch.ones(1, H, dtype=halves[rank]), *routed, E)
+    unlike = torch.tensor([[0, -1 if rank else 3]]), torch.ones(1, 2)
+    here = (
+        r"topk_ids\[0, 1\]: expected 0 to .*, got -1; to drop" if rank else r"topk_ids: .* on ranks \[1\] of the group;"
+    )
+    for checked in (True, rank == 1):  # all ranks, or the one with the wrong id alone
+        with pytest.raises(ValueError, match=here):
+            dispatch(torch.ones(1, H), *unlike, E, validate=checked)
+    assert sum(dispatch(torch.ones(1, H), *unlike, E, validate=False)[1].sent) == 2 - rank
     with pytest.raises(ValueError, match="group: expected a one-dimensional DeviceMesh, got 2 dimensions"):
         dispatch(torch.ones(1, H), *routed, E, init_device_mesh("cpu", (1, P)))
     for without_values in (lambda x: x.to("meta"), FakeTensorMode().from_tensor):

@@ -171,6 +171,7 @@ GOOD = quantize(torch.ones(130, 4), "128x128")
     [
         (GOOD.data, torch.float32, TypeError, "scaled: expected a ScaledTensor, got Tensor"),
         (GOOD, torch.int32, TypeError, "dtype: expected bfloat16, .* got torch.int32"),
+        (GOOD, "bfloat16", TypeError, "dtype: expected bfloat16, .* got 'bfloat16'"),
         (GOOD._replace(data=torch.ones(130, 4)), torch.float32, TypeError, "scaled.data: expected float8_e4m3fn or"),
         (GOOD._replace(scales=GOOD.scales.half()), torch.float32, TypeError, "scaled.scales: expected float32, got"),
         (GOOD._replace(format="x"), torch.float32, ValueError, "scaled.format: expected one of .* got 'x'"),
