@@ -173,8 +173,9 @@ def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
             formula = "down(f(gate(x)) * up(x))" if gated else "down(f(up(x)))"
             raise ValueError(
                 f"experts[{e}]: calling this {type(expert).__name__} does not show that it is {formula} with f one of "
-                f"{', '.join(_PLAIN)}; if it is, pass activation=, and else compute it with moe_kernels.route, "
-                "permute, grouped_gemm and unpermute"
+                f"{', '.join(_PLAIN)}; if it is, pass activation=, for a clamped gate and up 'clamped_silu' or "
+                "'clamped_swiglu' with limit=, and else compute it with moe_kernels.route, permute, grouped_gemm and "
+                "unpermute"
             ) from failure
         first = first or matching[0]
         if matching[0] != first:

@@ -122,7 +122,10 @@ class MoE(nn.Module):
         fp8_wgrad: bool = True,
         fast_accumulation: bool = False,
     ) -> MoE:
-        """Create a layer from experts that are modules, with trainable copies of their weights.
+        """Create a layer from experts that are modules, with copies of their weights.
+
+        The copies are trainable, but those of all experts are not if no weight of an expert is, and the router's if
+        it is a parameter that is not.
 
         Args:
             experts: E modules with the same `nn.Linear`s, without biases. Gate, up and down, in this order: `w1`, `w3`
@@ -152,12 +155,15 @@ class MoE(nn.Module):
         options |= {"alpha": alpha, "limit": limit, "compute": compute, "fp8_wgrad": fp8_wgrad}
         options |= {"fast_accumulation": fast_accumulation, "dtype": stacked.w_down.dtype}
         layer = cls(H, I, E, top_k, **options, device="meta")
-        layer.w_gate_up, layer.w_down = nn.Parameter(stacked.w_gate_up), nn.Parameter(stacked.w_down)
+        trains = any(weight.requires_grad for module in modules for weight in module.parameters())
+        layer.w_gate_up, layer.w_down = (nn.Parameter(w, trains) for w in (stacked.w_gate_up, stacked.w_down))
         if router is None:
             layer.router = nn.Parameter(stacked.w_down.new_empty(E, H))
             _draw(layer.router)
         else:
-            layer.router = nn.Parameter(expert_modules.router_weight(router, stacked.w_down))
+            given = router.weight if isinstance(router, nn.Linear) else router
+            weight = expert_modules.router_weight(router, stacked.w_down)
+            layer.router = nn.Parameter(weight, given.requires_grad or not isinstance(given, nn.Parameter))
         return layer
 
     def reset_parameters(self) -> None:
@@ -309,7 +315,7 @@ class MoE(nn.Module):
         num_experts, hidden_size, intermediate_size = self.w_down.shape
         return (
             f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, num_experts={num_experts}, "
-            f"top_k={self.top_k}, activation={self.activation}, gated={self.gated}"
+            f"top_k={self.top_k}, renormalize={self.renormalize}, activation={self.activation}, gated={self.gated}"
             f"{f', alpha={self.alpha}, limit={self.limit}' if self.activation in CLAMPED else ''}"
             f"{'' if self.compute is None or self.format else f', compute={self.compute}, fp8_wgrad={self.fp8_wgrad}'}"
             f"{'' if self.format is None else f', format={self.format}'}"

@@ -107,6 +107,23 @@ def test_the_same_as_a_loop(name: str) -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("frozen", ["all experts", "some experts", "router", "a router that is a tensor"])
+def test_what_is_frozen_stays_frozen(frozen: str) -> None:
+    experts, router = nn.ModuleList([ffn() for _ in range(E)]), nn.Linear(H, E, bias=False, dtype=torch.float64)
+    if frozen == "router":
+        router.requires_grad_(False)
+    elif frozen.endswith("experts"):
+        (experts if frozen == "all experts" else experts[1:]).requires_grad_(False)
+    given = router.weight.data if frozen == "a router that is a tensor" else router
+    layer = MoE.from_experts(experts, given, top_k=1, renormalize=False)
+    trains = frozen != "all experts"
+    assert [w.requires_grad for w in (layer.w_gate_up, layer.w_down)] == [trains, trains]
+    assert layer.router.requires_grad == (frozen != "router")
+    assert {"all experts": "router"}.get(frozen, "w_down") in [
+        n for n, w in layer.named_parameters() if w.requires_grad
+    ]
+
+
 def test_weights_are_copies() -> None:
     experts, router = [ffn() for _ in range(E)], torch.randn(E, H, dtype=torch.float64)
     layer = MoE.from_experts(iter(experts), router, top_k=1, renormalize=False)

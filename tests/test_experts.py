@@ -480,7 +480,7 @@ def test_the_module() -> None:
         assert value.grad is not None
         assert value.grad.any()
     assert all(bool((w.abs() <= w.size(-1) ** -0.5).all()) for w in layer.parameters())
-    assert "num_experts=4, top_k=2" in repr(layer)
+    assert "num_experts=4, top_k=2, renormalize=" in repr(layer)
     assert [layer(hidden[:, :tokens]).shape for tokens in (0, 1)] == [(2, 0, H), (2, 1, H)]
     ungated = MoE(H, I, E, 1, renormalize=True, gated=False)
     assert [tuple(w.shape) for w in ungated.parameters()] == [(E, H), (E, I, H), (E, H, I)]
