@@ -158,7 +158,11 @@ def compile_some(operator: str, dtypes: tuple[torch.dtype, torch.dtype], seed: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accuracy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--part", choices=PARTS, help="default: all")
     parser.add_argument("--cases", type=positive, default=40, help="random cases of each operator and dtype")
     parser.add_argument("--jobs", type=positive, help="first compile all kernels of random cases in so many processes")

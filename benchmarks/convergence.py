@@ -208,7 +208,11 @@ def pair(text: str) -> tuple[int, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--steps", type=positive, help="default: 2000, or 3 with --tiny")
     every = [(seed, compute) for seed in SEEDS for compute in COMPUTES]
     parser.add_argument("--only", type=pair, nargs="+", default=every, metavar="SEED:COMPUTE", help="default: all")

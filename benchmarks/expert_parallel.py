@@ -146,7 +146,11 @@ def measure(x: dict[str, Tensor], E: int, rounds: int, device: torch.device) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.expert_parallel",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--tiny", action="store_true", help="a small layer, also on a CPU")
     parser.add_argument(

@@ -361,7 +361,11 @@ def speedups(record: run.Record) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fp8",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--part", choices=PARTS, help="default: all")
     parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")

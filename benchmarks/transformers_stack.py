@@ -138,7 +138,11 @@ def measure(model: Any, part: str, batch: int, length: int, rounds: int) -> list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transformers_stack",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--tiny", action="store_true", help="a few small tokens, also on a CPU")

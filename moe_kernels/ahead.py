@@ -128,7 +128,8 @@ def compile_ahead(
     binaries: dict[str, store.Binary] = {}
     for one in wanted:
         if (kept := _kept(one, target)) is None:
-            raise OSError(f"{store.folder()}: plans cannot be kept there, or are more than its limit")
+            limit = f"its limit of {store.limit_mb()} MiB (MOE_KERNELS_CACHE_LIMIT_MB)"
+            raise OSError(f"{store.folder()}: plans cannot be kept there, or are more than {limit}")
         binaries |= kept
     libraries = 0
     if target.backend == "cuda":

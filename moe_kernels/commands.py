@@ -81,7 +81,7 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=token_range,
         default=_TOKENS,
-        metavar="A:B",
+        metavar="A[:B]",
         help="numbers of tokens in a call; default: 1:8192",
     )
     parser.add_argument("--training", action="store_true", help="also the forward with gradients, and the backward")
@@ -110,7 +110,7 @@ def token_range(text: str) -> range:
     try:
         low, high = int(first), int(last if colon else first)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected A:B, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected A:B or A, got {text!r}") from None
     if not 1 <= low <= high <= MAX_ROWS:
         raise argparse.ArgumentTypeError(f"expected 1 <= A <= B <= {MAX_ROWS}, got {text!r}")
     return range(low, high + 1)
@@ -223,7 +223,7 @@ def add_info_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `info`."""
     parser.add_argument("--model", choices=MODELS, metavar="NAME", help="show the launches of a layer of this model")
     parser.add_argument(
-        "--tokens", type=token_range, metavar="A:B", help="numbers of tokens in a call, with --model; default: 1:8192"
+        "--tokens", type=token_range, metavar="A[:B]", help="numbers of tokens in a call, with --model; default: 1:8192"
     )
     parser.add_argument(
         "--gpu", choices=targets.KNOWN, help="with --model; default: the GPU of this machine, or else h200"

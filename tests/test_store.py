@@ -874,7 +874,9 @@ def test_code_that_was_evicted_without_its_record(root: Path) -> None:
         assert store.read_binary(KEYS[0]) == other
 
 
-@pytest.mark.parametrize(("text", "expected"), [(None, 2048), ("10", 10), ("0", 1), ("-3", 1), ("many", 2048)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, 2048), ("10", 10), ("1", 1), ("0", 2048), ("-3", 2048), ("many", 2048)]
+)
 def test_the_limit(monkeypatch: pytest.MonkeyPatch, text: str | None, expected: int) -> None:
     store.forget()
     if text is not None:
@@ -882,8 +884,8 @@ def test_the_limit(monkeypatch: pytest.MonkeyPatch, text: str | None, expected: 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert [store.limit_mb() for _ in range(2)] == [expected] * 2
-    said = "MOE_KERNELS_CACHE_LIMIT_MB: expected a whole number, got 'many': 2048 is used"
-    assert [str(one.message) for one in caught] == ([said] if text == "many" else [])
+    said = f"MOE_KERNELS_CACHE_LIMIT_MB: expected a whole number from 1 on, got {text!r}: 2048 is used"
+    assert [str(one.message) for one in caught] == ([said] if text in ("0", "-3", "many") else [])
 
 
 def test_contents_and_clear(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -513,10 +513,13 @@ def limit_mb() -> int:
     """The size limit on disk, in MiB."""
     text = os.environ.get("MOE_KERNELS_CACHE_LIMIT_MB", str(_LIMIT_MB))
     try:
-        return max(1, int(text))
+        limit = int(text)
     except ValueError:
-        _warn_once(f"MOE_KERNELS_CACHE_LIMIT_MB: expected a whole number, got {text!r}: {_LIMIT_MB} is used")
+        limit = 0
+    if limit < 1:
+        _warn_once(f"MOE_KERNELS_CACHE_LIMIT_MB: expected a whole number from 1 on, got {text!r}: {_LIMIT_MB} is used")
         return _LIMIT_MB
+    return limit
 
 
 def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
