@@ -1,10 +1,10 @@
 """Run the tests with each supported combination of PyTorch, Triton and Helion, and write docs/versions.md.
 
-    python .ci/versions.py [--only 2.15] [--parts lowering interpreter reference]
+    python .ci/versions.py [--only 2.15] [--python 3.13] [--parts lowering interpreter reference]
 
-Each combination gets a virtual environment of its own, one after another. PyTorch's CUDA builds take 6 GB each; they
-can be imported without a GPU. docs/versions.json keeps earlier results of other combinations and parts, and the page is
-generated from it.
+Each combination gets a virtual environment of its own, one after another, made by a command such as `python3.13`.
+PyTorch's CUDA builds take 6 GB each; they can be imported without a GPU. docs/versions.json keeps earlier results of
+other combinations and parts, and the page is generated from it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import re
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "docs" / "versions.json", ROOT / "docs" / "versions.md"
-# torch, triton, helion, and pip's requirement for numpy. PyTorch's CUDA builds require the Triton named here.
+# torch, triton, helion, Python, and pip's requirement for numpy. PyTorch's CUDA builds require the Triton named here.
 COMBINATIONS = [
-    ("2.11.0", "3.6.0", "1.5.0", "numpy<2.4"),
-    ("2.12.1", "3.7.1", "1.5.0", "numpy"),
-    ("2.13.0", "3.6.0", "1.5.0", "numpy<2.4"),
-    ("2.13.0", "3.7.1", "1.5.1", "numpy"),
-    ("2.13.0", "3.9.0", "1.5.0", "numpy"),
-    ("2.14.1", "3.8.0", "1.5.0", "numpy"),
-    ("2.14.1", "3.8.0", "1.5.1", "numpy"),
-    ("2.15.0", "3.9.0", "1.5.0", "numpy"),
-    ("2.15.0", "3.9.0", "1.5.1", "numpy"),
+    ("2.11.0", "3.6.0", "1.5.0", "3.11", "numpy<2.4"),
+    ("2.12.1", "3.7.1", "1.5.0", "3.11", "numpy"),
+    ("2.13.0", "3.6.0", "1.5.0", "3.11", "numpy<2.4"),
+    ("2.13.0", "3.7.1", "1.5.1", "3.11", "numpy"),
+    ("2.13.0", "3.9.0", "1.5.0", "3.11", "numpy"),
+    ("2.14.1", "3.8.0", "1.5.0", "3.10", "numpy"),
+    ("2.14.1", "3.8.0", "1.5.0", "3.11", "numpy"),
+    ("2.14.1", "3.8.0", "1.5.1", "3.11", "numpy"),
+    ("2.15.0", "3.9.0", "1.5.0", "3.11", "numpy"),
+    ("2.15.0", "3.9.0", "1.5.0", "3.13", "numpy"),
+    ("2.15.0", "3.9.0", "1.5.1", "3.11", "numpy"),
 ]
 STARTED = ["tests/test_interpreter.py", "tests/test_lowering.py"]  # they start the tests that are run directly here
 # Arguments of pytest, and additional environment variables.
@@ -65,10 +66,11 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", metavar="VERSION", help="PyTorch's, or how it begins")
+    parser.add_argument("--python", default="", metavar="VERSION", help="Python's, or how it begins")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="of the tests")
     options = parser.parse_args()
     for combination in COMBINATIONS:
-        if combination[0].startswith(options.only):
+        if combination[0].startswith(options.only) and combination[3].startswith(options.python):
             test(combination, options.parts)
     PAGE.write_text(page(json.loads(RESULTS.read_text())))
     return 0
@@ -77,9 +79,9 @@ def main() -> int:
 def test(combination: tuple[str, ...], parts: list[str]) -> None:
     """Run `parts` of the tests in an environment of this combination, and add their results to RESULTS."""
     with tempfile.TemporaryDirectory(prefix="versions-") as path:
-        venv.create(path, with_pip=True)
+        torch, triton, helion, version, *others = combination
+        subprocess.run([f"python{version}", "-m", "venv", path], check=True)
         python = str(Path(path, "bin", "python"))
-        torch, triton, helion, *others = combination
         pip = [python, "-m", "pip", "install", "-q", "--no-cache-dir"]
         subprocess.run([*pip, f"torch=={torch}", *others], check=True)
         tools = ["pytest", "pytest-xdist", "hypothesis", "matplotlib"]
@@ -106,7 +108,7 @@ def record(combination: tuple[str, ...], python: str, part: str, counts: dict[st
     """Add one result to RESULTS."""
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     version = subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
-    entry = results.setdefault(" ".join(combination[:3]), {})
+    entry = results.setdefault(" ".join(combination[:4]), {})
     entry[part] = {**counts, "python": version, "date": datetime.date.today().isoformat()}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
@@ -117,7 +119,7 @@ def page(results: dict[str, Any]) -> str:
     header = ["PyTorch", "Triton", "Helion", "Python", "date", *PARTS]
     rows = [header, ["---"] * len(header)]
     for combination in COMBINATIONS:
-        found = results.get(" ".join(combination[:3]), {})
+        found = results.get(" ".join(combination[:4]), {})
         python = next((one["python"] for one in found.values()), "")
         date = min((one["date"] for one in found.values()), default="")
         rows.append([*combination[:3], python, date, *(cell(found.get(part)) for part in PARTS)])

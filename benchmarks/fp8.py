@@ -162,7 +162,7 @@ def layer_calls(layer: ffn.Layer) -> dict[str, Call]:
     weights = layer.w_gate_up, layer.w_down
     routing, top_k = route(ids, topk_weights, len(layer.w_down)), ids.size(1)
     calls: dict[str, Call] = {
-        "moe_mlp, bfloat16": lambda: moe_mlp(hidden, ids, topk_weights, *weights),
+        "moe_mlp, bfloat16": partial(moe_mlp, hidden, ids, topk_weights, *weights),
         "permute, bfloat16": lambda: permute(hidden, routing),
     }
     for format, of_rows in (("rowwise", "rowwise"), ("128x128", "1x128")):
@@ -281,10 +281,31 @@ def check_of(layer: ffn.Layer | None = None) -> Callable[[str, Any], None]:
     return check
 
 
-def host_times(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, float]:
-    """Return the host microseconds of eager calls of `grouped_gemm` and `moe_mlp`."""
-    ours = {label: call for label, call in calls.items() if label.startswith(("grouped_gemm", "moe_mlp"))}
-    return {label: round(host_microseconds(repeat(call, 3 * rounds), device), 1) for label, call in ours.items()}
+def host_times(calls: Mapping[str, Any], rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """Return the host microseconds of eager calls of `grouped_gemm` and `moe_mlp`, and with new numbers of rows."""
+    found: dict[str, dict[str, float]] = {"host_us": {}, "host_new_rows_us": {}}
+    for label, call in calls.items():
+        if not label.startswith(("grouped_gemm", "moe_mlp")):
+            continue
+        found["host_us"][label] = round(host_microseconds(repeat(call, 3 * rounds), device), 1)
+        rows = len(call.args[0][0] if isinstance(call.args[0], tuple) else call.args[0])
+        fewer = [n for n in range(1, min(rows, run.WARM_ROWS[-1])) if n not in run.WARM_ROWS][: 3 * rounds]
+        if fewer:
+            for n in run.WARM_ROWS:  # these have the plans of the classes
+                with_fewer_rows(call, min(n, rows - 1))()
+            new = (with_fewer_rows(call, n) for n in fewer)
+            found["host_new_rows_us"][label] = round(host_microseconds(new, device), 1)
+    return found
+
+
+def with_fewer_rows(call: Any, n: int) -> Call:
+    """Return a partial call of `grouped_gemm` or `moe_mlp` without the last `n` rows of its operands."""
+
+    def without_last(x: Tensor | ScaledTensor) -> Tensor | ScaledTensor:
+        return x[:-n] if isinstance(x, Tensor) else ScaledTensor(x.data[:-n], x.scales[:-n], x.format)
+
+    count = 3 if call.func is moe_mlp else 1  # hidden, topk_ids and topk_weights, or A_packed
+    return partial(call.func, *map(without_last, call.args[:count]), *call.args[count:], **call.keywords)
 
 
 @torch.no_grad()
@@ -304,7 +325,7 @@ def measure_product(case: Case, rounds: int, device: torch.device, load: bool) -
     us = in_turns(right, rounds, device, load=load)
     rates = {label: round(n / us[label] / 1e3, 1) for label, n in moved.items() if label in us}
     gbps = {label.removeprefix("quantize, "): rate for label, rate in rates.items()}
-    return _record(case, "product", us, errors) | {"rel_err": rel_err, "host_us": host, "quantize_gbps": gbps}
+    return _record(case, "product", us, errors) | {"rel_err": rel_err, **host, "quantize_gbps": gbps}
 
 
 @torch.no_grad()
@@ -314,7 +335,7 @@ def measure_layer(case: Case, rounds: int, device: torch.device, load: bool) -> 
     right = prepared_right(calls, check_of(layer), errors, device)
     host = host_times({label: calls[label] for label in right}, rounds, device)
     us = in_turns(right, rounds, device, load=load)
-    return _record(case, "layer", us, errors) | {"host_us": host}
+    return _record(case, "layer", us, errors) | host
 
 
 def measure_training(case: Case, rounds: int, device: torch.device, load: bool) -> run.Record:

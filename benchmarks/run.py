@@ -32,7 +32,7 @@ from moe_kernels.timing import Call, gpu_is_lost, interleaved
 
 Record = dict[str, Any]
 NO_GPU = "none, a CPU"
-_WARM_ROWS = tuple(1 << i for i in range(8))  # numbers of rows to add to a case, one of each magnitude
+WARM_ROWS = tuple(1 << i for i in range(8))  # numbers of rows to add to a case, one of each magnitude
 _SEEN: dict[tuple[Any, ...], set[int]] = {}  # numbers of rows that this process has called a provider with
 FIELDS = (
     *("suite", "case", "G", "M", "N", "K", "sizes", "dtype", "layout", "provider", "timing"),
@@ -356,12 +356,12 @@ def _host_times(
 
     found = {}
     if provider.any_rows:
-        for warm in calls(_WARM_ROWS):
+        for warm in calls(WARM_ROWS):
             warm()
         had, seen = case.M // case.top_k, _SEEN.setdefault((key, *case.weights), set())
-        new = [n for n in range(1, _WARM_ROWS[-1]) if n not in _WARM_ROWS and had + n not in seen][:repeats]
-        seen.update(had + n for n in (0, *_WARM_ROWS, *new))
-        found["host_us"] = host_microseconds(calls(islice(cycle(_WARM_ROWS), repeats)), device)
+        new = [n for n in range(1, WARM_ROWS[-1]) if n not in WARM_ROWS and had + n not in seen][:repeats]
+        seen.update(had + n for n in (0, *WARM_ROWS, *new))
+        found["host_us"] = host_microseconds(calls(islice(cycle(WARM_ROWS), repeats)), device)
         if new:
             found["host_new_rows_us"] = host_microseconds(calls(new), device)
     else:

@@ -515,15 +515,20 @@ def _fp8_training(records: Sequence[Record]) -> list[str]:
 
 
 def _fp8_host_times(records: Sequence[Record]) -> list[str]:
-    times: dict[str, list[float]] = {}
-    for record in records:
-        for label, us in record.get("host_us", {}).items():
-            times.setdefault(label, []).append(us)
-    if not times:
+    kinds = {"host_us": "", "host_new_rows_us": ", new rows"}  # older files lack the second
+    kinds = {kind: text for kind, text in kinds.items() if any(record.get(kind) for record in records)}
+    labels = dict.fromkeys(label for record in records for label in record.get("host_us", ()))
+    if not labels:
         return []
-    rows = [[_code(label), *(_number(of(us), 0) for of in (statistics.median, max))] for label, us in times.items()]
-    about = "Host time of an eager call: median and largest over all cases."
-    return ["", about, "", *_markdown_rows(["call", "median us", "largest us"], rows)]
+    rows = []
+    for label in labels:
+        times = [[us for record in records if (us := record.get(kind, {}).get(label))] for kind in kinds]
+        rows.append(
+            [_code(label), *(_number(of(us) if us else None, 0) for us in times for of in (statistics.median, max))]
+        )
+    about = "Host time of an eager call, with a number of rows seen before or new: median and largest over all cases."
+    head = ["call", *(f"{name} us{text}" for text in kinds.values() for name in ("median", "largest"))]
+    return ["", about, "", *_markdown_rows(head, rows)]
 
 
 def _fp8_case(record: Record) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from processes import python_path
 
 from benchmarks import accuracy, convergence, fp8, plots, report, run, start_up, tables, wide
 from benchmarks.__main__ import main
-from moe_kernels import ops, quantize
+from moe_kernels import grouped_gemm, moe_mlp, ops, quantize
 from tritonbench_ops import ffn
 from tritonbench_ops.baselines import Provider
 
@@ -226,6 +227,19 @@ def test_start_up_is_shown_with_the_states_it_measured(
     assert tables.start_up(measured).count(" | - |") == 2
 
 
+def test_calls_with_fewer_rows() -> None:
+    """Host times of new numbers of rows are of the same call without its last rows."""
+    offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
+    A, B = torch.randn(5, 256), torch.randn(2, 64, 256)
+    rows = quantize(A, "1x128"), quantize(B, "128x128").mT
+    for left, right in ((A, B.mT), rows):
+        call = partial(grouped_gemm, left, right, offsets, out_dtype=torch.float32)
+        torch.testing.assert_close(fp8.with_fewer_rows(call, 2)(), call()[:3])
+    ids, weights = torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
+    layer = partial(moe_mlp, torch.randn(3, 64), ids, weights, torch.randn(2, 16, 64) / 8, torch.randn(2, 64, 8))
+    torch.testing.assert_close(fp8.with_fewer_rows(layer, 1)(), layer()[:2], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 def test_expert_parallel(tmp_path: Path) -> None:
     """The records of two ranks are added to the existing ones of one rank."""
@@ -298,6 +312,8 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     layers = {"moe_mlp, bfloat16", "moe_mlp, rowwise, fast_accumulation", "moe_mlp, rowwise", "moe_mlp, 128x128"}
     moves = {"permute, bfloat16", "permute, rowwise", "permute, 1x128"}
     assert layer["us"].keys() == layers | moves | {"transformers, bfloat16"} and layer["host_us"].keys() == layers
+    assert product["host_new_rows_us"].keys() == products and layer["host_new_rows_us"].keys() == layers
+    assert min(*product["host_new_rows_us"].values(), *layer["host_new_rows_us"].values()) > 0
     fast = "fp8_rowwise, fast_accumulation"
     rowwise = (fast, f"{fast}, bfloat16 wgrad", "fp8_rowwise")
     steps = ("bfloat16", *rowwise, "fp8_block", "fp8_block, bfloat16 wgrad")

@@ -239,6 +239,8 @@ def test_markdown_of_fp8() -> None:
     head = "| speedup over `torch._grouped_mm` (bfloat16) | geometric mean of 3 cases without decoding | decode_dsv3 |"
     rows = ["| `grouped_gemm` (rowwise) | 4.00 | 3.00 |", "| DeepGEMM | 2.24 | 2.25 |"]
     assert [line for line in short if line.startswith("| ")] == [head, *rows]
+    products[1]["host_new_rows_us"] = {"grouped_gemm, rowwise": 41.0}
+    assert "| `grouped_gemm` (rowwise) | 25 | 30 | 41 | 41 |" in tables.markdown(found)
     steps = ["| speedup over step (bfloat16) | mixtral, T = 4096 |", "| step (fp8_block) | 1.50 |"]
     assert [line for line in tables.fp8_steps(found).splitlines() if line.startswith("| ")] == steps
 
