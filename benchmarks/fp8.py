@@ -288,12 +288,11 @@ def host_times(calls: Mapping[str, Any], rounds: int, device: torch.device) -> d
         if not label.startswith(("grouped_gemm", "moe_mlp")):
             continue
         found["host_us"][label] = round(host_microseconds(repeat(call, 3 * rounds), device), 1)
-        rows = len(call.args[0][0] if isinstance(call.args[0], tuple) else call.args[0])
-        fewer = [n for n in range(1, min(rows, run.WARM_ROWS[-1])) if n not in run.WARM_ROWS][: 3 * rounds]
-        if fewer:
-            for n in run.WARM_ROWS:  # these have the plans of the classes
-                with_fewer_rows(call, min(n, rows - 1))()
-            new = (with_fewer_rows(call, n) for n in fewer)
+        numbers = range(1, min(call.args[0].shape[0], run.WARM_ROWS[-1] + 1))
+        for n in set(run.WARM_ROWS).intersection(numbers):  # these have the plans of the classes
+            with_fewer_rows(call, n)()
+        new = [with_fewer_rows(call, n) for n in numbers if n not in run.WARM_ROWS][: 3 * rounds]
+        if new:
             found["host_new_rows_us"][label] = round(host_microseconds(new, device), 1)
     return found
 
@@ -302,7 +301,7 @@ def with_fewer_rows(call: Any, n: int) -> Call:
     """Return a partial call of `grouped_gemm` or `moe_mlp` without the last `n` rows of its operands."""
 
     def without_last(x: Tensor | ScaledTensor) -> Tensor | ScaledTensor:
-        return x[:-n] if isinstance(x, Tensor) else ScaledTensor(x.data[:-n], x.scales[:-n], x.format)
+        return x[:-n] if isinstance(x, Tensor) else x._replace(data=x.data[:-n], scales=x.scales[:-n])
 
     count = 3 if call.func is moe_mlp else 1  # hidden, topk_ids and topk_weights, or A_packed
     return partial(call.func, *map(without_last, call.args[:count]), *call.args[count:], **call.keywords)

@@ -101,9 +101,9 @@ def _check_formats(names: str, formats: tuple[str, str], left: str) -> bool:
 def _check_accumulation(fast_accumulation: bool, rowwise: bool) -> None:
     if rowwise:
         check_bools(fast_accumulation=fast_accumulation)
-        return
-    blocks = "'1x128' and '128x128', whose blocks are added in float32; it is for"
-    check_no_fast_accumulation(fast_accumulation, f"{blocks} 'rowwise' operands and compute='fp8_rowwise'")
+    else:
+        blocks = "'1x128' and '128x128', whose blocks are added in float32; it is for"
+        check_no_fast_accumulation(fast_accumulation, f"{blocks} 'rowwise' operands and compute='fp8_rowwise'")
 
 
 def check_no_fast_accumulation(fast_accumulation: bool, products: str) -> None:

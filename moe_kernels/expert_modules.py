@@ -38,10 +38,10 @@ _PLAIN = tuple(name for name in ACTIVATIONS if name not in CLAMPED)  # those wit
 
 
 class Stacked(NamedTuple):
-    """Stacked copies of all experts' weights."""
+    """Stacked copies of all experts' weights, frozen if all of these are."""
 
-    w_gate_up: Tensor  # [E, 2I, H], gate first; [E, I, H] if not gated
-    w_down: Tensor  # [E, H, I]
+    w_gate_up: nn.Parameter  # [E, 2I, H], gate first; [E, I, H] if not gated
+    w_down: nn.Parameter  # [E, H, I]
     layout: Layout  # of the experts
 
 
@@ -86,13 +86,17 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
         for name, weight in zip(names, weights[-1], strict=True):
             shape = (H, I) if name == back else (rows, H)
             _check_alike(f"experts[{e}].{name}.weight", weight, shape, first[0], "experts[0]")
+    trains = any(weight.requires_grad for expert in weights for weight in expert)
     with torch.no_grad():
         w_gate_up = torch.cat([w for expert in weights for w in expert[:-1]]).view(len(experts), -1, H)
-        return Stacked(w_gate_up, torch.stack([expert[-1] for expert in weights]), layout)
+        w_down = torch.stack([expert[-1] for expert in weights])
+    return Stacked(nn.Parameter(w_gate_up, trains), nn.Parameter(w_down, trains), layout)
 
 
-def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> Tensor:  # [E, H]
-    """Return a copy of the router's weight, checked against the experts' `w_down [E, H, I]`."""
+def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> nn.Parameter:  # [E, H]
+    """Return a copy of the router's weight, checked against the experts' `w_down [E, H, I]`; frozen if it is a frozen
+    parameter.
+    """
     if not isinstance(router, Tensor) and type(router) is not nn.Linear:
         error = f"router: expected a tensor [E, H] or an nn.Linear, got {type(router).__name__}"
         if isinstance(getattr(router, "weight", None), Tensor):
@@ -105,7 +109,7 @@ def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> Tensor:  # [E, 
     copied = weight.detach().clone()
     if isinstance(router, nn.Linear) and not has_no_values(weight):
         _check_logits(router, copied)
-    return copied
+    return nn.Parameter(copied, weight.requires_grad or not isinstance(weight, nn.Parameter))
 
 
 @torch.no_grad()

@@ -155,15 +155,12 @@ class MoE(nn.Module):
         options |= {"alpha": alpha, "limit": limit, "compute": compute, "fp8_wgrad": fp8_wgrad}
         options |= {"fast_accumulation": fast_accumulation, "dtype": stacked.w_down.dtype}
         layer = cls(H, I, E, top_k, **options, device="meta")
-        trains = any(weight.requires_grad for module in modules for weight in module.parameters())
-        layer.w_gate_up, layer.w_down = (nn.Parameter(w, trains) for w in (stacked.w_gate_up, stacked.w_down))
+        layer.w_gate_up, layer.w_down = stacked.w_gate_up, stacked.w_down
         if router is None:
             layer.router = nn.Parameter(stacked.w_down.new_empty(E, H))
             _draw(layer.router)
         else:
-            given = router.weight if isinstance(router, nn.Linear) else router
-            weight = expert_modules.router_weight(router, stacked.w_down)
-            layer.router = nn.Parameter(weight, given.requires_grad or not isinstance(given, nn.Parameter))
+            layer.router = expert_modules.router_weight(router, stacked.w_down)
         return layer
 
     def reset_parameters(self) -> None:
