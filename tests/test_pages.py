@@ -127,6 +127,18 @@ def test_means_in_performance_match_the_results() -> None:
         found = [(ratio, case) for ratio, case in speedups if ratio is not None]
         assert f"| {cells} | {mean_and_lowest(found)} |" in text
 
+    for name, before, after in (
+        ("ffn-load", "Under sustained load, `moe_mlp` had speedups of ", " in the forward pass of these cases,"),
+        ("ffn-train-load", "in the forward pass of these cases, and of ", " in forward and backward pass;"),
+    ):
+        results = Results.read(folder / f"{name}.json")
+        assert results.meta["load"]
+        cases = [
+            {p: r["us"] for (p, timing), r in case.items() if timing == "graph"}
+            for case in tables.by_case(results.records)
+        ]
+        assert f"{before}{between([us['transformers'] / us['moe_mlp'] for us in cases], 2)}{after}" in text
+
     peaks = [
         [case[provider, "eager"]["peak_mb"] for provider in ("transformers", "transformers, compiled", "moe_mlp")]
         for case in tables.by_case(Results.read(folder / "ffn-train.json").records)
