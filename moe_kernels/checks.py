@@ -8,6 +8,7 @@ derivatives. `reference` says that the caller is plain PyTorch, which takes floa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -529,6 +530,8 @@ def check_spec(spec: GLUSpec, two_weights: bool = False, up_bias: bool = False) 
         raise ValueError(f"gated: expected True for {spec.activation}, got False")
     if spec.activation in CLAMPED and not spec.limit >= 0:
         raise ValueError(f"limit: expected at least 0, got {spec.limit}")
+    if spec.activation == "clamped_swiglu" and not -math.inf < spec.alpha < math.inf:
+        raise ValueError(f"alpha: expected a finite number, got {spec.alpha}")
     if two_weights and not spec.gated:
         raise ValueError("w_up: expected None for experts without a gate, got a value")
     if spec.interleaved and (two_weights or not spec.gated):

@@ -81,8 +81,8 @@ class MoE(nn.Module):
 
         Raises:
             TypeError, ValueError: a size or `top_k` is not an int or out of range; an unknown activation or `compute`;
-                `alpha` or `limit` is not a number, or `limit` negative for a clamped activation; another option is not
-                a bool; an unsupported dtype.
+                `alpha` or `limit` is not a number, or out of range for a clamped activation; another option is not a
+                bool; an unsupported dtype.
         """
         super().__init__()
         checks.check_int("hidden_size", hidden_size, 1)

@@ -444,6 +444,15 @@ def test_limits_of_clamped_activations(limit: float) -> None:
     moe_mlp(**options, w_down=DOWN, limit=limit)  # not used by silu
 
 
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), -float("inf")])
+def test_alpha_of_clamped_swiglu(alpha: float) -> None:
+    options: dict[str, Any] = {"hidden": A_PACKED, "topk_ids": IDS, "topk_weights": WEIGHTS, "w_gate_up": GATE_UP}
+    with pytest.raises(ValueError, match=f"^alpha: expected a finite number, got {alpha}"):
+        moe_mlp(**options, w_down=DOWN, activation="clamped_swiglu", alpha=alpha)
+    for activation in ("clamped_silu", "silu"):
+        moe_mlp(**options, w_down=DOWN, activation=activation, alpha=alpha)  # not used
+
+
 A_PACKED, ROWS, GATE_UP, DOWN = torch.ones(M, K), torch.ones(M, N), torch.ones(G, 8, K), torch.ones(G, K, 4)
 IDS, WEIGHTS, OFFSETS = torch.zeros(M, 2, dtype=torch.int64), torch.ones(M, 2), torch.tensor([0, 2, 5])
 CALLS: dict[Callable[..., Any], dict[str, Any]] = {
