@@ -375,3 +375,6 @@ def test_tangents_are_not_dropped_by_out() -> None:
         dual = torch.autograd.forward_ad.make_dual(A, torch.ones(4, 4))
         with pytest.raises(RuntimeError, match=r"^out: .* a tensor has a tangent"):
             varied_grouped_gemm([dual], [B], out=[torch.empty(4, 4)])
+        into = torch.autograd.forward_ad.make_dual(torch.empty(4, 4), torch.ones(4, 4))
+        with pytest.raises(RuntimeError, match=r"^out: .* a tensor has a tangent"):
+            varied_grouped_gemm([A], [B], out=[into])

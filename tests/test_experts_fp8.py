@@ -191,6 +191,21 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
         "fast_accumulation: expected False for products that are not in fp8.*compute='fp8_rowwise'",
     ),
     ({"validate": True}, ValueError, r"topk_ids\[2, 1\]: expected 0 to 3, got -1"),
+    (
+        {"w_down": ScaledTensor(W_OUT.data.to("meta"), W_OUT.scales.to("meta"), "128x128")},
+        ValueError,
+        "w_down: expected on cpu with w_gate_up, got on meta",
+    ),
+    (
+        {"down_bias": torch.ones(E, H, device="meta")},
+        ValueError,
+        "down_bias: expected on cpu with w_gate_up, got on meta",
+    ),
+    (
+        {"w_down": W_OUT._replace(scales=W_OUT.scales.clone().requires_grad_())},
+        RuntimeError,
+        "w_down.scales: moe_mlp with fp8 weights has no gradients",
+    ),
 ]
 
 

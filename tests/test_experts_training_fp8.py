@@ -709,6 +709,7 @@ GOOD = make(torch.bfloat16)
 QUANTIZED = quantize(GOOD["w_down"], "rowwise")
 BEFORE = {name: quantize_weight(GOOD[name], "fp8_block") for name in ("w_gate_up", "w_down")}
 OF_E5M2 = quantize(GOOD["w_down"], "128x128", dtype=torch.float8_e5m2)
+ON_META = ScaledTensor(*(part.to("meta") for part in BEFORE["w_down"].forward[:2]), BEFORE["w_down"].forward.format)
 SHORT = BEFORE["w_down"].backward._replace(scales=BEFORE["w_down"].backward.scales[:, :1])
 
 
@@ -746,6 +747,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (spoilt(forward=OF_E5M2), TypeError, "w_down.forward.data: expected float8_e4m3fn, got torch.float8_e5m2"),
     (spoilt(backward=BEFORE["w_down"].forward), ValueError, r"w_down.backward.data: .* = \[4, 136, 160\]"),
     (spoilt(backward=SHORT), ValueError, r"w_down.backward.scales: .* = \[4, 2, 2\], got \[4, 1, 2\]"),
+    (spoilt(forward=ON_META), ValueError, "w_down.forward.data: expected on cpu with w_down.weight, got on meta"),
 ]
 
 

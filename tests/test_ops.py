@@ -472,6 +472,13 @@ def test_transforms_of_torch_func(name: str, capfd: pytest.CaptureFixture[str]) 
     assert "performance drop" not in capfd.readouterr().err
 
 
+def test_a_shared_weights_gradient_takes_malformed_offsets_as_clamped() -> None:
+    A = torch.randn(8, 4, dtype=torch.float64)
+    B = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    grouped_gemm(A, B, torch.tensor([1, 6, 3])).sum().backward()
+    torch.testing.assert_close(B.grad, A[1:6].sum(0)[:, None].expand(4, 5))
+
+
 @pytest.mark.parametrize("name", ["per group", "wgrad", "uniform", "varied", "unpermute", "moe_mlp"])
 def test_forward_mode(name: str) -> None:
     function, inputs = transformable()[name]

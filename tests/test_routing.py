@@ -194,6 +194,11 @@ def test_a_routing_that_does_not_fit_together(function: Any) -> None:
     for field in ("topk_weights", "slot_to_row", "group_offsets"):
         with pytest.raises(TypeError, match=rf"^routing\.{field}: expected a torch.Tensor, got NoneType"):
             function(values, routing._replace(**{field: None}))
+    with pytest.raises(ValueError, match=r"^routing\.topk_weights: expected on cpu with (hidden|rows), got on meta"):
+        function(values, routing._replace(topk_weights=routing.topk_weights.to("meta")))
+    without_slots = routing._replace(topk_weights=torch.ones(2, 0), slot_to_row=routing.slot_to_row[:0])
+    with pytest.raises(ValueError, match=r"^routing: expected topk_weights \[T, top_k\]"):
+        function(torch.zeros(2 if function is permute else 0, 4), without_slots)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])

@@ -1450,6 +1450,15 @@ def test_a_call_goes_on_where_nothing_can_be_stored(machine: Machine, number: in
         machine.begin_a_process()
 
 
+@pytest.mark.filterwarnings("ignore:moe_kernels. no config has been tuned")
+def test_isolated_calls_do_not_read_the_store(machine: Machine) -> None:
+    for drawn in ([BY_RULE], []):
+        assert machine.run() == BY_RULE and machine.drawn == drawn
+        machine.begin_a_process()
+    with cache.isolated():
+        assert machine.run() == BY_RULE and machine.drawn == [BY_RULE]
+
+
 def test_plans_under_a_forced_choice_are_not_of_the_store(machine: Machine) -> None:
     with pytest.warns(RuntimeWarning, match="no config has been tuned"):
         assert machine.run() == BY_RULE

@@ -316,6 +316,12 @@ def changed(path: str, value: Any) -> Any:
     return plan
 
 
+def test_a_collector_is_gone_after_an_error() -> None:
+    with pytest.raises(RuntimeError), cache.collecting(lambda *_: None):
+        raise RuntimeError
+    assert not cache.collects()
+
+
 MALFORMED: list[tuple[str, Any]] = [
     ("steps.2.call", "system"),
     ("steps.2.call", ["zero"]),
@@ -326,6 +332,7 @@ MALFORMED: list[tuple[str, Any]] = [
     ("steps.2.arguments", [1, "0"]),
     ("steps.2.arguments", None),
     ("steps.1.variable", 9),  # to be filled, but not allocated
+    ("steps.1", {"call": "mm", "variable": 9, "arguments": [0, 1], "dtype": None, "groups": 0}),
     ("steps.3.dtype", "object"),
     ("steps.3.groups", "2"),
     ("steps.0.alloc", -1),

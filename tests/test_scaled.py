@@ -167,6 +167,15 @@ def test_operator() -> None:
         ({"variant": "tails"}, ValueError, 'variant: expected "auto"'),
         ({"B.scales": torch.ones(G, 1, N, requires_grad=True)}, RuntimeError, "have no gradients"),
         ({"B.scales": torch.ones(G, 1, N, device="meta")}, ValueError, "B.scales: expected on cpu with B.data"),
+        (
+            {
+                "A.data": torch.zeros(M, K, device="meta", dtype=E4M3),
+                "A.scales": torch.ones(M, 1, device="meta"),
+                "offsets": torch.zeros(G + 1, dtype=torch.int32, device="meta"),
+            },
+            ValueError,
+            "B: expected on meta with A_packed, got on cpu",
+        ),
     ],
 )
 def test_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -359,6 +368,16 @@ def test_grouped_contraction(function: Any) -> None:
         ({"offs": None}, ValueError, "offs: expected the groups' ends"),
         ({"bias": torch.ones(G, N).double()}, TypeError, "bias: expected bfloat16, float16 or float32, got"),
         ({"bias": 0.0}, TypeError, "bias: expected a torch.Tensor, got float"),
+        (
+            {"bias": torch.zeros(G, N, device="meta")},
+            ValueError,
+            "bias: expected on cpu with the operands, got on meta",
+        ),
+        (
+            {"bias": torch.zeros(G, N, requires_grad=True)},
+            RuntimeError,
+            "an operand, its scales or the bias requires grad",
+        ),
         ({"output_dtype": torch.float64}, TypeError, "output_dtype: expected bfloat16, float16 or float32, got"),
     ],
 )

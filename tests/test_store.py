@@ -94,6 +94,23 @@ def read_all() -> dict[str, bool]:
     return {"plan": found is not None, "binaries": None not in binaries, "library": library is not None}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": "0"},
+        {"signature": ("i32",)},
+        {"constants": (0,)},
+        {"metadata": "[]"},
+        {"extension": "spv"},
+        {"code": b""},
+    ],
+    ids=str,
+)
+def test_the_sum_of_a_binary_is_of_all_fields(change: dict[str, Any]) -> None:
+    one = BINARIES[KEYS[0]]
+    assert replace(one, **change).sha256 != one.sha256
+
+
 ALL = dict.fromkeys(("plan", "binaries", "library"), True)
 NOTHING = dict.fromkeys(ALL, False)
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton
 
 from moe_kernels import requirements
 from moe_kernels.rules.config import Config
-from moe_kernels.runtime import cache, torch_internals
+from moe_kernels.runtime import cache, interpreter, torch_internals
 from moe_kernels.runtime.signature import Operator
 
 INTERPRETED = requirements.interpreted()
@@ -44,8 +46,44 @@ def _between_guards(shape: tuple[int, ...], strides: tuple[int, ...], dtype: tor
     return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), _GUARD // dtype.itemsize, shape, strides)
 
 
+_interpret = interpreter._interpret
+_spans: list[
+    tuple[int, int]
+] = []  # the memory of the running kernel's arguments: first address, and that behind the last
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    begin = storage.data_ptr()
+    for memory, size in _guarded:
+        if memory.untyped_storage().data_ptr() == begin:
+            return begin + _GUARD, begin + _GUARD + size
+    return begin, begin + storage.nbytes()
+
+
+def _interpret_with_spans(function: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+    _spans[:] = [_span(given) for given in arguments if isinstance(given, torch.Tensor) and given.numel()]
+    _interpret(function, grid, *arguments)
+
+
 if INTERPRETED:
     torch_internals.allocator = lambda device: _between_guards
+    interpreter._interpret = _interpret_with_spans
+
+
+@pytest.fixture
+def reads_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, fail where a kernel reads outside of its arguments, even if it does not use what it reads."""
+    builder = triton.runtime.interpreter.interpreter_builder
+    load = builder.create_masked_load
+
+    def checked(pointers: Any, mask: Any, *rest: Any) -> Any:
+        read = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
+        inside = [(begin <= read) & (read < end) for begin, end in _spans]
+        assert not read.size or np.logical_or.reduce(inside).all(), "read outside of all arguments"
+        return load(pointers, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", checked)
 
 
 @pytest.fixture(autouse=True)

@@ -386,6 +386,11 @@ def test_without_a_private_api(name: str, rows: int, N: int, device: str, monkey
         assert {type(way) for way in cache.plans.launchers.values()} <= ways
 
 
+def test_the_stream_is_that_of_the_device(version: str) -> None:
+    before = DirectLauncher(Kernel(version)).before(torch.device("cuda", 1), lambda kind, value: kind)
+    assert before[0] == "stream = stream(1)"
+
+
 def test_the_folder_of_generated_code_may_vanish() -> None:
     """A forked process removes it when it ends, and so may a cleaner of /tmp."""
     shutil.rmtree(compiler._folder.name)

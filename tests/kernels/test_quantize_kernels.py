@@ -116,6 +116,7 @@ def test_special_values(format: str, dtype: torch.dtype, interpreted: tuple[dict
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.usefixtures("reads_in_bounds")
 def test_sizes(format: str, device: str) -> None:
     for R, K in [(0, 16), (1, 1), (17, 1), (1, 16), (129, 16), (17, 127), (1, 128), (17, 128), (129, 129), (3, 2880)]:
         assert_as_twin(spread(R, K, torch.bfloat16, device), format)
