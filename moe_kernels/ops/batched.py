@@ -29,7 +29,7 @@ VARIED = Operator(
 )
 
 
-def _uniform(
+def _uniform_grouped_gemm(
     A: Tensor,  # [G, M, K]
     B: Tensor,  # [G, K, N]
     out_dtype: torch.dtype,
@@ -53,7 +53,7 @@ def _uniform_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     return dA, dB, None
 
 
-def _varied(
+def _varied_grouped_gemm(
     group_A: Sequence[Tensor],  # P of [M_p, K_p]
     group_B: Sequence[Tensor],  # P of [K_p, N_p]
 ) -> list[Tensor]:  # P of [M_p, N_p]
@@ -99,20 +99,12 @@ def _varied_pair_by_pair(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -
 
 
 uniform_grouped_gemm = define(
-    "uniform_grouped_gemm(Tensor A, Tensor B, ScalarType out_dtype) -> Tensor",
-    _uniform,
+    _uniform_grouped_gemm,
     lambda A, B, out_dtype: A.new_empty((A.size(0), A.size(1), B.size(2)), dtype=out_dtype),
     _uniform_setup,
     _uniform_backward,
 )
-varied_grouped_gemm = define(
-    "varied_grouped_gemm(Tensor[] group_A, Tensor[] group_B) -> Tensor[]",
-    _varied,
-    _varied_fake,
-    _varied_setup,
-    _varied_backward,
-    _varied_pair_by_pair,
-)
+varied_grouped_gemm = define(_varied_grouped_gemm, _varied_fake, _varied_setup, _varied_backward, _varied_pair_by_pair)
 
 
 def varied_launch(

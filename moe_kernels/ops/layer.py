@@ -67,7 +67,6 @@ SWIGLU_FFN = Operator(
 MOE_MLP = layer_operator("moe_mlp", "w_gate_up", "w_down", "w_up", "b_in", "b_up", "b_out")
 
 SPEC_LENGTH = len(GLUSpec._fields)
-SPEC = "str activation, bool gated, bool interleaved, float alpha, float limit"
 
 
 def _activate(preact: Tensor, preact_up: Tensor | None, *spec: Any) -> Tensor:
@@ -151,16 +150,8 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     return *(by_input.get(i) for i in range(6)), None, *[None] * len(spec)
 
 
-activate = define(
-    f"activate(Tensor preact, Tensor? preact_up, {SPEC}) -> Tensor",
-    _activate,
-    _activate_fake,
-    _activate_setup,
-    _activate_gradient,
-)
+activate = define(_activate, _activate_fake, _activate_setup, _activate_gradient)
 activate_backward = define(
-    "activate_backward(Tensor preact, Tensor? preact_up, Tensor d_act, Tensor? topk_weights, Tensor? row_to_slot,"
-    f" Tensor? group_offsets, bool weigh, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor)",
     _activate_backward,
     _activate_backward_fake,
     _activate_backward_setup,
@@ -271,14 +262,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a + b
 
 
-swiglu_ffn = define(
-    "swiglu_ffn(Tensor rows, Tensor group_offsets, Tensor w_in, Tensor? w_up, Tensor? b_in, Tensor? b_up,"
-    f" bool save_preact, {SPEC}) -> (Tensor, Tensor, Tensor)",
-    _swiglu_ffn,
-    _swiglu_ffn_fake,
-    _swiglu_ffn_setup,
-    _swiglu_ffn_gradient,
-)
+swiglu_ffn = define(_swiglu_ffn, _swiglu_ffn_fake, _swiglu_ffn_setup, _swiglu_ffn_gradient)
 
 
 def _moe_mlp(
@@ -420,28 +404,28 @@ def dots_with_down_bias(
     return dot_rows(d_out, biases, slot_to_row, group_offsets, top_k, topk_weights.dtype)
 
 
-_LAYER = (
-    "Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, Tensor? w_up, Tensor? b_in,"
-    " Tensor? b_up, Tensor? b_out, bool transposed"
-)
-moe_mlp = define(
-    f"moe_mlp({_LAYER}, bool save_preact, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _moe_mlp,
-    _moe_mlp_fake,
-    _moe_mlp_setup,
-    _moe_mlp_gradient,
-)
+moe_mlp = define(_moe_mlp, _moe_mlp_fake, _moe_mlp_setup, _moe_mlp_gradient, results=6)
 
 
-def _moe_layer(*inputs: Any) -> Tensor:
+def _moe_layer(
+    hidden: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    w_up: Tensor | None,
+    b_in: Tensor | None,
+    b_up: Tensor | None,
+    b_out: Tensor | None,
+    transposed: bool,
+    *spec: Any,
+) -> Tensor:
     """Return the layer's result `[T, H]` from the inputs of `_moe_mlp` without `save_preact`.
 
     For calls that autograd does not record. A program that was traced in one may be differentiated nonetheless.
     """
-    *tensors, transposed = inputs[:-SPEC_LENGTH]
-    hidden, _, _, *weights, _, _, _ = tensors
-    spec = inputs[-SPEC_LENGTH:]
-    if use_kernels(hidden, *weights):
+    tensors = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, b_in, b_up, b_out)
+    if use_kernels(hidden, w_gate_up, w_down, w_up):
         layer: Tensor = _planned(tensors, transposed, False, False, GLUSpec(*spec))
         return layer
     return _moe_mlp(*tensors, transposed, False, *spec)[0]
@@ -464,6 +448,4 @@ def _moe_layer_gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     return _moe_mlp_gradient(ctx, d_out, None, None)[:-1]  # that of `save_preact`
 
 
-moe_layer = define(
-    f"moe_layer({_LAYER}, {SPEC}) -> Tensor", _moe_layer, _moe_layer_fake, _moe_layer_setup, _moe_layer_gradient
-)
+moe_layer = define(_moe_layer, _moe_layer_fake, _moe_layer_setup, _moe_layer_gradient)

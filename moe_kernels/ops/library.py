@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, NoReturn
@@ -15,21 +16,33 @@ from moe_kernels.runtime.signature import MAX_ROWS
 
 _library: Any = torch.library
 _LIBRARY = _library.Library("moe_kernels", "FRAGMENT")
+SPEC = "str activation, bool gated, bool interleaved, float alpha, float limit"  # of GLUSpec
+_TYPES = {  # of annotations, in schemas
+    "Tensor | None": "Tensor?",
+    "Sequence[Tensor]": "Tensor[]",
+    "list[Tensor]": "Tensor[]",
+    "str | None": "str?",
+    "torch.dtype": "ScalarType",
+}
 
 
 def define(
-    schema: str,
     run: Callable[..., Any],
     fake: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     transformed: Callable[..., Any] | None = None,
+    *,
+    schema: str = "",
+    results: int = 0,
 ) -> Callable[..., Any]:
     """Register an operator; return the function that calls it, which bypasses torch.library if that is unobservable.
 
-    Meta tensors get `fake`, also in eager mode. autograd.Function does not take lists of tensors: under torch.func
-    transforms, an operator on lists calls `transformed` instead.
+    The schema is that of `_schema_of(run, results)` unless given. Meta tensors get `fake`, also in eager mode.
+    autograd.Function does not take lists of tensors: under torch.func transforms, an operator on lists calls
+    `transformed` instead.
     """
+    schema = schema or _schema_of(run, results)
     run = without_autocast(run)
 
     def below_autograd(*args: Any) -> Any:
@@ -65,6 +78,21 @@ def define(
         in_transform = _transformed(name, operator, call, setup_context, backward)
     call.__name__ = name
     return call
+
+
+def _schema_of(run: Callable[..., Any], results: int) -> str:
+    """Return the schema of an operator by the name, without its underscore, and the annotations of `run`.
+
+    `*spec` stands for the fields of GLUSpec, and `results` is the number of tensors in a `tuple[Tensor, ...]`.
+    """
+    parameters = inspect.signature(run).parameters.values()
+    inputs = [SPEC if x.name == "spec" else f"{_TYPES.get(x.annotation, x.annotation)} {x.name}" for x in parameters]
+    output = inspect.signature(run).return_annotation
+    if results:
+        output = f"tuple[{', '.join(['Tensor'] * results)}]"
+    if output.startswith("tuple"):
+        output = f"({output[6:-1]})"
+    return f"{run.__name__.removeprefix('_')}({', '.join(inputs)}) -> {_TYPES.get(output, output)}"
 
 
 def refusing(message: str) -> tuple[Callable[..., None], Callable[..., NoReturn]]:

@@ -103,26 +103,26 @@ def _move_backward(of_first: Callable[..., Tensor], of_second: Callable[..., Ten
     return backward
 
 
-route = define("route(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)", _route, route_fake)
+route = define(_route, route_fake)
 _MOVE = "(Tensor {0}, Tensor{1}, Tensor slot_to_row, Tensor group_offsets, int top_k, ScalarType out_dtype) -> Tensor"
 scatter_rows: Callable[..., Any] = define(
-    "scatter_rows" + _MOVE.format("tokens", "? topk_weights"),
     _mover(SCATTER_ROWS, reference.scatter_rows),
     _move_fake(lambda tokens, R, top_k: (R, tokens.size(1))),
     _move_setup,
     _move_backward(lambda d, w, *to: combine_rows(d, w, *to), lambda d, x, *to: dot_rows(x, d, *to)),
+    schema="scatter_rows" + _MOVE.format("tokens", "? topk_weights"),
 )
 combine_rows: Callable[..., Any] = define(
-    "combine_rows" + _MOVE.format("rows", "? topk_weights"),
     _mover(COMBINE_ROWS, reference.combine_rows),
     _move_fake(lambda rows, R, top_k: (R // top_k, rows.size(1))),
     _move_setup,
     _move_backward(lambda d, w, *to: scatter_rows(d, w, *to), lambda d, y, *to: dot_rows(d, y, *to)),
+    schema="combine_rows" + _MOVE.format("rows", "? topk_weights"),
 )
 dot_rows: Callable[..., Any] = define(
-    "dot_rows" + _MOVE.format("tokens", " rows"),
     _mover(DOT_ROWS, reference.dot_rows),
     _move_fake(lambda tokens, _, top_k: (tokens.size(0), top_k)),
     _move_setup,
     _move_backward(lambda d, y, *to: combine_rows(y, d, *to), lambda d, x, *to: scatter_rows(x, d, *to)),
+    schema="dot_rows" + _MOVE.format("tokens", " rows"),
 )

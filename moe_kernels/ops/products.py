@@ -72,7 +72,7 @@ def bias_gradient(
     return grouped_gemm_wgrad(weights, d_out, group_offsets, False, False, dtype)[:, 0]
 
 
-def _wgrad(
+def _grouped_gemm_wgrad(
     A_packed: Tensor,  # [M, K]
     d_out: Tensor,  # [M, N]
     group_offsets: Tensor,  # [G + 1]
@@ -81,7 +81,7 @@ def _wgrad(
     out_dtype: torch.dtype,
 ) -> Tensor:  # [G, K, N], or [K, N] if `shared`
     if transposed:
-        return _wgrad(d_out, A_packed, group_offsets, shared, False, out_dtype).transpose(-2, -1)
+        return _grouped_gemm_wgrad(d_out, A_packed, group_offsets, shared, False, out_dtype).transpose(-2, -1)
     if shared:
         # One group of all rows that belong to some group.
         group_offsets = torch.stack((group_offsets[0], group_offsets.amax()))
@@ -121,18 +121,9 @@ def _wgrad_backward(ctx: Any, dd_B: Tensor) -> tuple[Tensor | None, ...]:
 
 
 grouped_gemm = define(
-    "grouped_gemm(Tensor A_packed, Tensor B, Tensor group_offsets, Tensor? bias, ScalarType out_dtype, str variant)"
-    " -> Tensor",
     _grouped_gemm,
     lambda A, B, group_offsets, bias, out_dtype, variant: A.new_empty((A.size(0), B.size(-1)), dtype=out_dtype),
     _grouped_gemm_setup,
     _grouped_gemm_backward,
 )
-grouped_gemm_wgrad = define(
-    "grouped_gemm_wgrad(Tensor A_packed, Tensor d_out, Tensor group_offsets, bool shared, bool transposed,"
-    " ScalarType out_dtype) -> Tensor",
-    _wgrad,
-    wgrad_fake,
-    _wgrad_setup,
-    _wgrad_backward,
-)
+grouped_gemm_wgrad = define(_grouped_gemm_wgrad, wgrad_fake, _wgrad_setup, _wgrad_backward)

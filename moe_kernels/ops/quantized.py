@@ -10,7 +10,6 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import (
-    SPEC,
     SPEC_LENGTH,
     dots_with_down_bias,
     layer_operator,
@@ -164,32 +163,15 @@ _FIRST_ORDER_ONLY = refusing(
 )
 
 
-_first_order = define(
-    "first_order(Tensor gradient, Tensor source) -> Tensor",
-    lambda gradient, source: gradient.clone(),
-    lambda gradient, source: torch.empty_like(gradient),
-    *_FIRST_ORDER_ONLY,
-)
-quantized_grouped_gemm = define(
-    "quantized_grouped_gemm(Tensor A, Tensor? scales_A, Tensor B, Tensor? scales_B, Tensor group_offsets,"
-    " Tensor? slot_to_row, Tensor? bias, bool rowwise, bool fast_accumulation, ScalarType out_dtype) -> Tensor",
-    _quantized_grouped_gemm,
-    _quantized_grouped_gemm_fake,
-    *_FIRST_ORDER_ONLY,
-)
-quantized_wgrad = define(
-    "quantized_wgrad(Tensor X, Tensor Y, Tensor group_offsets, Tensor? x_row_to_slot, Tensor? y_row_to_slot,"
-    " bool transposed, ScalarType out_dtype) -> Tensor",
-    _quantized_wgrad,
-    _quantized_wgrad_fake,
-    *_FIRST_ORDER_ONLY,
-)
+def _first_order(gradient: Tensor, source: Tensor) -> Tensor:
+    return gradient.clone()
+
+
+first_order = define(_first_order, lambda gradient, source: torch.empty_like(gradient), *_FIRST_ORDER_ONLY)
+quantized_grouped_gemm = define(_quantized_grouped_gemm, _quantized_grouped_gemm_fake, *_FIRST_ORDER_ONLY)
+quantized_wgrad = define(_quantized_wgrad, _quantized_wgrad_fake, *_FIRST_ORDER_ONLY)
 quantized_activate_backward = define(
-    "quantized_activate_backward(Tensor preact, Tensor d_act, Tensor topk_weights, Tensor row_to_slot,"
-    f" Tensor group_offsets, bool weigh, str? format, {SPEC}) -> ({', '.join(['Tensor'] * 5)})",
-    _quantized_activate_backward,
-    _quantized_activate_backward_fake,
-    *_FIRST_ORDER_ONLY,
+    _quantized_activate_backward, _quantized_activate_backward_fake, *_FIRST_ORDER_ONLY, results=5
 )
 
 
@@ -344,17 +326,13 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
         return made
     sources = (d_out, hidden, topk_weights, w_gate_up, w_down, b_in, b_out)
     source = next((x for x in sources if x is not None and x.requires_grad), None)
-    return made if source is None else tuple(None if d is None else _first_order(d, source) for d in made)
+    return made if source is None else tuple(None if d is None else first_order(d, source) for d in made)
 
 
 quantized_moe_mlp = define(
-    "quantized_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down,"
-    " Tensor? b_in, Tensor? b_out, Tensor? data_in, Tensor? scales_in, Tensor? backward_in, Tensor? backward_scales_in,"
-    " Tensor? data_out, Tensor? scales_out, Tensor? backward_out, Tensor? backward_scales_out,"
-    " bool rowwise, bool fast_accumulation, bool fp8_wgrad, bool save,"
-    f" {SPEC}) -> ({', '.join(['Tensor'] * 9)})",
     _quantized_moe_mlp,
     _quantized_moe_mlp_fake,
     _quantized_moe_mlp_setup,
     _quantized_moe_mlp_gradient,
+    results=9,
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
-from moe_kernels.ops.layer import SPEC, layer_operator, run_layer
+from moe_kernels.ops.layer import layer_operator, run_layer
 from moe_kernels.ops.library import along_rows, check_rows, define, refusing, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
@@ -63,9 +63,7 @@ def _quantize_fake(x: Tensor, format: str, dtype: torch.dtype, power_of_two: boo
     return x.new_empty(x.shape, dtype=dtype), scales.mT if format == "1x128" else scales
 
 
-quantize = define(
-    "quantize(Tensor x, str format, ScalarType dtype, bool power_of_two) -> (Tensor, Tensor)", _quantize, _quantize_fake
-)
+quantize = define(_quantize, _quantize_fake)
 
 
 def _quantize_weight(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
@@ -81,11 +79,7 @@ def _quantize_weight_fake(weight: Tensor, rowwise: bool) -> tuple[Tensor, ...]:
     return data, scales, backward, backward_scales if rowwise else scales.new_empty(0)
 
 
-quantize_weight = define(
-    "quantize_weight(Tensor weight, bool rowwise) -> (Tensor, Tensor, Tensor, Tensor)",
-    _quantize_weight,
-    _quantize_weight_fake,
-)
+quantize_weight = define(_quantize_weight, _quantize_weight_fake, results=4)
 
 
 def _scaled_grouped_gemm(
@@ -136,8 +130,6 @@ def _scaled_grouped_gemm_fake(A: Tensor, scales_A: Tensor, B: Tensor, *others: A
 
 
 scaled_grouped_gemm = define(
-    "scaled_grouped_gemm(Tensor A, Tensor scales_A, Tensor B, Tensor scales_B, Tensor group_offsets, Tensor? bias,"
-    " ScalarType out_dtype, str variant, bool fast_accumulation) -> Tensor",
     _scaled_grouped_gemm,
     _scaled_grouped_gemm_fake,
     *refusing(NO_GRADIENTS.format("grouped_gemm of fp8 operands")),
@@ -167,13 +159,7 @@ def _scaled_wgrad_fake(
     return X.new_empty((*scales_X.shape, scales_Y.size(1)), dtype=out_dtype)
 
 
-scaled_wgrad = define(
-    "scaled_wgrad(Tensor X, Tensor scales_X, Tensor Y, Tensor scales_Y, Tensor group_offsets, ScalarType out_dtype,"
-    " bool fast_accumulation) -> Tensor",
-    _scaled_wgrad,
-    _scaled_wgrad_fake,
-    *refusing(NO_GRADIENTS.format("scaled_grouped_mm")),
-)
+scaled_wgrad = define(_scaled_wgrad, _scaled_wgrad_fake, *refusing(NO_GRADIENTS.format("scaled_grouped_mm")))
 
 
 def _scaled_moe_mlp(
@@ -202,9 +188,6 @@ def _scaled_moe_mlp(
 
 
 scaled_moe_mlp = define(
-    "scaled_moe_mlp(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor scales_gate_up,"
-    " Tensor w_down, Tensor scales_down, Tensor? gate_up_bias, Tensor? down_bias, bool rowwise,"
-    f" bool fast_accumulation, {SPEC}) -> Tensor",
     _scaled_moe_mlp,
     lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
     *refusing(NO_GRADIENTS.format("moe_mlp with fp8 weights")),
