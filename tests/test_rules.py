@@ -144,7 +144,7 @@ def test_entries_of_uniform_products(tmp_path: Path) -> None:
     options = {"block_sizes": [128, 64, 64], "num_warps": 4, "num_stages": 6}
     file = put(named(tmp_path), entry_of("folded", uniform.bucket_of(uniform_problem()), ["A", "B", "out"], **options))
     choice = uniform.choose(uniform_problem())
-    assert (choice.source, choice.kernel) == (str(file), "folded")
+    assert (choice.source, choice.variant) == (str(file), "folded")
     assert choice.config.config["num_stages"] == 6 and choice.config.config["host_tensor_descriptors"]
     assert uniform.choose(uniform_problem(M=768)).source == str(file)
     for other in (
@@ -231,7 +231,7 @@ def test_illegal_entries_of_the_other_forms(
 def test_the_rule_for_uniform_products(changed: dict[str, Any], expected: tuple[Any, ...]) -> None:
     choice = uniform.rule(uniform_problem(**changed))
     values = choice.config.config
-    assert (choice.kernel, values.get("block_sizes"), values.get("num_stages")) == expected
+    assert (choice.variant, values.get("block_sizes"), values.get("num_stages")) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -1022,7 +1022,7 @@ def test_what_the_rule_gives_for_thin_weight_gradients(changed: dict[str, Any], 
     choice = wgrad.rule(replace(WGRAD, **changed))
     values = choice.config.config
     got = (choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
-    assert not choice.persistent
+    assert choice.variant == "basic"
     assert (*got, values.get("pid_type", "flat")) == expected
 
 
@@ -1063,7 +1063,7 @@ FIRST_HALF = swiglu.Problem(
 def test_what_the_rule_gives_for_the_first_half(changed: dict[str, Any], expected: tuple[Any, ...]) -> None:
     choice = swiglu.rule(replace(FIRST_HALF, **changed))
     values = choice.config.config
-    assert (choice.persistent, choice.block_m, values["block_sizes"], values["num_warps"]) == expected
+    assert (choice.variant == "persistent", choice.block_m, values["block_sizes"], values["num_warps"]) == expected
 
 
 @pytest.mark.parametrize(("rows", "K", "cost"), [(512, 2048, 56), (1024, 2048, 48), (1024, 768, 50)])

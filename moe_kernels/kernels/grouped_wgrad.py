@@ -184,17 +184,17 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
         int64_out=needs_int64(out.select(0, 0)),
     )
     choice = wgrad_rules.rule(problem)
-    if choice.persistent:
-        multiply_persistent(builder, X, Y, group_offsets, out, choice.tma)
+    block_m, (tma, _, _, int64_index) = choice.block_m, choice.addressing
+    if choice.variant == "persistent":
+        multiply_persistent(builder, X, Y, group_offsets, out, tma)
         return out
-    block_m, tma = choice.block_m, choice.tma
     group_offsets, width = searchable(builder, group_offsets, M)
     if tma:
         X, Y, out = whole_blocks(_windows(X, block_m)), whole_blocks(_windows(Y, block_m)), whole_blocks(out)
     # `few_groups`, because the kernel indexes groups of the result in 64 bits.
     arguments = (X, Y, group_offsets, replace(out, few_groups=True), M * 2 + 1, width, block_m, tma)
     precision = "tf32" if problem.tf32 else "ieee"  # "tf32x3" is slower where operands are contracted along rows
-    builder.launch(wgrad, arguments, choice.config, int64_index=choice.int64_index, precision=precision)
+    builder.launch(wgrad, arguments, choice.config, int64_index=int64_index, precision=precision)
     return out
 
 

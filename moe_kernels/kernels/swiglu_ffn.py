@@ -237,7 +237,7 @@ def multiply_activated(
     block_m = choice.block_m
     tma_A, tma_B, tma_out, int64_index = choice.addressing
     options = (spec.activation, spec.alpha, spec.limit)
-    if not choice.persistent:
+    if choice.variant == "basic":
         gate, up = replace(gate, few_groups=True), replace(up, few_groups=True)
         numbers = tile_numbers(M, E, block_m, problem.rows == 0)
         operands = [A, gate, up, act, *preacts]
@@ -254,7 +254,7 @@ def multiply_activated(
     outs: list[SymbolicTensor | None] = [act, *preacts]
     if tma_out:
         outs = [None if out is None else windows(out, block_m) for out in outs]
-    constants = (top_k, block_m, choice.block_i, tma_A, tma_B, tma_out, *options)
+    constants = (top_k, block_m, choice.block_n, tma_A, tma_B, tma_out, *options)
     pairs = replace(pairs, few_groups=True)
     arguments = (A, pairs, tiles, tile_count(tiles), row_to_slot, *biases, *outs, *constants)
     builder.launch(swiglu_persistent, arguments, choice.config, int64_index=int64_index, precision=problem.precision)

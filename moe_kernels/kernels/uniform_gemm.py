@@ -111,12 +111,12 @@ def plan_uniform_grouped_gemm(builder: Builder, tensors: Operands, options: tupl
     planned = SymbolicTensor(-1, dtype, (G, M, N), (M * N, N, 1), aligned=True)
     problem = _problem(builder, a, b, planned, N, K, a_columns, b_columns)
     choice = uniform_rules.choose(problem)
-    if choice.kernel == "bmm":
+    if choice.variant == "bmm":
         return builder.call("bmm", (A, B), (shape, dtype), None if dtype == A.dtype else dtype, groups=G)
     out = builder.alloc(shape, dtype)
     operands, kernel = [a, b, _groups(out, G)], uniform
     constants: tuple[Any, ...] = (N, K, a_columns, b_columns, *choice.addressing[:2])
-    if choice.kernel == "folded":
+    if choice.variant == "folded":
         operands, kernel = [_flat(x) for x in operands], uniform_folded
         constants = (G, M, N, K, a_columns, b_columns)
     by_tma = [whole_blocks(x) if tma else x for x, tma in zip(operands, choice.addressing[:3], strict=True)]

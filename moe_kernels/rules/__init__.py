@@ -71,12 +71,15 @@ class Addressing(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel and config for a problem."""
+    """The kernel and config for a problem of any operator."""
 
-    variant: str  # "basic", "persistent", "tails", also a persistent kernel, or "tall", also a program per tile
-    block_m: int  # the kernels' argument of this name
+    # "basic", "persistent", "tails", also a persistent kernel, or "tall", also a program per tile; for uniform products
+    # "folded", "batched", or "bmm" for torch.bmm, which ignores the rest; for varied ones "varied"
+    variant: str
+    block_m: int  # the kernels' arguments of these names
     addressing: Addressing
     config: Config
+    block_n: int = 0  # of varied products; block_i of the first half of an expert
     source: str = field(default="rule", compare=False)  # or the file that the entry is from
     entry: entries.Entry | None = field(default=None, compare=False, repr=False)
 

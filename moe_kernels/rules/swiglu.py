@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_kernels.rules import Access, Addressing, addressing, basic_height, block_for, fitting, indexing, offsets_block
+from moe_kernels.rules import Access, Choice, addressing, basic_height, block_for, fitting, indexing, offsets_block
 from moe_kernels.rules.config import Config
 
 
@@ -27,17 +27,6 @@ class Problem(Access):
     biases: int
     paired: bool  # the persistent kernel supports the weights
     slow_memory: bool = False  # as `Gpu.slow_memory`
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The kernel, `persistent` or basic, and its config; `block_m` and `block_i` are the kernels' arguments."""
-
-    persistent: bool
-    block_m: int
-    block_i: int
-    addressing: Addressing
-    config: Config
 
 
 PERSISTENT_FROM_ROWS = 64  # mean rows per expert, for the layouts that the persistent kernel supports
@@ -82,7 +71,7 @@ def basic(problem: Problem) -> Choice:
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "l2_groupings": [8 if tall else 4]}
     options |= indexing(*before, tma_A, tma_B, tma_B, *after)
     config = Config(block_sizes=blocks, **options)
-    return Choice(False, block_m, block_i, by_tma, config)
+    return Choice("basic", block_m, by_tma, config, block_i)
 
 
 def persistent(problem: Problem) -> Choice:
@@ -103,7 +92,7 @@ def persistent(problem: Problem) -> Choice:
         num_stages=4,
         **options,
     )
-    return Choice(True, block_m, block_i, by_tma, config)
+    return Choice("persistent", block_m, by_tma, config, block_i)
 
 
 def _results(problem: Problem) -> int:

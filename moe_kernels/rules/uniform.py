@@ -6,12 +6,13 @@ The rule was derived from measurements on an H200, where cuBLAS is faster unless
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from moe_kernels import rules
+from moe_kernels.rules import Choice
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.targets import Gpu
 from moe_kernels.tuning import entries
@@ -35,18 +36,7 @@ class Problem(rules.Access):
     gpu: Gpu | None = None  # None leaves the choice to the rule
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How a problem is computed."""
-
-    kernel: str  # "folded" or "batched"; or "bmm" for torch.bmm, which ignores the rest
-    addressing: rules.Addressing = rules.BY_POINTERS
-    config: Config = field(default_factory=Config)
-    source: str = field(default="rule", compare=False)  # or the file that the entry is from
-    entry: entries.Entry | None = field(default=None, compare=False, repr=False)
-
-
-BMM = Choice("bmm")
+BMM = Choice("bmm", 0, rules.BY_POINTERS, Config())
 THIN = 64  # columns up to which the kernels here are faster than cuBLAS
 _SMS = 132
 
@@ -79,11 +69,9 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
     addressing = rules.addressing(problem, problem.tma_A, problem.tma_B, problem.tma_out)
     extents = (problem.M, problem.N, problem.K)
     block_m, block_n, block_k = (rules.fitting(block, size) for block, size in zip(block_sizes, extents, strict=True))
-    return Choice(
-        kernel=kernel or ("folded" if foldable(problem, block_m, block_k) else "batched"),
-        addressing=addressing,
-        config=Config(block_sizes=[block_m, block_n, block_k], **(options | rules.indexing(*addressing[:3]))),
-    )
+    config = Config(block_sizes=[block_m, block_n, block_k], **(options | rules.indexing(*addressing[:3])))
+    variant = kernel or ("folded" if foldable(problem, block_m, block_k) else "batched")
+    return Choice(variant, block_m, addressing, config)
 
 
 def foldable(problem: Problem, block_m: int, block_k: int) -> bool:

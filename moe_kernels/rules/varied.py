@@ -5,7 +5,7 @@ The rule was derived from measurements on an H200.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_kernels import rules
+from moe_kernels.rules import Choice
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.targets import Gpu
 from moe_kernels.schedule import tile_counts
@@ -42,17 +43,6 @@ _BLOCKS = {
 }
 _FIXED = 512  # the time of a tile's beginning and end, in steps along K
 Shapes = tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The blocks and config for a problem. `block_m` and `block_n` are the kernel's arguments of these names."""
-
-    block_m: int
-    block_n: int
-    config: Config
-    source: str = field(default="rule", compare=False)  # or the file that the entry is from
-    entry: entries.Entry | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -124,7 +114,7 @@ def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_s
         pid_type="persistent_interleaved",
         num_sm_multiplier=per_sm,
     )
-    return Choice(block_m, block_n, config)
+    return Choice("varied", block_m, rules.BY_POINTERS, config, block_n)
 
 
 @lru_cache(1024)

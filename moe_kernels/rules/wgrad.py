@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_kernels.rules import bounds_loads, fitting, indexing, offsets_block
+from moe_kernels.rules import Addressing, Choice, bounds_loads, fitting, indexing, offsets_block
 from moe_kernels.rules.config import Config
 
 
@@ -26,17 +26,6 @@ class Problem:
     int64_out: bool  # addresses in one group's result do not fit into 32 bits
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The kernel, `wgrad_persistent` or `wgrad`, and its config; `block_m` and `tma` are the kernels' arguments."""
-
-    persistent: bool
-    block_m: int
-    tma: bool
-    int64_index: bool  # addresses are computed in 64 bits
-    config: Config
-
-
 PERSISTENT_FROM_ROWS = 256  # mean rows per group for `wgrad_persistent`; see benchmarks/notes.md
 PERSISTENT_BLOCK_M = 64
 MOST_BELOW = 8  # the most row tiles that `wgrad_persistent` computes in a column before the next column
@@ -53,7 +42,8 @@ def rule(problem: Problem) -> Choice:
     narrow = min(problem.P, problem.Q)
     whole = tma_out and problem.P % 128 == 0 and problem.Q % 256 == 0
     if whole and narrow > 128 and rows >= PERSISTENT_FROM_ROWS:
-        return Choice(True, PERSISTENT_BLOCK_M, True, index, persistent(problem.G, tma=True))
+        by_tma = Addressing(True, True, True, index)
+        return Choice("persistent", PERSISTENT_BLOCK_M, by_tma, persistent(problem.G, tma=True))
     # Tiles that hold whole rows or columns are small: many programs share an SM, and have many loads in flight. If 128
     # wide, they also divide the result of the largest group among more programs.
     thin = rows >= (128 if tma else 256) if narrow <= 64 else tma and 96 < narrow <= 128 and rows >= 256
@@ -79,7 +69,7 @@ def rule(problem: Problem) -> Choice:
         options["pid_type"] = "persistent_interleaved"
     blocks = [fitting(block_q, problem.Q), fitting(block_p, problem.P)]
     config = Config(block_sizes=blocks, num_warps=num_warps, num_stages=num_stages, l2_groupings=[16], **options)
-    return Choice(False, block_m, tma, index, config)
+    return Choice("basic", block_m, Addressing(tma, tma, tma_out, index), config)
 
 
 def persistent(G: int, tma: bool) -> Config:

@@ -395,8 +395,8 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
 
 
 def stored(choice: rules.Choice) -> dict[str, Any]:
-    """Return the fields of an entry for a choice of `grouped_gemm`."""
-    config = concise(choice.config.config)
+    """Return the fields of an entry for a choice."""
+    config = varied.stored(choice) if choice.variant == "varied" else concise(choice.config.config)
     return {"kernel": choice.variant, "block_m": choice.block_m, "tma": choice.addressing.tma, "config": config}
 
 
@@ -576,12 +576,6 @@ def uniform_workload(task: Task, device: torch.device) -> Workload:
     """Return the workload of `uniform_grouped_gemm`."""
     inputs = Inputs(UNIFORM_GROUPED_GEMM, [_operands(task, device)], (task.G, DTYPES[task.dtype]))
     problem = inputs.problem()
-
-    def stored(choice: uniform.Choice) -> dict[str, Any]:
-        blocks: Any = choice.config.config.get("block_sizes", [0])
-        config = concise(choice.config.config)
-        return {"kernel": choice.kernel, "block_m": blocks[0], "tma": choice.addressing.tma, "config": config}
-
     return Workload(
         rows=task.G * task.M,
         choices=[uniform.rule(problem), uniform.choose(problem), *uniform_grid(problem)],
@@ -589,14 +583,14 @@ def uniform_workload(task: Task, device: torch.device) -> Workload:
         near=lambda best, until: [
             _with(choice, loop_orders=[order])
             for choice in best[:1]
-            if choice.kernel != "bmm"
+            if choice.variant != "bmm"
             for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0])
         ],
         stored=stored,
     )
 
 
-def uniform_grid(problem: uniform.Problem) -> Iterator[uniform.Choice]:
+def uniform_grid(problem: uniform.Problem) -> Iterator[rules.Choice]:
     """Yield torch.bmm, if possible, and kernel configs that fit into an H200's shared memory."""
     if problem.bmm:
         yield uniform.BMM
@@ -622,7 +616,7 @@ def varied_workload(task: Task, device: torch.device) -> Workload:
     if not problem.aligned:  # no call would use the entry
         raise ValueError("varied products use entries only if K, and N with --layout gkn, is a multiple of 16 bytes")
 
-    def calls(choice: varied.Choice) -> list[Call]:
+    def calls(choice: rules.Choice) -> list[Call]:
         with cache.isolated(), rules.force(choice):
             launch = VariedLaunch(group_A, group_B, list(outs))
         outs.fill_(math.nan)
@@ -638,16 +632,11 @@ def varied_workload(task: Task, device: torch.device) -> Workload:
         choices=[varied.rule(problem), varied.choose(problem), *varied_grid(problem)],
         calls=calls,
         near=lambda best, until: [],
-        stored=lambda choice: {
-            "kernel": "varied",
-            "block_m": choice.block_m,
-            "tma": [],
-            "config": varied.stored(choice),
-        },
+        stored=stored,
     )
 
 
-def varied_grid(problem: varied.Problem) -> Iterator[varied.Choice]:
+def varied_grid(problem: varied.Problem) -> Iterator[rules.Choice]:
     """Yield tiles from 32 x 32 to 128 x 256 and 256 x 128, with one or two workers per SM."""
     size = problem.dtype.itemsize
     for block_m, block_n, block_k in itertools.product((128, 64, 32, 256), (256, 128, 64, 32), (64, 32, 128)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sm90 import H200, SHARED_MEMORY, TRITON, TRITON_3_9, empty, lowered, requests, waits_for_each
 
+from moe_kernels import rules
 from moe_kernels.ops import batched
 from moe_kernels.rules import varied
 from moe_kernels.runtime import cache, targets
@@ -21,7 +22,7 @@ def compiled(
     *,
     dtype: torch.dtype = torch.float16,
     columns: tuple[bool, bool] = (False, False),
-    choice: varied.Choice | None = None,
+    choice: rules.Choice | None = None,
     stack: int = 0,
 ) -> dict[str, Any]:
     """Return the report of the launch; `stack` is the most bytes per thread that it may spill."""
