@@ -161,7 +161,7 @@ def test_gradients_lie_as_what_they_are_of(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "needed", ["hidden", "topk_weights", "w_gate_up", "w_down", "w_up", "gate_up_bias", "down_bias"]
+    "needed", ["hidden", "topk_weights", "w_gate_up", "w_down", "w_up", "gate_up_bias", "up_bias", "down_bias"]
 )
 def test_a_gradient_alone(needed: str) -> None:
     arguments = make(LAYERS["two weights, biases"])

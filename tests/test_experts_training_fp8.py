@@ -586,6 +586,15 @@ def test_weights_of_transforms_are_not_those_that_are_kept() -> None:
             assert torch.equal(x, right[name]), name
 
 
+@torch.no_grad()
+def test_quantize_once_leaves_layers_in_fp8_alone() -> None:
+    layer = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block").quantize("fp8_block")
+    hidden = torch.randn(T, H)
+    right = layer(hidden)
+    with quantize_once(layer):
+        assert torch.equal(layer(hidden), right)
+
+
 def test_quantize_once_refuses() -> None:
     for module in (None, [MoE(H, I, E, TOP_K, renormalize=True)]):
         with pytest.raises(TypeError, match=r"^module: expected an nn\.Module, got"), quantize_once(module):

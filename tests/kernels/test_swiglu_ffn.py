@@ -236,6 +236,7 @@ def test_weights_that_are_neighbours_by_chance(M: int, device: str) -> None:
     assert not adjacent(gate.mT, up.mT)
     both = torch.from_numpy(memory.copy()).view(1, 2 * I, H)
     assert adjacent(both[:, :I].mT, both[:, I:].mT) and not adjacent(both[:, I:].mT, both[:, :I].mT)
+    assert not adjacent(both[:, :I].mT, both[:, I:].view(torch.bfloat16).mT)
     rows = torch.randn(M, H, device=device).half()
     act = swiglu_ffn(rows, gate, offsets([0, M], device), w_up=up)
 
