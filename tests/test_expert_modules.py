@@ -378,5 +378,6 @@ def test_compute_depends_on_the_dtype_of_the_experts() -> None:
     try:
         torch.set_default_dtype(torch.float64)
         assert MoE.from_experts([expert.float() for expert in experts], **options).w_down.dtype == torch.float32
+        assert MoE(8, 4, E, 1, renormalize=True).w_down.dtype == torch.float64
     finally:
         torch.set_default_dtype(default)

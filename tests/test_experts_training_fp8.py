@@ -783,3 +783,5 @@ def test_quantize_weight_refuses() -> None:
 def test_layer_refuses() -> None:
     with pytest.raises(ValueError, match="compute: expected None or one of"):
         MoE(H, I, E, TOP_K, renormalize=True, compute="fp8")
+    with pytest.raises(TypeError, match=r"^dtype: expected bfloat16, float16 or float32, got torch\.float64"):
+        MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block", dtype=torch.float64)
