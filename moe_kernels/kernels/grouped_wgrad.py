@@ -184,7 +184,7 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
         int64_out=needs_int64(out.select(0, 0)),
     )
     choice = wgrad_rules.rule(problem)
-    block_m, (tma, _, _, int64_index) = choice.block_m, choice.addressing
+    block_m, tma = choice.block_m, choice.addressing.tma_A
     if choice.variant == "persistent":
         multiply_persistent(builder, X, Y, group_offsets, out, tma)
         return out
@@ -194,7 +194,7 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     # `few_groups`, because the kernel indexes groups of the result in 64 bits.
     arguments = (X, Y, group_offsets, replace(out, few_groups=True), M * 2 + 1, width, block_m, tma)
     precision = "tf32" if problem.tf32 else "ieee"  # "tf32x3" is slower where operands are contracted along rows
-    builder.launch(wgrad, arguments, choice.config, int64_index=int64_index, precision=precision)
+    builder.launch(wgrad, arguments, choice.config, int64_index=choice.addressing.int64_index, precision=precision)
     return out
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from moe_kernels import rules
-from moe_kernels.rules import Choice
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.targets import Gpu
 from moe_kernels.tuning import entries
@@ -36,17 +35,17 @@ class Problem(rules.Access):
     gpu: Gpu | None = None  # None leaves the choice to the rule
 
 
-BMM = Choice("bmm", 0, rules.BY_POINTERS, Config())
+BMM = rules.Choice("bmm", 0, rules.BY_POINTERS, Config())
 THIN = 64  # columns up to which the kernels here are faster than cuBLAS
 _SMS = 132
 
 
-def choose(problem: Problem) -> Choice:
+def choose(problem: Problem) -> rules.Choice:
     """How `problem` is computed."""
     return rules.chosen(problem, None if problem.a_columns else bucket_of(problem), adapted, rule)
 
 
-def rule(problem: Problem) -> Choice:
+def rule(problem: Problem) -> rules.Choice:
     """The choice without tuned entries; it works on every GPU."""
     thin = problem.N <= THIN and problem.tma_A and problem.tma_B and problem.dtype != torch.float32
     # Tiles have at least 16 columns. If N is less, the waste matters once there is more than one tile per SM.
@@ -54,15 +53,15 @@ def rule(problem: Problem) -> Choice:
     return BMM if problem.bmm and (wasteful or not thin) else by_kernel(problem)
 
 
-def by_kernel(problem: Problem) -> Choice:
+def by_kernel(problem: Problem) -> rules.Choice:
     """The rule's choice between the kernels of this package, without torch.bmm."""
     block_m, block_n, block_k, num_warps, num_stages = _blocks(problem)
     order: dict[str, Any] = {"loop_orders": [[2, 1, 0]]} if problem.N <= THIN else {}
     return make(problem, [block_m, block_n, block_k], num_warps=num_warps, num_stages=num_stages, **order)
 
 
-def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None, /, **options: Any) -> Choice:
-    """The choice with these blocks and options: `kernel`, or by default the folded one if that is possible.
+def make(problem: Problem, block_sizes: Sequence[int], variant: str | None = None, /, **options: Any) -> rules.Choice:
+    """The choice with these blocks and options: `variant`, or by default the folded one if that is possible.
 
     Tensors are accessed by TMA if they allow it.
     """
@@ -70,8 +69,8 @@ def make(problem: Problem, block_sizes: Sequence[int], kernel: str | None = None
     extents = (problem.M, problem.N, problem.K)
     block_m, block_n, block_k = (rules.fitting(block, size) for block, size in zip(block_sizes, extents, strict=True))
     config = Config(block_sizes=[block_m, block_n, block_k], **(options | rules.indexing(*addressing[:3])))
-    variant = kernel or ("folded" if foldable(problem, block_m, block_k) else "batched")
-    return Choice(variant, block_m, addressing, config)
+    variant = variant or ("folded" if foldable(problem, block_m, block_k) else "batched")
+    return rules.Choice(variant, block_m, addressing, config)
 
 
 def foldable(problem: Problem, block_m: int, block_k: int) -> bool:
@@ -102,7 +101,7 @@ def bucket_of(problem: Problem) -> entries.Bucket:
     return entries.Bucket(dtype, problem.b_columns, problem.M, problem.N, problem.K, problem.G, op="uniform")
 
 
-def adapted(entry: entries.Entry, problem: Problem) -> Choice | None:
+def adapted(entry: entries.Entry, problem: Problem) -> rules.Choice | None:
     """The choice of an entry, None if it cannot be used for `problem`."""
     if entry.kernel == "bmm":
         return BMM if problem.bmm else None

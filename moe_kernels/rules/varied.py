@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_kernels import rules
-from moe_kernels.rules import Choice
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.targets import Gpu
 from moe_kernels.schedule import tile_counts
@@ -77,12 +76,12 @@ class Layout(NamedTuple):
     unit_k: int
 
 
-def choose(problem: Problem) -> Choice:
+def choose(problem: Problem) -> rules.Choice:
     """The blocks and config for `problem`."""
     return rules.chosen(problem, bucket_of(problem) if problem.aligned else None, adapted, rule)
 
 
-def rule(problem: Problem) -> Choice:
+def rule(problem: Problem) -> rules.Choice:
     """The choice without tuned entries; it compiles on every GPU."""
     P, block_k = len(problem.shapes), BLOCK_K[problem.dtype.itemsize]
     if not problem.aligned:
@@ -105,7 +104,9 @@ def precision_of(dtype: torch.dtype, tf32: bool, b_columns: bool, gpu: Gpu | Non
 
 
 @lru_cache(1024)
-def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, per_sm: int) -> Choice:
+def make(
+    P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, per_sm: int
+) -> rules.Choice:
     """The choice with these blocks and options for P problems."""
     config = Config(
         block_sizes=[min(1024, max(2, 1 << (P - 1).bit_length())), block_k],
@@ -114,7 +115,7 @@ def make(P: int, block_m: int, block_n: int, block_k: int, num_warps: int, num_s
         pid_type="persistent_interleaved",
         num_sm_multiplier=per_sm,
     )
-    return Choice("varied", block_m, rules.BY_POINTERS, config, block_n)
+    return rules.Choice("varied", block_m, rules.BY_POINTERS, config, block_n)
 
 
 @lru_cache(1024)
@@ -154,7 +155,7 @@ def bucket_of(problem: Problem) -> entries.Bucket | None:
     return entries.Bucket(dtype, problem.b_columns, M, N, K, len(problem.shapes), op="varied")
 
 
-def adapted(entry: entries.Entry, problem: Problem) -> Choice | None:
+def adapted(entry: entries.Entry, problem: Problem) -> rules.Choice | None:
     """The choice of an entry, None if its config is not of the form that `stored` returns."""
     values: Any = [entry.config.get(name) for name in ("num_warps", "num_stages", "num_sm_multiplier")]
     blocks = entry.config.get("block_sizes")
@@ -163,7 +164,7 @@ def adapted(entry: entries.Entry, problem: Problem) -> Choice | None:
     return make(len(problem.shapes), *blocks, *values)
 
 
-def stored(choice: Choice) -> dict[str, Any]:
+def stored(choice: rules.Choice) -> dict[str, Any]:
     """The config of an entry for `choice`: the arguments of `make`, without P, under the names of `Config`."""
     values: Any = choice.config.config
     kept = {name: values[name] for name in ("num_warps", "num_stages", "num_sm_multiplier")}

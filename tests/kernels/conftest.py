@@ -47,9 +47,7 @@ def _between_guards(shape: tuple[int, ...], strides: tuple[int, ...], dtype: tor
 
 
 _interpret = interpreter._interpret
-_spans: list[
-    tuple[int, int]
-] = []  # the memory of the running kernel's arguments: first address, and that behind the last
+_spans: list[tuple[int, int]] = []  # addresses of the running kernel's arguments: the first, and that behind the last
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
