@@ -15,7 +15,6 @@ import torch
 
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.kernels.declare import is_empty, kernel
-from moe_kernels.kernels.inline import decode_odd
 from moe_kernels.kernels.quantize import inverse, largest_of, plan_quantize, scale_of, scaled
 from moe_kernels.rules import by_rows
 from moe_kernels.rules import quantize as quantize_rules
@@ -90,20 +89,15 @@ def activate(
     act: torch.Tensor,  # [R, I], written
     gate: torch.Tensor,  # [R, I]
     up: torch.Tensor | None,  # [R, I]
-    programs: int,  # at least R; odd
-    odd_R: int,  # 2 * R + 1
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
 ) -> torch.Tensor:
     """One program per row and block of columns."""
-    width = act.size(1)
-    for tile_r, tile_i in hl.tile([programs, width], block_size=[1, None]):
-        zero = hl.zeros([], dtype=torch.int32)
-        r = (tile_r.id + zero).to(torch.int64)
-        if r < decode_odd(odd_R, zero):
-            g, u = _block(gate, [r, tile_i]), _block(up, [r, tile_i])
-            act[r, tile_i] = activated(g, u, name, alpha, limit).to(act.dtype)
+    for tile_r, tile_i in hl.tile(act.size(), block_size=[1, None]):
+        r = (tile_r.id + hl.zeros([], dtype=torch.int32)).to(torch.int64)
+        g, u = _block(gate, [r, tile_i]), _block(up, [r, tile_i])
+        act[r, tile_i] = activated(g, u, name, alpha, limit).to(act.dtype)
     return act
 
 
@@ -130,8 +124,6 @@ def activate_quantized(
     scales: torch.Tensor,  # [R, parts], written
     gate: torch.Tensor,  # [R, I]
     up: torch.Tensor | None,  # [R, I]
-    programs: int,  # at least R; odd
-    odd_R: int,  # 2 * R + 1
     width: hl.constexpr,  # columns of a part
     largest: hl.constexpr,
     name: hl.constexpr,
@@ -141,17 +133,15 @@ def activate_quantized(
     """Write act in fp8, quantised as by `quantize` from float32: one program per row and block of its parts."""
     hl.pdl_wait()
     I = data.size(1)  # noqa: E741
-    for tile_r, tile_p in hl.tile([programs, scales.size(1)], block_size=[1, None]):
-        zero = hl.zeros([], dtype=torch.int32)
-        r = (tile_r.id + zero).to(torch.int64)
-        if r < decode_odd(odd_R, zero):
-            columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
-            inside = columns < I
-            g = _block(gate, [r, columns], inside)
-            u = _block(up, [r, columns], inside)
-            act = activated(g, u, name, alpha, limit)
-            amax = largest_of(act, hl.zeros([tile_p], dtype=torch.int32), 1)
-            _write_quantised(data, scales, act, amax, r, tile_p.index, columns, inside, largest)
+    for tile_r, tile_p in hl.tile(scales.size(), block_size=[1, None]):
+        r = (tile_r.id + hl.zeros([], dtype=torch.int32)).to(torch.int64)
+        columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
+        inside = columns < I
+        g = _block(gate, [r, columns], inside)
+        u = _block(up, [r, columns], inside)
+        act = activated(g, u, name, alpha, limit)
+        amax = largest_of(act, hl.zeros([tile_p], dtype=torch.int32), 1)
+        _write_quantised(data, scales, act, amax, r, tile_p.index, columns, inside, largest)
     return data
 
 
@@ -162,23 +152,18 @@ def activate_backward(
     gate: torch.Tensor,  # [R, I]
     up: torch.Tensor | None,  # [R, I]
     d_act: torch.Tensor,  # [R, I]
-    programs: int,  # at least R; odd
-    odd_R: int,  # 2 * R + 1
     name: hl.constexpr,
     alpha: hl.constexpr,
     limit: hl.constexpr,
 ) -> torch.Tensor:
     """One program per row and block of columns."""
-    width = d_gate.size(1)
-    for tile_r, tile_i in hl.tile([programs, width], block_size=[1, None]):
-        zero = hl.zeros([], dtype=torch.int32)
-        r = (tile_r.id + zero).to(torch.int64)
-        if r < decode_odd(odd_R, zero):
-            g, d, u = _block(gate, [r, tile_i]), _block(d_act, [r, tile_i]), _block(up, [r, tile_i])
-            dg, du = _gradients(g, u, d, name, alpha, limit)
-            d_gate[r, tile_i] = dg.to(d_gate.dtype)
-            if d_up is not None:
-                d_up[r, tile_i] = du.to(d_gate.dtype)
+    for tile_r, tile_i in hl.tile(d_gate.size(), block_size=[1, None]):
+        r = (tile_r.id + hl.zeros([], dtype=torch.int32)).to(torch.int64)
+        g, d, u = _block(gate, [r, tile_i]), _block(d_act, [r, tile_i]), _block(up, [r, tile_i])
+        dg, du = _gradients(g, u, d, name, alpha, limit)
+        d_gate[r, tile_i] = dg.to(d_gate.dtype)
+        if d_up is not None:
+            d_up[r, tile_i] = du.to(d_gate.dtype)
     return d_gate
 
 
@@ -197,8 +182,6 @@ def weighted_backward(
     weights: torch.Tensor,  # [R]
     row_to_slot: torch.Tensor,  # [R] int32
     group_offsets: torch.Tensor,  # [E + 1] int32
-    programs: int,  # at least R; odd
-    odd_R: int,  # 2 * R + 1
     rowwise: hl.constexpr,
     width: hl.constexpr,  # columns of a part; all if `rowwise`
     largest: hl.constexpr,
@@ -213,42 +196,40 @@ def weighted_backward(
     I = d_gate.size(1)  # noqa: E741
     E = group_offsets.size(0) - 1
     parts = (I + width - 1) // width
-    for tile_r in hl.tile(programs, block_size=1):
-        zero = hl.zeros([], dtype=torch.int32)
-        r = (tile_r.id + zero).to(torch.int64)
-        if r < decode_odd(odd_R, zero):
-            slot = row_to_slot[r]
-            w = torch.where(r < group_offsets[E], weights[slot].to(torch.float32), 0.0)
-            dot = hl.zeros([], dtype=torch.float32)
-            for tile_p in hl.tile(parts):
-                columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
-                inside = columns < I
-                g = _block(gate, [r, columns], inside)
-                d = _block(d_act, [r, columns], inside)
-                u = _block(up, [r, columns], inside)
-                act = activated(g, u, name, alpha, limit)
-                wide_gate, wide_up = _gradients(g, u, w * d, name, alpha, limit)
-                dg = wide_gate.to(d_gate.dtype)
-                if d_up is not None:
-                    du = wide_up.to(d_gate.dtype)
-                    hl.store(d_up, [r, columns], du, extra_mask=inside)
-                hl.store(d_gate, [r, columns], dg, extra_mask=inside)
-                if weighted is not None:
-                    hl.store(weighted, [r, columns], (w * act).to(weighted.dtype), extra_mask=inside)
-                dot = dot + hl.inline_triton("tl.sum({0})", args=(act * d,), output_like=dot)
-                if scales is not None:
-                    amax = largest_of(dg, hl.zeros([tile_p], dtype=torch.int32), 1)
-                    if up is not None:
-                        amax_up = largest_of(du, hl.zeros([tile_p], dtype=torch.int32), 1)
-                        part = tile_p.index + parts
-                        if rowwise:
-                            amax = torch.maximum(amax, amax_up)
-                            amax_up = amax
-                            part = tile_p.index
-                        _write_quantised(data_up, scales, du, amax_up, r, part, columns, inside, largest)
-                    _write_quantised(data_gate, scales, dg, amax, r, tile_p.index, columns, inside, largest)
-            # The preactivations of rows at and past group_offsets[E] may be uninitialised.
-            dots[slot] = torch.where(r < group_offsets[E], dot, 0.0).to(dots.dtype)
+    for tile_r in hl.tile(d_gate.size(0), block_size=1):
+        r = (tile_r.id + hl.zeros([], dtype=torch.int32)).to(torch.int64)
+        slot = row_to_slot[r]
+        w = torch.where(r < group_offsets[E], weights[slot].to(torch.float32), 0.0)
+        dot = hl.zeros([], dtype=torch.float32)
+        for tile_p in hl.tile(parts):
+            columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
+            inside = columns < I
+            g = _block(gate, [r, columns], inside)
+            d = _block(d_act, [r, columns], inside)
+            u = _block(up, [r, columns], inside)
+            act = activated(g, u, name, alpha, limit)
+            wide_gate, wide_up = _gradients(g, u, w * d, name, alpha, limit)
+            dg = wide_gate.to(d_gate.dtype)
+            if d_up is not None:
+                du = wide_up.to(d_gate.dtype)
+                hl.store(d_up, [r, columns], du, extra_mask=inside)
+            hl.store(d_gate, [r, columns], dg, extra_mask=inside)
+            if weighted is not None:
+                hl.store(weighted, [r, columns], (w * act).to(weighted.dtype), extra_mask=inside)
+            dot = dot + hl.inline_triton("tl.sum({0})", args=(act * d,), output_like=dot)
+            if scales is not None:
+                amax = largest_of(dg, hl.zeros([tile_p], dtype=torch.int32), 1)
+                if up is not None:
+                    amax_up = largest_of(du, hl.zeros([tile_p], dtype=torch.int32), 1)
+                    part = tile_p.index + parts
+                    if rowwise:
+                        amax = torch.maximum(amax, amax_up)
+                        amax_up = amax
+                        part = tile_p.index
+                    _write_quantised(data_up, scales, du, amax_up, r, part, columns, inside, largest)
+                _write_quantised(data_gate, scales, dg, amax, r, tile_p.index, columns, inside, largest)
+        # The preactivations of rows at and past group_offsets[E] may be uninitialised.
+        dots[slot] = torch.where(r < group_offsets[E], dot, 0.0).to(dots.dtype)
     return d_gate
 
 
@@ -294,7 +275,7 @@ def write_scaled_activation(
     scales = builder.alloc(scales_shape((R, I), format), torch.float32)
     parts = scales.size(1)
     width, largest = quantize_rules.width_of_part(I, parts), torch.finfo(data.dtype).max
-    arguments = (data, scales, gate, up, R | 1, R * 2 + 1, width, largest, spec.activation, spec.alpha, spec.limit)
+    arguments = (data, scales, gate, up, width, largest, spec.activation, spec.alpha, spec.limit)
     config = quantize_rules.parts_of_a_row(I, parts)
     builder.launch(activate_quantized, arguments, config, int64_index=needs_int64(data, scales, gate, up))
     return data, scales
@@ -345,7 +326,7 @@ def _plan_weighted(
     """Return what `weighted_backward` writes: both gradients, weighted act, dots, fp8 data and scales."""
     topk_weights, row_to_slot, group_offsets = order
     gate, up = spec.halves(preact, preact_up)
-    R, I = gate.shape  # noqa: E741
+    I = gate.size(1)  # noqa: E741
     d_preact = builder.alloc(preact.shape, preact.dtype)
     d_preact_up = builder.alloc((0,) if preact_up is None else preact_up.shape, preact.dtype)
     weighted = builder.alloc(d_act.shape if weigh else (0,), preact.dtype)
@@ -364,8 +345,7 @@ def _plan_weighted(
     tensors = (*written, gate, up, d_act, topk_weights.flatten(), row_to_slot, group_offsets)
     config, width = quantize_rules.weighted_backward(I, format)
     constants = (format == "rowwise", width, torch.finfo(data.dtype).max, spec.activation, spec.alpha, spec.limit)
-    arguments = (*tensors, R | 1, R * 2 + 1, *constants)
-    builder.launch(weighted_backward, arguments, config, int64_index=needs_int64(*tensors))
+    builder.launch(weighted_backward, (*tensors, *constants), config, int64_index=needs_int64(*tensors))
     return made
 
 
@@ -375,6 +355,5 @@ def _launch(builder: Builder, kernel: Any, tensors: Sequence[SymbolicTensor | No
     assert first is not None
     if is_empty(first):
         return
-    R = first.size(0)
-    arguments = (*tensors, R | 1, R * 2 + 1, spec.activation, spec.alpha, spec.limit)
+    arguments = (*tensors, spec.activation, spec.alpha, spec.limit)
     builder.launch(kernel, arguments, by_rows(first.size(1)), int64_index=needs_int64(*tensors))

@@ -18,7 +18,7 @@ import torch
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels.activation import activated
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import decode_odd, unmasked
+from moe_kernels.kernels.inline import unmasked
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
@@ -49,8 +49,6 @@ def first_half(
     gate_bias: torch.Tensor | None,  # [E, I]
     up_bias: torch.Tensor | None,  # [E, I]
     scales: torch.Tensor | None,  # [E, cdiv(2I, height), cdiv(H, 128)], of w_gate_up, whose rows are gate and up
-    programs: int,  # at least top_k; odd
-    odd_k: int,  # 2 * top_k + 1
     first_up: int,  # first row of up in w_gate_up
     runs: int,  # runs of `run` elements in a row, at least 2
     distance: hl.constexpr,  # between the rows of gate in w_gate_up
@@ -64,42 +62,40 @@ def first_half(
     hl.pdl_wait()
     hl.pdl_launch_dependents()
     H = hidden.size(1)
-    I = act.size(1)  # noqa: E741
     E = gate.size(0)
     block_r = hl.register_block_size(1, 4096)
-    for tile_k, tile_i in hl.tile([programs, I], block_size=[1, None]):
+    for tile_k, tile_i in hl.tile(act.size(), block_size=[1, None]):
         zero = hl.zeros([], dtype=torch.int32)
         slot = tile_k.id + zero
-        if slot < decode_odd(odd_k, zero):
-            expert = topk_ids[slot].to(torch.int64)
-            if (expert >= 0) & (expert < E):
-                sum_gate = hl.zeros([tile_i, block_r], dtype=torch.float32)
-                sum_up = hl.zeros([tile_i, block_r], dtype=torch.float32)
-                rows, in_both = tile_i.index[:, None, None], tile_i.index[:, None] * distance
-                for tile_r in hl.tile(runs, block_size=block_r):
-                    columns = ((tile_r.index * run)[:, None] + hl.arange(run)[None, :])[None]
-                    inside, part = columns < H, (tile_r.index * run // 128)[None, :]
-                    x = hl.load(hidden, [zero, columns], extra_mask=inside).to(torch.float32)
-                    sums = _dots(hl.load(gate, [expert, rows, columns], extra_mask=inside), x)
+        expert = topk_ids[slot].to(torch.int64)
+        if (expert >= 0) & (expert < E):
+            sum_gate = hl.zeros([tile_i, block_r], dtype=torch.float32)
+            sum_up = hl.zeros([tile_i, block_r], dtype=torch.float32)
+            rows, in_both = tile_i.index[:, None, None], tile_i.index[:, None] * distance
+            for tile_r in hl.tile(runs, block_size=block_r):
+                columns = ((tile_r.index * run)[:, None] + hl.arange(run)[None, :])[None]
+                inside, part = columns < H, (tile_r.index * run // 128)[None, :]
+                x = hl.load(hidden, [zero, columns], extra_mask=inside).to(torch.float32)
+                sums = _dots(hl.load(gate, [expert, rows, columns], extra_mask=inside), x)
+                if scales is not None:
+                    sums = sums * hl.load(scales, [expert, in_both // height, part])
+                sum_gate = sum_gate + sums
+                if up is not None:
+                    sums = _dots(hl.load(up, [expert, rows, columns], extra_mask=inside), x)
                     if scales is not None:
-                        sums = sums * hl.load(scales, [expert, in_both // height, part])
-                    sum_gate = sum_gate + sums
-                    if up is not None:
-                        sums = _dots(hl.load(up, [expert, rows, columns], extra_mask=inside), x)
-                        if scales is not None:
-                            sums = sums * hl.load(scales, [expert, (in_both + first_up) // height, part])
-                        sum_up = sum_up + sums
-                h_gate = torch.sum(sum_gate, dim=1)
-                if gate_bias is not None:
-                    h_gate = h_gate + gate_bias[expert, tile_i].to(torch.float32)
-                if up is None:
-                    result = activated(h_gate, None, name, alpha, limit)
-                else:
-                    h_up = torch.sum(sum_up, dim=1)
-                    if up_bias is not None:
-                        h_up = h_up + up_bias[expert, tile_i].to(torch.float32)
-                    result = activated(h_gate, h_up, name, alpha, limit)
-                act[slot, tile_i] = result.to(act.dtype)
+                        sums = sums * hl.load(scales, [expert, (in_both + first_up) // height, part])
+                    sum_up = sum_up + sums
+            h_gate = torch.sum(sum_gate, dim=1)
+            if gate_bias is not None:
+                h_gate = h_gate + gate_bias[expert, tile_i].to(torch.float32)
+            if up is None:
+                result = activated(h_gate, None, name, alpha, limit)
+            else:
+                h_up = torch.sum(sum_up, dim=1)
+                if up_bias is not None:
+                    h_up = h_up + up_bias[expert, tile_i].to(torch.float32)
+                result = activated(h_gate, h_up, name, alpha, limit)
+            act[slot, tile_i] = result.to(act.dtype)
     return act
 
 
@@ -192,7 +188,7 @@ def multiply_one_token(
     place = (1, 2) if spec.interleaved else (width, 1)
     run = 16 // gate.dtype.itemsize
     constants = (place[1], height, run, spec.activation, spec.alpha, spec.limit)
-    sizes = (top_k | 1, 2 * top_k + 1, place[0], max(2, -(-H // run)))
+    sizes = (place[0], max(2, -(-H // run)))
     arguments = (act, hidden, topk_ids, gate, up, *biases[:2], first, *sizes, *constants)
     builder.launch(first_half, arguments, _config(H, gate.dtype), int64_index=int64_index)
     second, height = _by_parts(scales[1], out.size(1), width)

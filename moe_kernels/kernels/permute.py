@@ -19,7 +19,6 @@ import helion.language as hl
 import torch
 
 from moe_kernels.kernels.declare import is_empty, kernel
-from moe_kernels.kernels.inline import decode_odd
 from moe_kernels.kernels.quantize import inverse, largest_of, plan_quantize, scale_of, scaled
 from moe_kernels.rules import by_rows
 from moe_kernels.rules import quantize as quantize_rules
@@ -37,26 +36,22 @@ def scatter_rows(
     topk_weights: torch.Tensor | None,  # [T, top_k]
     slot_to_row: torch.Tensor,  # [R] int32
     group_offsets: torch.Tensor,  # [E + 1] int32
-    programs: int,  # at least T; odd
-    odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
 ) -> torch.Tensor:
     """One program per token and block of columns, which it reads once and writes top_k times."""
     hl.pdl_wait()
-    H = rows.size(1)
+    T, H = tokens.size()
     E = group_offsets.size(0) - 1
-    for tile_t, tile_h in hl.tile([programs, H], block_size=[1, None]):
-        zero = hl.zeros([], dtype=torch.int32)
-        t = tile_t.id + zero
-        if t < decode_odd(odd_T, zero):
-            end = group_offsets[E]
-            x = tokens[t.to(torch.int64), tile_h]
-            for tile_k in hl.tile(top_k, block_size=1):
-                row = slot_to_row[t * top_k + tile_k.id]
-                y = x.to(torch.float32)
-                if topk_weights is not None:
-                    y = y * topk_weights[t, tile_k.id].to(torch.float32)
-                rows[row.to(torch.int64), tile_h] = torch.where(row < end, y.to(rows.dtype), 0.0)
+    for tile_t, tile_h in hl.tile([T, H], block_size=[1, None]):
+        t = tile_t.id + hl.zeros([], dtype=torch.int32)
+        end = group_offsets[E]
+        x = tokens[t.to(torch.int64), tile_h]
+        for tile_k in hl.tile(top_k, block_size=1):
+            row = slot_to_row[t * top_k + tile_k.id]
+            y = x.to(torch.float32)
+            if topk_weights is not None:
+                y = y * topk_weights[t, tile_k.id].to(torch.float32)
+            rows[row.to(torch.int64), tile_h] = torch.where(row < end, y.to(rows.dtype), 0.0)
     return rows
 
 
@@ -67,31 +62,27 @@ def scatter_quantized(
     tokens: torch.Tensor,  # [T, H]
     slot_to_row: torch.Tensor,  # [R] int32
     group_offsets: torch.Tensor,  # [E + 1] int32
-    programs: int,  # at least T; odd
-    odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
     width: hl.constexpr,  # columns of a part
     largest: hl.constexpr,
 ) -> torch.Tensor:
     """One program per token and block of its parts, which it reads and quantises once, and writes top_k times."""
     hl.pdl_wait()
-    H = data.size(1)
+    T, H = tokens.size()
     E = group_offsets.size(0) - 1
-    for tile_t, tile_p in hl.tile([programs, scales.size(1)], block_size=[1, None]):
-        zero = hl.zeros([], dtype=torch.int32)
-        t = tile_t.id + zero
-        if t < decode_odd(odd_T, zero):
-            end = group_offsets[E]
-            columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
-            x = hl.load(tokens, [t.to(torch.int64), columns], extra_mask=columns < H)
-            none = hl.zeros([tile_p], dtype=torch.int32)
-            scale = scale_of(largest_of(x, none, 1), largest, False)
-            y = scaled(x, inverse(scale)[:, None])
-            for tile_k in hl.tile(top_k, block_size=1):
-                row = slot_to_row[t * top_k + tile_k.id]
-                r = row.to(torch.int64)
-                hl.store(data, [r, columns], torch.where(row < end, y, 0.0).to(data.dtype), extra_mask=columns < H)
-                scales[r, tile_p] = torch.where(row < end, scale, scale_of(none, largest, False))
+    for tile_t, tile_p in hl.tile([T, scales.size(1)], block_size=[1, None]):
+        t = tile_t.id + hl.zeros([], dtype=torch.int32)
+        end = group_offsets[E]
+        columns = (tile_p.index * width)[:, None] + hl.arange(width)[None, :]
+        x = hl.load(tokens, [t.to(torch.int64), columns], extra_mask=columns < H)
+        none = hl.zeros([tile_p], dtype=torch.int32)
+        scale = scale_of(largest_of(x, none, 1), largest, False)
+        y = scaled(x, inverse(scale)[:, None])
+        for tile_k in hl.tile(top_k, block_size=1):
+            row = slot_to_row[t * top_k + tile_k.id]
+            r = row.to(torch.int64)
+            hl.store(data, [r, columns], torch.where(row < end, y, 0.0).to(data.dtype), extra_mask=columns < H)
+            scales[r, tile_p] = torch.where(row < end, scale, scale_of(none, largest, False))
     return data
 
 
@@ -102,27 +93,23 @@ def combine_rows(
     topk_weights: torch.Tensor | None,  # [T, top_k]
     slot_to_row: torch.Tensor,  # [R] int32
     group_offsets: torch.Tensor,  # [E + 1] int32
-    programs: int,  # at least T; odd
-    odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
 ) -> torch.Tensor:
     """One program per token and block of columns, which adds up the token's top_k rows in float32."""
     hl.pdl_wait()
-    H = tokens.size(1)
+    T, H = tokens.size()
     E = group_offsets.size(0) - 1
-    for tile_t, tile_h in hl.tile([programs, H], block_size=[1, None]):
-        zero = hl.zeros([], dtype=torch.int32)
-        t = tile_t.id + zero
-        if t < decode_odd(odd_T, zero):
-            end = group_offsets[E]
-            acc = hl.zeros([tile_h], dtype=torch.float32)
-            for tile_k in hl.tile(top_k, block_size=1):
-                row = slot_to_row[t * top_k + tile_k.id]
-                y = hl.load(rows, [row.to(torch.int64), tile_h], extra_mask=row < end).to(torch.float32)
-                if topk_weights is not None:
-                    y = torch.where(row < end, y * topk_weights[t, tile_k.id].to(torch.float32), 0.0)
-                acc = acc + y
-            tokens[t.to(torch.int64), tile_h] = acc.to(tokens.dtype)
+    for tile_t, tile_h in hl.tile([T, H], block_size=[1, None]):
+        t = tile_t.id + hl.zeros([], dtype=torch.int32)
+        end = group_offsets[E]
+        acc = hl.zeros([tile_h], dtype=torch.float32)
+        for tile_k in hl.tile(top_k, block_size=1):
+            row = slot_to_row[t * top_k + tile_k.id]
+            y = hl.load(rows, [row.to(torch.int64), tile_h], extra_mask=row < end).to(torch.float32)
+            if topk_weights is not None:
+                y = torch.where(row < end, y * topk_weights[t, tile_k.id].to(torch.float32), 0.0)
+            acc = acc + y
+        tokens[t.to(torch.int64), tile_h] = acc.to(tokens.dtype)
     return tokens
 
 
@@ -133,24 +120,20 @@ def dot_rows(
     rows: torch.Tensor,  # [R, H]
     slot_to_row: torch.Tensor,  # [R] int32
     group_offsets: torch.Tensor,  # [E + 1] int32
-    programs: int,  # at least T; odd
-    odd_T: int,  # 2 * T + 1
     top_k: hl.constexpr,
 ) -> torch.Tensor:
     """One program per slot."""
-    H = tokens.size(1)
+    T, H = tokens.size()
     E = group_offsets.size(0) - 1
-    for tile_t, tile_k in hl.tile([programs, top_k], block_size=[1, 1]):
-        zero = hl.zeros([], dtype=torch.int32)
-        t = tile_t.id + zero
-        if t < decode_odd(odd_T, zero):
-            row = slot_to_row[t * top_k + tile_k.id]
-            dot = hl.zeros([], dtype=torch.float32)
-            if row < group_offsets[E]:
-                for tile_h in hl.tile(H):
-                    x = tokens[t.to(torch.int64), tile_h].to(torch.float32)
-                    dot = dot + torch.sum(x * rows[row.to(torch.int64), tile_h].to(torch.float32))
-            dots[t, tile_k.id] = dot.to(dots.dtype)
+    for tile_t, tile_k in hl.tile([T, top_k], block_size=[1, 1]):
+        t = tile_t.id + hl.zeros([], dtype=torch.int32)
+        row = slot_to_row[t * top_k + tile_k.id]
+        dot = hl.zeros([], dtype=torch.float32)
+        if row < group_offsets[E]:
+            for tile_h in hl.tile(H):
+                x = tokens[t.to(torch.int64), tile_h].to(torch.float32)
+                dot = dot + torch.sum(x * rows[row.to(torch.int64), tile_h].to(torch.float32))
+        dots[t, tile_k.id] = dot.to(dots.dtype)
     return dots
 
 
@@ -178,9 +161,9 @@ def scatter_scaled(
         return plan_quantize(builder, (rows,), (format, torch.float8_e4m3fn, False))
     data = builder.alloc((R, H), torch.float8_e4m3fn)
     scales = builder.alloc(scales_shape((R, H), format), torch.float32)
-    T, parts = tokens.size(0), scales.size(1)
+    parts = scales.size(1)
     width, largest = quantize_rules.width_of_part(H, parts), torch.finfo(data.dtype).max
-    arguments = (data, scales, tokens, slot_to_row, group_offsets, T | 1, T * 2 + 1, top_k, width, largest)
+    arguments = (data, scales, tokens, slot_to_row, group_offsets, top_k, width, largest)
     config = quantize_rules.parts_of_a_row(H, parts).unrolled(0, top_k)
     builder.launch(scatter_quantized, arguments, config, int64_index=needs_int64(data, scales, tokens))
     return data, scales
@@ -221,6 +204,5 @@ def _launch(
     if any(is_empty(x) for x in given):
         builder.zero(given[0])
         return
-    T = slot_to_row.size(0) // top_k
-    arguments = (*tensors, slot_to_row, group_offsets, T | 1, T * 2 + 1, top_k)
+    arguments = (*tensors, slot_to_row, group_offsets, top_k)
     builder.launch(kernel, arguments, config, int64_index=needs_int64(*given))

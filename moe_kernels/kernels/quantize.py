@@ -14,7 +14,6 @@ import helion.language as hl
 import torch
 
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import decode_odd
 from moe_kernels.rules import quantize as rules
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, needs_int64
@@ -108,66 +107,47 @@ def scaled(x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return torch.where(inverse == inverse, x.to(torch.float32) * inverse, 0.0)
 
 
-def _rows(programs: int, odd_R: int | None, zero: torch.Tensor) -> int | torch.Tensor:
-    if odd_R is None:
-        return programs
-    return decode_odd(odd_R, zero)
-
-
 @kernel()
 def quantize_parts(
     data: torch.Tensor,  # [G, R, K], written
-    scales: torch.Tensor,  # [G * parts * R], written
+    scales: torch.Tensor,  # [G, parts, R], written
     x: torch.Tensor,  # [G, R, K]
-    programs: int,  # R if it is constant, else odd and at least R
-    odd_R: int | None,  # 2 * R + 1, or None if R is constant
-    of_group: int,  # scales per group
     largest: hl.constexpr,
     power_of_two: hl.constexpr,
 ) -> torch.Tensor:
     """One scale per row of a tile, which is as wide as a part."""
-    G, _, K = data.shape
-    for tile_k, tile_r, tile_g in hl.tile([K, programs, G], block_size=[None, None, 1]):
-        zero = hl.zeros([], dtype=torch.int32)
-        R, g = _rows(programs, odd_R, zero), tile_g.id + zero
-        rows = tile_r.index
-        tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
+    G, R, K = x.size()
+    for tile_k, tile_r, tile_g in hl.tile([K, R, G], block_size=[None, None, 1]):
+        g = tile_g.id
+        tile = hl.load(x, [g, tile_r, tile_k])
         amax = largest_of(tile, hl.zeros([tile_r], dtype=torch.int32), 1)
         scale = scale_of(amax, largest, power_of_two)
-        y = scaled(tile, inverse(scale)[:, None])
-        hl.store(data, [g, tile_r, tile_k], y.to(data.dtype), extra_mask=(rows < R)[:, None])
-        hl.store(scales, [g * of_group + tile_k.id * R + rows], scale, extra_mask=rows < R)
+        data[g, tile_r, tile_k] = scaled(tile, inverse(scale)[:, None]).to(data.dtype)
+        scales[g, tile_k.id, tile_r] = scale
     return data
 
 
 @kernel()
 def quantize_rows(
     data: torch.Tensor,  # [G, R, K], written
-    scales: torch.Tensor,  # [G * R], written
+    scales: torch.Tensor,  # [G, 1, R], written
     x: torch.Tensor,  # [G, R, K]
-    programs: int,  # R if it is constant, else odd and at least R
-    odd_R: int | None,  # 2 * R + 1, or None if R is constant
-    of_group: int,  # scales per group
     largest: hl.constexpr,
     power_of_two: hl.constexpr,
 ) -> torch.Tensor:
     """One scale per row; no tile holds a whole row, so each is read twice."""
-    G, _, K = data.shape
-    for tile_r, tile_g in hl.tile([programs, G], block_size=[None, 1]):
-        zero = hl.zeros([], dtype=torch.int32)
-        R, g = _rows(programs, odd_R, zero), tile_g.id + zero
-        rows = tile_r.index
+    G, R, K = x.size()
+    for tile_r, tile_g in hl.tile([R, G], block_size=[None, 1]):
+        g = tile_g.id
         amax = hl.zeros([tile_r], dtype=torch.int32)
         for tile_k in hl.tile(K):
-            tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
-            amax = torch.maximum(amax, largest_of(tile, amax, 1))
+            amax = torch.maximum(amax, largest_of(hl.load(x, [g, tile_r, tile_k]), amax, 1))
         scale = scale_of(amax, largest, power_of_two)
-        hl.store(scales, [g * of_group + rows], scale, extra_mask=rows < R)
+        scales[g, 0, tile_r] = scale
         factor = inverse(scale)
         for tile_k in hl.tile(K):
-            tile = hl.load(x, [g, tile_r, tile_k], extra_mask=(rows < R)[:, None])
-            y = scaled(tile, factor[:, None])
-            hl.store(data, [g, tile_r, tile_k], y.to(data.dtype), extra_mask=(rows < R)[:, None])
+            tile = hl.load(x, [g, tile_r, tile_k])
+            data[g, tile_r, tile_k] = scaled(tile, factor[:, None]).to(data.dtype)
     return data
 
 
@@ -217,16 +197,12 @@ def quantize_transposed(
     return data
 
 
-@kernel(lambda *_: rules.SQUARES)
+@kernel()
 def quantize_squares(
     data: torch.Tensor,  # [G, R, K], written
     transposed: torch.Tensor | None,  # [G, K, R], written
-    scales: torch.Tensor,  # [G * ceil(R / 128) * parts], written
+    scales: torch.Tensor,  # [G, ceil(R / 128), ceil(K / 128)], written
     x: torch.Tensor,  # [G, R, K]
-    programs: int,  # R if it is constant, else odd and at least R
-    odd_R: int | None,  # 2 * R + 1, or None if R is constant
-    of_group: int,  # scales per group
-    parts: int,  # ceil(K / 128)
     largest: hl.constexpr,
     power_of_two: hl.constexpr,
 ) -> torch.Tensor:
@@ -235,20 +211,16 @@ def quantize_squares(
     For this the tile is read again, from the cache, and other pairs of its values are converted to fp8: if one that is
     converted from float32 were stored in both orders, ptxas 12.8 would read its register too early.
     """
-    G, _, K = data.shape
-    for tile_k, tile_r, tile_g in hl.tile([K, programs, G], block_size=[128, 128, 1]):
-        zero = hl.zeros([], dtype=torch.int32)
-        R, g = _rows(programs, odd_R, zero), tile_g.id + zero
-        inside = tile_r.index < R
-        tile = hl.load(x, [g, tile_r, tile_k], extra_mask=inside[:, None])
-        scale = scale_of(largest_of(tile, zero), largest, power_of_two)
-        # `programs` may be R + 1, and a square may begin there.
-        hl.store(scales, [g * of_group + tile_r.id * parts + tile_k.id], scale, extra_mask=tile_r.begin + zero < R)
+    G, R, K = x.size()
+    for tile_k, tile_r, tile_g in hl.tile([K, R, G], block_size=[128, 128, 1]):
+        g = tile_g.id
+        tile = hl.load(x, [g, tile_r, tile_k])
+        scale = scale_of(largest_of(tile, hl.zeros([], dtype=torch.int32)), largest, power_of_two)
+        hl.store(scales, [g, tile_r.id, tile_k.id], scale)
         factor = inverse(scale)
-        hl.store(data, [g, tile_r, tile_k], scaled(tile, factor).to(data.dtype), extra_mask=inside[:, None])
+        data[g, tile_r, tile_k] = scaled(tile, factor).to(data.dtype)
         if transposed is not None:
-            y = transposed_rows(x, g, tile_r.begin, R, tile_k, factor, data.dtype)
-            hl.store(transposed, [g, tile_k, tile_r], y, extra_mask=inside[None, :])
+            transposed[g, tile_k, tile_r] = transposed_rows(x, g, tile_r.begin, R, tile_k, factor, data.dtype)
     return data
 
 
@@ -264,16 +236,15 @@ def plan_quantize(
     (x,), (format, dtype, power_of_two) = tensors, options
     R, K = x.shape[-2:]
     *groups, blocks, parts = scales_shape(x.shape, format)
-    shape = (*groups, blocks, parts)
-    if format == "1x128":
-        shape = (R * (parts * (groups[0] if groups else 1)),)
+    G = groups[0] if groups else 1
+    shape = (R * (parts * G),) if format == "1x128" else (*groups, blocks, parts)
     data, scales = builder.alloc(x.shape, dtype), builder.alloc(shape, torch.float32)
     written, read = (tensor if groups else _as_group(tensor) for tensor in (data, x))
-    static_shape = type(R) is int
-    counts: tuple[Any, ...] = (R, None, blocks * parts) if static_shape else (R | 1, R * 2 + 1, 0)
+    rows, columns = (blocks, parts) if format == "128x128" else (parts, R)
+    outputs = [written, scales.as_strided((G, rows, columns), (rows * columns if groups else 0, columns, 1), 0)]
     transposed = lies_transposed(x)
     if format == "128x128":
-        counts = (*counts, parts)
+        outputs.insert(1, other_order)
         kernel, config = quantize_squares, rules.SQUARES
     elif format == "1x128":
         kernel, config = quantize_parts, rules.one_pass(BLOCK, transposed)
@@ -281,8 +252,7 @@ def plan_quantize(
         kernel, config = quantize_rows, rules.two_passes(transposed)
     else:
         kernel, config = quantize_parts, rules.one_pass(K, False)
-    outputs = (written, other_order, scales.flatten()) if format == "128x128" else (written, scales.flatten())
-    arguments = (*outputs, read, *counts, torch.finfo(dtype).max, power_of_two)
+    arguments = (*outputs, read, torch.finfo(dtype).max, power_of_two)
     builder.launch(kernel, arguments, config, int64_index=needs_int64(written, read))
     return data, scales
 

@@ -29,7 +29,7 @@ _RANK_CONFIG = Config(block_sizes=[512], num_warps=4)
 _COUNT_CONFIG = Config(block_sizes=[], num_warps=4)  # one thread per slot of a chunk of _CHUNK
 
 
-def _expert(topk_ids: torch.Tensor, slot: torch.Tensor, R: torch.Tensor, E: int) -> torch.Tensor:
+def _expert(topk_ids: torch.Tensor, slot: torch.Tensor, R: int, E: int) -> torch.Tensor:
     """Return the expert of each slot, int32; E for dropped slots and past the last slot."""
     inside = slot < R
     ids = hl.load(topk_ids, [slot], extra_mask=inside)
@@ -42,17 +42,14 @@ def rank_slots(
     group_offsets: torch.Tensor,  # [E + 1] int32
     row_to_slot: torch.Tensor,  # [R] int32
     slot_to_row: torch.Tensor,  # [R] int32
-    blocks: int,  # enough blocks of `block` questions for R + E + 1; odd
-    odd_R: int,  # 2 * R + 1
     E: hl.constexpr,
     block: hl.constexpr,
 ) -> torch.Tensor:
     """Questions 0..R-1 ask how many slots precede a slot, questions R..R+E how many belong to lower experts."""
     hl.pdl_launch_dependents()
     hl.pdl_wait()
-    for tile_b in hl.tile(blocks, block_size=1):
-        zero = hl.zeros([], dtype=torch.int32)
-        R = decode_odd(odd_R, zero)
+    R = topk_ids.size(0)
+    for tile_b in hl.tile((R + E + block) // block, block_size=1):
         question = tile_b.id * block + hl.arange(block)
         is_slot = question < R
         expert = torch.where(is_slot, _expert(topk_ids, question, R, E), question - R)
@@ -74,17 +71,16 @@ def count_experts(
     topk_ids: torch.Tensor,  # [R]
     counts: torch.Tensor,  # [runs, width] int32
     ranks: torch.Tensor,  # [R] int32
-    odd_R: int,  # 2 * R + 1
-    runs: int,
     odd_chunks: int,  # 2 * chunks + 1; a run is `chunks` chunks of slots
     E: hl.constexpr,
     width: hl.constexpr,  # a power of two, at least E
     chunk: hl.constexpr,
 ) -> torch.Tensor:
     """counts[b, e] = slots of expert e in run b; ranks[s] = slots of the expert of s that precede s in its run."""
+    R, runs = topk_ids.size(0), counts.size(0)
     for tile_b in hl.tile(runs, block_size=1):
         zero = hl.zeros([], dtype=torch.int32)
-        R, chunks = decode_odd(odd_R, zero), decode_odd(odd_chunks, zero)
+        chunks = decode_odd(odd_chunks, zero)
         first = int32(tile_b.id, zero) * chunks
         count = hl.zeros([width], dtype=torch.int32)
         dropped = hl.zeros([], dtype=torch.int32)
@@ -111,8 +107,6 @@ def place_slots(
     group_offsets: torch.Tensor,  # [E + 1] int32
     row_to_slot: torch.Tensor,  # [R] int32
     slot_to_row: torch.Tensor,  # [R] int32; on entry, the ranks from count_experts
-    odd_R: int,  # 2 * R + 1
-    runs: int,
     odd_chunks: int,
     E: hl.constexpr,
     width: hl.constexpr,
@@ -120,9 +114,10 @@ def place_slots(
 ) -> torch.Tensor:
     """One program per run; a slot's row follows the lower experts, then its expert's earlier runs and earlier slots."""
     hl.pdl_wait()  # launched while count_experts still runs
+    R, runs = topk_ids.size(0), counts.size(0)
     for tile_b in hl.tile(runs, block_size=1):
         zero = hl.zeros([], dtype=torch.int32)
-        R, chunks = decode_odd(odd_R, zero), decode_odd(odd_chunks, zero)
+        chunks = decode_odd(odd_chunks, zero)
         first = int32(tile_b.id, zero) * chunks
         column = hl.arange(width)
         total = hl.zeros([width], dtype=torch.int32)
@@ -134,7 +129,7 @@ def place_slots(
             before = before + torch.sum(earlier, dim=0, dtype=torch.int32)
         ends = hl.cumsum(total, dim=0)
         next_row = ends - total + before
-        dropped = torch.minimum(first * chunk, R) - torch.sum(before, dtype=torch.int32)
+        dropped = torch.clamp(first * chunk, max=R) - torch.sum(before, dtype=torch.int32)
         next_dropped = torch.sum(total, dtype=torch.int32) + dropped
         if tile_b.id == 0:
             hl.store(group_offsets, [column + 1], ends, extra_mask=column < E)
@@ -159,17 +154,15 @@ def plan_route(builder: Builder, tensors: Operands, options: tuple[int]) -> tupl
     else:
         topk_ids = builder.call("contiguous", (topk_ids,), ((R,), topk_ids.dtype))
     outs = tuple(builder.alloc((n,), torch.int32) for n in (E + 1, R, R))
-    odd_R = R * 2 + 1
     if most(R) <= RANK_UP_TO:
-        blocks = ((R + (E + _RANK_BLOCK)) // _RANK_BLOCK) | 1
-        builder.launch(rank_slots, (topk_ids, *outs, blocks, odd_R, E, _RANK_BLOCK), _RANK_CONFIG)
+        builder.launch(rank_slots, (topk_ids, *outs, E, _RANK_BLOCK), _RANK_CONFIG)
         return outs
     width = max(16, 1 << (E - 1).bit_length())
     # Every program of the second launch reads the counts of all runs, so the number of runs is limited.
     chunks = 1 if most(R) < 1 << 15 else max(4, -(-most(R) // (_MOST_RUNS * _CHUNK)))
     runs = (R + (chunks * _CHUNK - 1)) // (chunks * _CHUNK)
     counts = builder.alloc((runs, width), torch.int32)
-    shape = (odd_R, runs, 2 * chunks + 1, E, width, _CHUNK)
+    shape = (2 * chunks + 1, E, width, _CHUNK)
     builder.launch(count_experts, (topk_ids, counts, outs[2], *shape), _COUNT_CONFIG)
     config = Config(block_sizes=[max(8, _TABLE // width)], num_warps=8)
     builder.launch(place_slots, (topk_ids, counts, *outs, *shape), config)
