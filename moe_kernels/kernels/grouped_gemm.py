@@ -20,7 +20,7 @@ from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails, grouped_gemm_tall
 from moe_kernels.kernels.declare import is_trivial, jagged_fields, kernel, left_operand, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
-from moe_kernels.kernels.inline import BY_ROW, biased, block_of, decode_odd, int32, numbered_row, skip_regions, unmasked
+from moe_kernels.kernels.inline import BY_ROW, biased, block_of, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
 from moe_kernels.kernels.tiles import listed, plan_table, store_rows, tile_count, tile_numbers, windows
 from moe_kernels.rules.config import Config
@@ -52,8 +52,7 @@ def jagged(
     group_offsets: torch.Tensor,  # [G + 1]
     bias: torch.Tensor | None,  # [G, N]
     out: torch.Tensor,  # [M, N]
-    max_tiles: int,  # at least the number of tiles; odd, because Triton specializes on multiples of 16
-    odd_M: int,  # 2 * M + 1, odd for the same reason
+    max_tiles: int,  # at least the number of tiles
     numbering: int,  # BY_REGION, or BY_ROW, which needs fewer max_tiles if M < G
     shared: hl.constexpr,  # all groups have the same weight
     transposed: hl.constexpr,
@@ -69,7 +68,7 @@ def jagged(
     dtype = torch.promote_types(A_packed.dtype, B.dtype)
     for tile_i, tile_n in hl.tile([max_tiles, N], block_size=[1, None]):
         region = hl.zeros([], dtype=torch.int32)
-        M = decode_odd(odd_M, region)
+        M = int32(out.size(0), region)
         by_row = int32(numbering, region) == BY_ROW
         tile = tile_i.id + region
         start = hl.zeros([], dtype=torch.int32)

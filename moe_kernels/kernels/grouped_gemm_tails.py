@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import decode_odd, divide, int32, unmasked
+from moe_kernels.kernels.inline import divide, int32, unmasked
 from moe_kernels.kernels.tiles import ALONE, listed, place, plan_table, shares, windows
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
@@ -45,8 +45,8 @@ def jagged_tails(
     narrow_out: Tensor | None,  # [M, N], or its `_windows` of a narrow tile if `tma`; None without a narrow column
     tails_out: Tensor,  # the same memory, in windows of a tail's height, without a narrow column, if `tma`
     out: Tensor,  # the same memory, in windows of 128 rows, without a narrow column, if `tma`
-    odd_tail_cost: int,  # 2 * tail_cost + 1: the time of a tail, in 64ths of a whole tile's
-    odd_log2_group_m: int,  # 2 * log2(group_m) + 1; group_m whole tiles of a column precede the next column
+    tail_cost: int,  # the time of a tail, in 64ths of a whole tile's
+    log2_group_m: int,  # group_m whole tiles of a column precede the next column
     columns: hl.constexpr,  # the number of columns of tiles: cdiv(N - narrow, 256)
     narrow: hl.constexpr,  # the width of the narrow column, 64 or 128; 0 if there is none
     narrow_cost: hl.constexpr,  # the time of one of its tiles, in 64ths of a whole tile's
@@ -65,11 +65,10 @@ def jagged_tails(
     for tile_w in hl.tile(workers, block_size=1):
         row_tiles = tiles[0, 0]
         tail_tiles = tiles[0, 1]
-        log2_group_m = decode_odd(odd_log2_group_m, row_tiles)
-        tail_cost = decode_odd(odd_tail_cost, row_tiles)
+        cost, log2 = int32(tail_cost, row_tiles), int32(log2_group_m, row_tiles)
         narrow_tiles = row_tiles + tail_tiles if narrow else None
         of_tails, of_narrow, of_whole = shares(
-            row_tiles * columns, tail_tiles * columns, tile_w.id, workers, tail_cost, narrow_tiles, narrow_cost
+            row_tiles * columns, tail_tiles * columns, tile_w.id, workers, cost, narrow_tiles, narrow_cost
         )
         num_tails, tail_workers = of_tails
         num_narrow, first_narrow, narrow_workers = of_narrow
@@ -104,7 +103,7 @@ def jagged_tails(
         for tile_j in hl.tile(num_whole, block_size=1):
             j = int32(tile_j.id, row_tiles)
             position = torch.where(j < num_early, first + j * others, first_late + (j - num_early) * workers)
-            t, n = place(position, row_tiles, columns, log2_group_m)
+            t, n = place(position, row_tiles, columns, log2)
             group, row0, end = listed(tiles, 1 + t)
             matrix = group * (not shared)
             acc = hl.zeros([128, 256], dtype=torch.float32)
@@ -200,7 +199,7 @@ def multiply(
         whole = out.as_strided((out.size(0), out.size(1) - narrow), out.strides, 0)
         of_narrow = _windows(out, 128, narrow) if narrow else None
         outs = of_narrow, _windows(whole, 64, 256 // pieces), _windows(whole, 128, 256 // pieces)
-    numbers = 2 * rules.tail_cost(problem) + 1, 2 * (rules.row_group(problem).bit_length() - 1) + 1
+    numbers = rules.tail_cost(problem), rules.row_group(problem).bit_length() - 1
     of_columns = columns, narrow, rules.narrow_cost(narrow)
     constants = (*of_columns, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors)
     arguments = (A_packed, B, tiles, bias, *outs, *numbers, *constants)

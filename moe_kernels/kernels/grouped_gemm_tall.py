@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_gemm_tails import add_bias, load_rows, load_weight, store_columns
-from moe_kernels.kernels.inline import decode_odd, int32
+from moe_kernels.kernels.inline import int32
 from moe_kernels.kernels.tiles import MERGED, listed, max_num_tiles, place, plan_table
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
@@ -30,7 +30,7 @@ def jagged_tall(
     tiles: Tensor,  # [1 + max_tiles, 3] int32, from tile_table with MERGED
     bias: Tensor | None,  # [G, N]
     out: Tensor,  # [M, N]
-    odd_log2_group_m: int,  # 2 * log2(group_m) + 1; group_m tiles of a column precede the next column
+    log2_group_m: int,  # group_m tiles of a column precede the next column
     programs: int,  # max_tiles * columns
     columns: hl.constexpr,  # the number of columns of tiles: cdiv(N, 256)
     shared: hl.constexpr,  # all groups have the same weight; B has a first extent of 1
@@ -46,7 +46,7 @@ def jagged_tall(
         row_tiles = tiles[0, 0]
         position = int32(tile_i.id, row_tiles)
         if position < row_tiles * columns:
-            t, n = place(position, row_tiles, columns, decode_odd(odd_log2_group_m, row_tiles))
+            t, n = place(position, row_tiles, columns, int32(log2_group_m, row_tiles))
             group, row0, end = listed(tiles, 1 + t)
             matrix = group * (not shared)
             if end > row0 + 128:
@@ -84,7 +84,7 @@ def multiply(
     (M, N), G, tma = out.shape, group_offsets.size(0) - 1, choice.addressing.tma_A
     tiles = plan_table(builder, group_offsets, out, choice.block_m, MERGED)
     columns = -(-N // rules.TAILS_WIDTH)
-    numbers = 2 * (rules.row_group(problem).bit_length() - 1) + 1, max_num_tiles(M, G, choice.block_m) * columns
+    numbers = rules.row_group(problem).bit_length() - 1, max_num_tiles(M, G, choice.block_m) * columns
     constants = (columns, B.size(0) == 1, problem.transposed, tma)
     arguments = (replace(A_packed, tma_clipped=tma), B, tiles, bias, out, *numbers, *constants)
     builder.launch(jagged_tall, arguments, choice.config, int64_index=choice.addressing.int64_index)

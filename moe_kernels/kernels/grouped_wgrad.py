@@ -19,7 +19,7 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import is_trivial, kernel, left_operand, tma_readable, whole_blocks
-from moe_kernels.kernels.inline import bounds_of, clamped, decode_odd, divide, int32, running_max, unmasked
+from moe_kernels.kernels.inline import bounds_of, clamped, divide, int32, running_max, unmasked
 from moe_kernels.kernels.row_major import row_major
 from moe_kernels.rules import wgrad as wgrad_rules
 from moe_kernels.runtime.plan import Builder, Operands
@@ -32,7 +32,7 @@ def wgrad(
     Y: torch.Tensor,  # [M, Q], or its `_windows` if `tma`
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [G, P, Q]
-    odd_M: int,  # 2 * M + 1
+    num_rows: int,  # M
     width: hl.constexpr,  # a power of two, at least G + 1; 0 for offsets that are already clamped and in order
     block_m: hl.constexpr,
     tma: hl.constexpr,  # X and Y are read by TMA, which returns zeros in front of a window
@@ -43,7 +43,7 @@ def wgrad(
     for tile_q, tile_p, tile_g in hl.tile([Q, P, G], block_size=[None, None, 1]):
         zero = hl.zeros([], dtype=torch.int32)
         g = tile_g.id + zero
-        start, end = bounds_of(group_offsets, g, decode_odd(odd_M, zero), width)
+        start, end = bounds_of(group_offsets, g, int32(num_rows, zero), width)
         acc = hl.zeros([tile_p, tile_q], dtype=torch.float32)
         for step in hl.tile(divide(end - start + (block_m - 1), block_m), block_size=1):
             row0 = start + step.id * block_m
@@ -130,14 +130,14 @@ def _place(tile: torch.Tensor, G: int, per_group: int, columns: int, group_p: in
 def order_offsets(
     group_offsets: torch.Tensor,  # [G + 1]
     ordered: torch.Tensor,  # [G + 1] int32
-    odd_M: int,  # 2 * M + 1
+    num_rows: int,  # M
 ) -> torch.Tensor:
     """Write clamp(cummax(group_offsets), 0, M) to `ordered`."""
     hl.pdl_launch_dependents()
     hl.pdl_wait()
     for _ in hl.grid(1):
         previous = hl.zeros([], dtype=torch.int32)
-        M = decode_odd(odd_M, previous)
+        M = int32(num_rows, previous)
         for tile_g in hl.tile(group_offsets.size(0)):
             offsets = running_max(clamped(group_offsets, tile_g.index, M), previous)
             ordered[tile_g] = offsets
@@ -192,7 +192,7 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     if tma:
         X, Y, out = whole_blocks(_windows(X, block_m)), whole_blocks(_windows(Y, block_m)), whole_blocks(out)
     # `few_groups`, because the kernel indexes groups of the result in 64 bits.
-    arguments = (X, Y, group_offsets, replace(out, few_groups=True), M * 2 + 1, width, block_m, tma)
+    arguments = (X, Y, group_offsets, replace(out, few_groups=True), M, width, block_m, tma)
     precision = "tf32" if problem.tf32 else "ieee"  # "tf32x3" is slower where operands are contracted along rows
     builder.launch(wgrad, arguments, choice.config, int64_index=choice.addressing.int64_index, precision=precision)
     return out
@@ -232,5 +232,5 @@ def _ordered(builder: Builder, group_offsets: SymbolicTensor, M: Any) -> Symboli
     ordered = builder.alloc(group_offsets.shape, torch.int32)
     config = rules.offsets_of(group_offsets.size(0) - 1)
     int64_index = needs_int64(group_offsets)
-    builder.launch(order_offsets, (group_offsets, ordered, M * 2 + 1), config, int64_index=int64_index)
+    builder.launch(order_offsets, (group_offsets, ordered, M), config, int64_index=int64_index)
     return ordered

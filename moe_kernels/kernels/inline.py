@@ -9,19 +9,14 @@ import torch
 
 from moe_kernels.runtime.compile import SAME
 
-# How a kernel numbers its tiles. The values are odd and above 1, because Triton specializes on 1 and multiples of 16.
-BY_ROW = 3  # tile i begins at row i; it is empty if no tile begins there
-BY_REGION = 5  # region by region: region r's first tile has number start_r // block_m + r
+# How a kernel numbers its tiles.
+BY_ROW = 0  # tile i begins at row i; it is empty if no tile begins there
+BY_REGION = 1  # region by region: region r's first tile has number start_r // block_m + r
 
 
-def decode_odd(odd: int, like: torch.Tensor) -> torch.Tensor:
-    """Return n for `odd` = 2 * n + 1. Triton specializes on 1 and multiples of 16, thus never on `odd` for n > 0."""
-    return hl.inline_triton("({0} // 2).to(tl.int32)", args=(odd,), output_like=like)
-
-
-def int32(index: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a loop index as int32; Triton may count the loop in 64 bits."""
-    return hl.inline_triton("({0}).to(tl.int32)", args=(index,), output_like=like)
+def int32(n: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a number as int32, such as a loop index, since Triton may count the loop in 64 bits."""
+    return hl.inline_triton("tl.cast({0}, tl.int32)", args=(n,), output_like=like)
 
 
 def divide(a: torch.Tensor, b: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import decode_odd, histogram, int32, lookup
+from moe_kernels.kernels.inline import histogram, int32, lookup
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.signature import RANK_UP_TO
@@ -71,7 +71,7 @@ def count_experts(
     topk_ids: torch.Tensor,  # [R]
     counts: torch.Tensor,  # [runs, width] int32
     ranks: torch.Tensor,  # [R] int32
-    odd_chunks: int,  # 2 * chunks + 1; a run is `chunks` chunks of slots
+    chunks: int,  # of slots, in a run
     E: hl.constexpr,
     width: hl.constexpr,  # a power of two, at least E
     chunk: hl.constexpr,
@@ -80,7 +80,6 @@ def count_experts(
     R, runs = topk_ids.size(0), counts.size(0)
     for tile_b in hl.tile(runs, block_size=1):
         zero = hl.zeros([], dtype=torch.int32)
-        chunks = decode_odd(odd_chunks, zero)
         first = int32(tile_b.id, zero) * chunks
         count = hl.zeros([width], dtype=torch.int32)
         dropped = hl.zeros([], dtype=torch.int32)
@@ -107,7 +106,7 @@ def place_slots(
     group_offsets: torch.Tensor,  # [E + 1] int32
     row_to_slot: torch.Tensor,  # [R] int32
     slot_to_row: torch.Tensor,  # [R] int32; on entry, the ranks from count_experts
-    odd_chunks: int,
+    chunks: int,
     E: hl.constexpr,
     width: hl.constexpr,
     chunk: hl.constexpr,
@@ -117,7 +116,6 @@ def place_slots(
     R, runs = topk_ids.size(0), counts.size(0)
     for tile_b in hl.tile(runs, block_size=1):
         zero = hl.zeros([], dtype=torch.int32)
-        chunks = decode_odd(odd_chunks, zero)
         first = int32(tile_b.id, zero) * chunks
         column = hl.arange(width)
         total = hl.zeros([width], dtype=torch.int32)
@@ -162,7 +160,7 @@ def plan_route(builder: Builder, tensors: Operands, options: tuple[int]) -> tupl
     chunks = 1 if most(R) < 1 << 15 else max(4, -(-most(R) // (_MOST_RUNS * _CHUNK)))
     runs = (R + (chunks * _CHUNK - 1)) // (chunks * _CHUNK)
     counts = builder.alloc((runs, width), torch.int32)
-    shape = (2 * chunks + 1, E, width, _CHUNK)
+    shape = (chunks, E, width, _CHUNK)
     builder.launch(count_experts, (topk_ids, counts, outs[2], *shape), _COUNT_CONFIG)
     config = Config(block_sizes=[max(8, _TABLE // width)], num_warps=8)
     builder.launch(place_slots, (topk_ids, counts, *outs, *shape), config)

@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_kernels import rules
 from moe_kernels.kernels.declare import is_trivial, jagged_fields, kernel, whole_blocks
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
-from moe_kernels.kernels.inline import BY_ROW, biased, decode_odd, int32, numbered_row, skip_regions, unmasked
+from moe_kernels.kernels.inline import BY_ROW, biased, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
 from moe_kernels.kernels.tiles import listed, plan_table, store_rows, tile_count, tile_numbers, windows
 from moe_kernels.rules import scaled as scaled_rules
@@ -98,7 +98,6 @@ def scaled_jagged(
     bias: Tensor | None,  # [G, N]
     out: Tensor,  # [M, N]
     max_tiles: int,
-    odd_M: int,
     numbering: int,
     shared: hl.constexpr,  # all groups share one B
     block_scaled: hl.constexpr,
@@ -118,7 +117,7 @@ def scaled_jagged(
     block_m = hl.register_block_size(16, 128)
     for tile_i, tile_n in hl.tile([max_tiles, N], block_size=[1, None]):
         region = hl.zeros([], dtype=torch.int32)
-        M = decode_odd(odd_M, region)
+        M = int32(out.size(0), region)
         by_row = int32(numbering, region) == BY_ROW
         tile = tile_i.id + region
         start = hl.zeros([], dtype=torch.int32)

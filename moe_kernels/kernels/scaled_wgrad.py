@@ -24,7 +24,7 @@ import torch
 
 from moe_kernels.kernels.declare import is_trivial, kernel
 from moe_kernels.kernels.grouped_wgrad import searchable
-from moe_kernels.kernels.inline import bounds_of, decode_odd, divide, int32, unmasked
+from moe_kernels.kernels.inline import bounds_of, divide, int32, unmasked
 from moe_kernels.kernels.quantize import columns_of, inverse, largest_of, largest_of_tiles, scale_of, scaled
 from moe_kernels.kernels.scaled_gemm import add_product, dot, product_of, scaled_sum
 from moe_kernels.kernels.tiles import max_num_tiles, plan_table
@@ -125,7 +125,7 @@ def scaled_wgrad(
     scales_Y: torch.Tensor,  # [blocks, cdiv(Q, 128)] if `block_scaled`, else [G, Q]
     group_offsets: torch.Tensor,  # [G + 1]
     out: torch.Tensor,  # [G, P, Q]
-    odd_M: int,  # 2 * M + 1
+    num_rows: int,  # M
     block_scaled: hl.constexpr,
     fast: hl.constexpr,
     width: hl.constexpr,  # a power of two, at least G + 1; 0 for offsets that are clamped and in order already
@@ -140,7 +140,7 @@ def scaled_wgrad(
     for tile_q, tile_p, tile_g, tile_k in hl.tile([Q, P, G, X.size(2)], block_size=[None, 2 * half, 1, 128]):
         zero = hl.zeros([], dtype=torch.int32)
         g = int32(tile_g.id, zero)
-        start, end = bounds_of(group_offsets, g, decode_odd(odd_M, zero), width)
+        start, end = bounds_of(group_offsets, g, int32(num_rows, zero), width)
         first = divide(start, 128) + g
         steps = divide(end - start + 127, 128)
         p0 = int32(tile_p.begin, zero)
@@ -243,7 +243,7 @@ def _multiply(
     G, _, Q = out.shape
     group_offsets, width = searchable(builder, group_offsets, M)
     width = max(width, 128) if width else 0  # with a width of 16, ptxas spills a few bytes
-    constants = (M * 2 + 1, block_scaled, fast, width, rules.HALF, builder.gpu.backend == "cuda")
+    constants = (M, block_scaled, fast, width, rules.HALF, builder.gpu.backend == "cuda")
     # Slots and groups are indexed with 64 bits.
     arguments = (x[0], y[0], x[1], y[1], group_offsets, replace(out, few_groups=True), *constants)
     int64_index = needs_int64(out.select(0, 0), group_offsets, x[1], y[1])

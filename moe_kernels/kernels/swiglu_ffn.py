@@ -20,7 +20,6 @@ from moe_kernels.kernels.inline import (
     BY_ROW,
     biased,
     block_of,
-    decode_odd,
     divide,
     int32,
     numbered_row,
@@ -47,7 +46,6 @@ def swiglu(
     preact_gate: torch.Tensor | None,  # [M, I]: with preact_up, the preactivations
     preact_up: torch.Tensor | None,  # [M, I]
     max_tiles: int,
-    odd_M: int,
     numbering: int,
     top_k: hl.constexpr,  # row r is token row_to_slot[r] // top_k; 0 if A holds the rows themselves
     transposed: hl.constexpr,
@@ -66,7 +64,7 @@ def swiglu(
     dtype = torch.promote_types(A.dtype, gate.dtype)
     for tile_t, tile_i in hl.tile([max_tiles, I], block_size=[1, None]):
         region = hl.zeros([], dtype=torch.int32)
-        M = decode_odd(odd_M, region)
+        M = int32(act.size(0), region)
         by_row = int32(numbering, region) == BY_ROW
         tile = tile_t.id + region
         start = hl.zeros([], dtype=torch.int32)

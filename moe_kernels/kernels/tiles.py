@@ -10,7 +10,7 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import BY_REGION, BY_ROW, clamped, decode_odd, divide, first_row, int32, running_max
+from moe_kernels.kernels.inline import BY_REGION, BY_ROW, clamped, divide, first_row, int32, running_max
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 
@@ -28,14 +28,14 @@ def tile_table(
     out: torch.Tensor | None,  # [M, N]
     tiles: torch.Tensor,  # [1 + max_tiles, 3] int32
     max_tiles: int,
-    odd_M: int,
-    odd_unsplit: int,  # 2 * unsplit + 1; groups of at most `unsplit` rows have tiles of one height
+    num_rows: int,  # M
+    most_unsplit: int,  # groups of at most so many rows have tiles of one height
     block_m: hl.constexpr,
 ) -> torch.Tensor:
     """List the row tiles of all groups, and set the rows of `out` outside all groups to zero.
 
-    A tail is a group's last tile, if that has at most block_m // 2 rows and the group has either more than `unsplit`
-    rows or no other tile; with NO_TAILS for `unsplit` there are none. tiles[0, 0] is the number of whole tiles, and
+    A tail is a group's last tile, if that has at most block_m // 2 rows and the group has either more than most_unsplit
+    rows or no other tile; with NO_TAILS there are none. tiles[0, 0] is the number of whole tiles, and
     tiles[0, 1] that of tails. tiles[1 + i] = (group, first row, end row) is whole tile i; the tails follow. With
     MERGED, a whole tile ends with the tail that follows it in its group, and a group's only tile is whole.
     """
@@ -43,8 +43,7 @@ def tile_table(
     hl.pdl_wait()
     for tile_i in hl.tile(max_tiles, block_size=1):
         region = hl.zeros([], dtype=torch.int32)
-        M = decode_odd(odd_M, region)
-        unsplit = decode_odd(odd_unsplit, region)
+        M, unsplit = int32(num_rows, region), int32(most_unsplit, region)
         tile = tile_i.id + region
         start = hl.zeros([], dtype=torch.int32)
         end = M
@@ -226,13 +225,13 @@ def store_rows(
 
 
 def max_num_tiles(M: Any, G: int, block_m: int) -> Any:
-    """Return an odd upper bound on the number of row tiles of G groups and the rows outside them."""
-    return (M // block_m + (G + 2)) | 1
+    """Return an upper bound on the number of row tiles of G groups and the rows outside them."""
+    return M // block_m + (G + 2)
 
 
-def tile_numbers(M: Any, G: int, block_m: int, by_row: bool) -> tuple[Any, Any, int]:
-    """Return max_tiles, odd_M and numbering, arguments of a kernel that finds its tiles from the offsets."""
-    return M | 1 if by_row else max_num_tiles(M, G, block_m), M * 2 + 1, BY_ROW if by_row else BY_REGION
+def tile_numbers(M: Any, G: int, block_m: int, by_row: bool) -> tuple[Any, int]:
+    """Return max_tiles and numbering, arguments of a kernel that finds its tiles from the offsets."""
+    return (M, BY_ROW) if by_row else (max_num_tiles(M, G, block_m), BY_REGION)
 
 
 def tile_count(tiles: SymbolicTensor) -> SymbolicTensor:
@@ -257,7 +256,7 @@ def plan_table(
     max_tiles = max_num_tiles(M, G, block_m)
     tiles = builder.alloc((max_tiles + 1, 3), torch.int32)
     written = out if zeros else None
-    arguments = (group_offsets, written, tiles, max_tiles, M * 2 + 1, 2 * unsplit + 1, block_m)
+    arguments = (group_offsets, written, tiles, max_tiles, M, unsplit, block_m)
     config = rules.tile_table(G, out.size(1) if zeros else None)
     builder.launch(tile_table, arguments, config, int64_index=needs_int64(group_offsets, written))
     return tiles

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import decode_odd
 from moe_kernels.rules import varied as varied_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
@@ -23,10 +22,10 @@ from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
 def _preset(
-    ends: Any, num_tiles: Any, table: Any, A: torch.Tensor, B: Any, out: Any, odd_P: int, *constants: Any
+    ends: torch.Tensor, num_tiles: Any, table: Any, A: torch.Tensor, B: Any, out: Any, *constants: Any
 ) -> Config:
     *_, block_m, block_n = constants
-    return varied_rules.make(odd_P // 2, block_m, block_n, varied_rules.BLOCK_K[A.element_size()], 4, 3, 1).config
+    return varied_rules.make(ends.size(0), block_m, block_n, varied_rules.BLOCK_K[A.element_size()], 4, 3, 1).config
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
@@ -42,7 +41,6 @@ def varied(
     A: Tensor,  # [_]: addresses of A[p] are relative to its first element; the same for B and out
     B: Tensor,
     out: Tensor,
-    odd_P: int,  # 2 * P + 1; odd, because Triton specializes on multiples of 16
     contiguous_a: hl.constexpr,
     contiguous_b: hl.constexpr,
     contiguous_c: hl.constexpr,
@@ -61,10 +59,10 @@ def varied(
     """
     hl.pdl_launch_dependents()
     hl.pdl_wait()
+    P = ends.size(0)
     for tile_t in hl.tile(num_tiles, block_size=1):
         p = hl.zeros([], dtype=torch.int32)
         t = (tile_t.begin + p).to(torch.int32)
-        P = decode_odd(odd_P, p)
         for tile_p in hl.tile(P):
             before = (ends[tile_p] <= t) & (tile_p.index < P)
             p = p + torch.sum(before.to(torch.int32), dtype=torch.int32)
@@ -121,7 +119,7 @@ def plan_varied(
     """Plan the launch for ends `[P]`, num_tiles `[]`, table `[P, 16]`, and the address bases A, B and out `[_]`."""
     layout, block_m, block_n, config = options
     ends, num_tiles, table, *bases = tensors
-    arguments = (ends, num_tiles, table, *bases, ends.size(0) * 2 + 1, *layout, block_m, block_n)
+    arguments = (ends, num_tiles, table, *bases, *layout, block_m, block_n)
     dtype = bases[0].dtype
     precision = varied_rules.precision_of(dtype, rules.tf32_allowed(dtype), layout.contiguous_b == 0, builder.gpu)
     builder.launch(varied, arguments, config, int64_index=True, precision=precision)

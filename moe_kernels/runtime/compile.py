@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -96,7 +96,7 @@ def lower(request: Request, gpu: Gpu) -> tuple[Launch, Specialization]:
     if gpu.backend == "cuda" and request.kernel.name in _MOST_REGISTERS:
         of_an_sm = 65536 // (32 * options.get("num_warps", 4))
         options = {"maxnreg": min(_MOST_REGISTERS[request.kernel.name], of_an_sm)} | options
-    specialized = _specialize(function, arguments, options, gpu)
+    specialized = _specialize(function, arguments, request.kernel.signature.parameters, options, gpu)
     pointers = [x for x in arguments if isinstance(x, SymbolicTensor)]
     if any(x.tma_clipped for x in pointers):
         raise RuntimeError(f"{request.kernel.name}: what relies on TMA to clip it is accessed by pointers")
@@ -115,9 +115,11 @@ def _descriptor(base: SymbolicTensor, shape: Sequence[Any], strides: Sequence[An
     return Descriptor(base.variable, base.offset, tuple(shape), steps, block_shape, base.dtype)
 
 
-def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, Any], gpu: Gpu) -> Specialization:
-    """Specialize on the arguments as Triton does at a launch, except that integers which change from call to call are
-    not specialized as 1 or as multiples of 16.
+def _specialize(
+    function: Any, arguments: Sequence[Any], numbers: Container[str], options: Mapping[str, Any], gpu: Gpu
+) -> Specialization:
+    """Specialize on the arguments as Triton does at a launch, except that `numbers`, and integers which change from
+    call to call, are not specialized as 1 or as multiples of 16.
     """
     kept = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
     if gpu.backend == "interpreter":
@@ -129,9 +131,11 @@ def _specialize(function: Any, arguments: Sequence[Any], options: Mapping[str, A
         kind, divisible = _type_of(x), False
         if isinstance(x, SymbolicTensor):
             divisible = x.aligned
-        elif parameter.is_constexpr or (type(x) is int and x == 1):
+        elif parameter.is_constexpr:
             kind, constants[i,] = "constexpr", x
-        elif type(x) is int:
+        elif type(x) is int and parameter.name not in numbers:
+            if x == 1:
+                kind, constants[i,] = "constexpr", x
             divisible = x % 16 == 0
         signature.append(kind)
         if divisible:

@@ -19,7 +19,7 @@ from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor
 FEW_TOKENS = 128  # up to this number, rows are moved by more programs of fewer columns each
 RANK_UP_TO = 1024  # the most slots that one launch ranks
 _LIMITS = (FEW_TOKENS, RANK_UP_TO)
-MAX_ROWS = 2**30 - 1  # 2 * MAX_ROWS + 1 is the largest int32
+MAX_ROWS = 2**30 - 1  # the sum of two row numbers is an int32
 
 Tensors = Sequence[Tensor | None]
 

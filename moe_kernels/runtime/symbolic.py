@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import add, floordiv, mul, or_, sub
+from operator import add, floordiv, mul, sub
 from typing import Any
 
 import torch
 
 INT32_MAX = 2**31 - 1
 
-_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul, "//": floordiv, "|": or_}
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul, "//": floordiv}
 
 
 def _operator(op: str, swapped: bool = False) -> Callable[[Any, Any], SymbolicInt]:
@@ -39,8 +39,7 @@ class SymbolicInt:
     def extent(cls, tensor: int, dim: int, least: int, most: int) -> SymbolicInt:
         return cls("extent", (tensor, dim), least, most)
 
-    __add__, __sub__, __mul__ = _operator("+"), _operator("-"), _operator("*")
-    __floordiv__, __or__ = _operator("//"), _operator("|")
+    __add__, __sub__, __mul__, __floordiv__ = (_operator(op) for op in _OPERATIONS)
     __radd__, __rmul__ = _operator("+", swapped=True), _operator("*", swapped=True)
 
     def __eq__(self, other: object) -> bool:
@@ -66,8 +65,6 @@ def _operation(op: str, a: Any, b: Any) -> SymbolicInt:
         return b if type(a) is int else a
     least_first = (least(b), most(b)) if op not in ("-", "//") else (most(b), least(b))
     bounds = [_OPERATIONS[op](f(a), x) for f, x in zip((least, most), least_first, strict=True)]
-    if op == "|":  # not monotonic: 3 | 4 is more than 4 | 4
-        bounds = [max(least(a), least(b)), (1 << max(most(a), most(b)).bit_length()) - 1]
     return SymbolicInt(op, (a, b), *bounds)
 
 

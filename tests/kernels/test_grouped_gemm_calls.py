@@ -84,15 +84,15 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
     A, B, group_offsets = make_inputs([9, 0, 140], 40, 24, dtype=torch.float16, device=device)
     M = A.size(0)
     out = torch.empty(M, 40, dtype=A.dtype, device=device)
-    kernels.jagged(A, B, group_offsets, None, out, 31, 2 * M + 1, BY_REGION, False, False, True)
+    kernels.jagged(A, B, group_offsets, None, out, 31, BY_REGION, False, False, True)
     assert_grouped_gemm_close(out, A, B, group_offsets)
-    bound = kernels.jagged.bind((A, B, group_offsets, None, out, 31, 2 * M + 1, BY_REGION, False, False, True))
+    bound = kernels.jagged.bind((A, B, group_offsets, None, out, 31, BY_REGION, False, False, True))
     assert bound._config.block_sizes[0] == 64  # 149 rows, 3 groups
 
     out = torch.empty_like(out)
-    max_tiles = (M // 64 + 3 + 2) | 1
+    max_tiles = M // 64 + 3 + 2
     tiles = torch.empty((1 + max_tiles, 3), dtype=torch.int32, device=device)
-    tile_table(group_offsets, out, tiles, max_tiles, 2 * M + 1, 2 * NO_TAILS + 1, 64)
+    tile_table(group_offsets, out, tiles, max_tiles, M, NO_TAILS, 64)
     assert tiles[0, 0] == 4
     assert tiles[1:5].tolist() == [[0, 0, 9], [2, 9, 73], [2, 73, 137], [2, 137, 149]]
     kernels.jagged_persistent(A, B, tiles, tiles[0, 0], None, out, False, False, 64, False, False)
@@ -123,7 +123,6 @@ def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device:
         None,
         torch.empty(M, 40, dtype=A.dtype, device=device),
         31,
-        2 * M + 1,
         BY_REGION,
         False,
         False,

@@ -13,7 +13,7 @@ from building import build, function, run
 
 from moe_kernels import kernels, rules
 from moe_kernels.kernels import grouped_gemm, tiles
-from moe_kernels.kernels.inline import decode_odd
+from moe_kernels.kernels.inline import int32
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed
@@ -248,7 +248,7 @@ def test_the_kernel_object(narrow: int, device: str) -> None:
     out = torch.empty(270, 256 + narrow, dtype=A.dtype, device=device)
     table = table_of(group_offsets, out)
     outs = out if narrow else None, out.view_as(out), out.view_as(out)
-    kernels.jagged_tails(A, B, table, None, *outs, 81, 9, 1, narrow, 30, False, False, False, 2, 5)
+    kernels.jagged_tails(A, B, table, None, *outs, 40, 4, 1, narrow, 30, False, False, False, 2, 5)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
@@ -256,17 +256,17 @@ def test_the_kernel_object_of_taller_tiles(device: str) -> None:
     A, B, group_offsets = make_inputs([130, 0, 140], 256, 64, dtype=torch.float16, device=device)
     out = torch.empty(270, 256, dtype=A.dtype, device=device)
     table = torch.tensor([[2, 0, 0], [0, 0, 130], [2, 130, 270], [0, 0, 0]], dtype=torch.int32, device=device)
-    kernels.jagged_tall(A, B, table, None, out, 5, 3, 1, False, False, False)
+    kernels.jagged_tall(A, B, table, None, out, 2, 3, 1, False, False, False)
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
 @helion.kernel(static_shapes=True)
-def shared_out(counts: torch.Tensor, out: torch.Tensor, odd_tail_cost: int, narrow_cost: hl.constexpr) -> torch.Tensor:
+def shared_out(counts: torch.Tensor, out: torch.Tensor, tail_cost: int, narrow_cost: hl.constexpr) -> torch.Tensor:
     workers = out.size(0)
     for tile_w in hl.tile(workers, block_size=1):
-        tail_cost = decode_odd(odd_tail_cost, counts[0])
+        cost = int32(tail_cost, counts[0])
         narrow = counts[2] if narrow_cost else None
-        shared = tiles.shares(counts[0], counts[1], tile_w.id, workers, tail_cost, narrow, narrow_cost)
+        shared = tiles.shares(counts[0], counts[1], tile_w.id, workers, cost, narrow, narrow_cost)
         of_tails, of_narrow, of_whole = shared
         num_tails, tail_workers = of_tails
         num_narrow, first_narrow, narrow_workers = of_narrow
@@ -301,7 +301,7 @@ def test_every_tile_is_shared_out_once_and_evenly(
     whole_done, tails_done, narrow_done, costs = [], [], [], []
 
     def steps(builder: Builder, counts: SymbolicTensor, out: SymbolicTensor) -> None:
-        builder.launch(shared_out, (counts, out, 2 * tail_cost + 1, narrow_cost), Config(block_sizes=[], num_warps=4))
+        builder.launch(shared_out, (counts, out, tail_cost, narrow_cost), Config(block_sizes=[], num_warps=4))
 
     run(steps, {"counts": counts, "out": out})
     shares = enumerate(out.tolist())

@@ -268,7 +268,7 @@ def test_kernels_called_directly(device: str) -> None:
     A, B, group_offsets = operands([64, 100], 64, 128, "rowwise", device)
     right = B.mT
     out = torch.empty(164, 64, dtype=torch.bfloat16, device=device)
-    basic: Any = (group_offsets, None, out, 15, 329, BY_REGION, False, False, False, True, False)
+    basic: Any = (group_offsets, None, out, 15, BY_REGION, False, False, False, True, False)
     scaled_jagged(A.data, A.scales, right.data, right.scales, *basic)
     assert_scaled_grouped_gemm_close(out, A, B, group_offsets)
     tiles = torch.tensor([[2, 0, 0], [0, 0, 64], [1, 64, 164]], dtype=torch.int32, device=device)

@@ -52,7 +52,7 @@ def test_kernel_calls(device: str, variant: str, transposed: bool) -> None:
         results.add(out.data_ptr())
         if variant == "basic":
             assert place(named["group_offsets"]) == place(offsets)
-            assert named["max_tiles"] >= len(tiles_of(offsets, choice.block_m)) and named["odd_M"] == 2 * TASK.M + 1
+            assert named["max_tiles"] >= len(tiles_of(offsets, choice.block_m))
         else:
             listed = tiles_of(offsets, choice.block_m)
             assert named["num_tiles"].item() == len(listed)
