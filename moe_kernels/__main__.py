@@ -19,6 +19,7 @@ from torch import Tensor
 
 import moe_kernels
 from moe_kernels import commands, requirements, rules, timing
+from moe_kernels.rules import grouped
 from moe_kernels.runtime import targets
 from moe_kernels.testing import assert_grouped_gemm_close, flop_count, group_sizes_for, make_inputs
 from moe_kernels.tuning import entries
@@ -209,7 +210,7 @@ def _print_configs() -> None:
     rows = []
     for name, G, M, N, K, dtype in _TYPICAL:
         mean_rows = M // G
-        problem = rules.Problem(
+        problem = grouped.Problem(
             rows=rules.floor_power_of_2(mean_rows),
             M=rules.floor_power_of_2(M),
             N=N,
@@ -223,16 +224,16 @@ def _print_configs() -> None:
             has_bias=False,
             gpu=gpu,
         )
-        choice = rules.choose(problem)
+        choice = grouped.choose(problem)
         # The variant "persistent" includes the kernel `jagged_tails`; only "auto" includes `jagged_tall`.
         variant = {"tails": "persistent", "tall": "auto"}.get(choice.variant, choice.variant)
-        limit = rules.persistent_from_rows(problem)
+        limit = grouped.persistent_from_rows(problem)
         because = f"rule: {mean_rows} rows per group {'>=' if mean_rows >= limit else '<'} {limit}"
         if problem.precision == "tf32x3":
             because = "rule: float32 as three products in TF32"
         if choice.entry is not None:
             near = choice.entry.bucket
-            distance = rules.bucket_of(problem).distance(near)
+            distance = grouped.bucket_of(problem).distance(near)
             because = f"tuned: {choice.source}, distance {distance:.2f} from "
             because += f"{near.rows} rows per group, N {near.N}, K {near.K}, G {near.G}"
         values: dict[str, Any] = choice.config.config

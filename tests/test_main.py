@@ -18,6 +18,7 @@ from processes import python_path
 import moe_kernels
 from moe_kernels import __main__ as cli
 from moe_kernels import requirements, rules
+from moe_kernels.rules import grouped
 from moe_kernels.runtime import targets
 from moe_kernels.tuning import entries
 
@@ -111,11 +112,11 @@ def test_info_names_the_entry_and_its_distance(
     """The GPU has one tuned entry, near the second of the typical shapes."""
     gpu = targets.Gpu("NVIDIA Test 9000", "cuda", 90, 132, 232448)
     by_tma = dict.fromkeys(("tma_A", "tma_B", "tma_out"), True)
-    problem = rules.Problem(512, 65536, 1536, 1792, 128, torch.bfloat16, tf32=False, has_bias=False, **by_tma)
-    by_rule = rules.rule(problem)
+    problem = grouped.Problem(512, 65536, 1536, 1792, 128, torch.bfloat16, tf32=False, has_bias=False, **by_tma)
+    by_rule = grouped.rule(problem)
     made = entries.Entry(
         by_rule.variant,
-        rules.bucket_of(problem),
+        grouped.bucket_of(problem),
         by_rule.block_m,
         by_rule.addressing.tma,
         {**by_rule.config.config, "num_stages": 3},

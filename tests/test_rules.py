@@ -24,7 +24,7 @@ import torch
 
 from moe_kernels import requirements, rules
 from moe_kernels.ops.batched import varied_launch
-from moe_kernels.rules import scaled, swiglu, uniform, varied, wgrad
+from moe_kernels.rules import grouped, scaled, swiglu, uniform, varied, wgrad
 from moe_kernels.runtime import attributes, cache, launch, store, targets
 from moe_kernels.runtime.plan import Launch, Plan
 from moe_kernels.runtime.signature import Counts, Operator
@@ -33,7 +33,7 @@ from moe_kernels.tuning import entries
 GPU = targets.Gpu("NVIDIA Test 9000", "cuda", 90, 132, 232448)
 SLOW = replace(GPU, slow_memory=True)
 FAMILY = "NVIDIA sm90"
-PROBLEM = rules.Problem(
+PROBLEM = grouped.Problem(
     rows=256,
     M=32768,
     N=1536,
@@ -62,12 +62,12 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     rules.reload()
 
 
-def entry(problem: rules.Problem = PROBLEM, variant: str = "auto", **changed: Any) -> entries.Entry:
+def entry(problem: grouped.Problem = PROBLEM, variant: str = "auto", **changed: Any) -> entries.Entry:
     """Return an entry for `problem` with a config unlike the rule's: 7 stages, and tiles of one height."""
-    by_rule = rules.rule(problem, variant, 128 if variant == "auto" and problem.rows >= 128 else None)
+    by_rule = grouped.rule(problem, variant, 128 if variant == "auto" and problem.rows >= 128 else None)
     made = entries.Entry(
         kernel=by_rule.variant,
-        bucket=rules.bucket_of(problem),
+        bucket=grouped.bucket_of(problem),
         block_m=by_rule.block_m,
         tma=by_rule.addressing.tma,
         config={**by_rule.config.config, "num_stages": 7},
@@ -94,10 +94,10 @@ def put(file: Path, *made: entries.Entry, gpu: str = GPU.name) -> Path:
     return file
 
 
-def choose_quietly(problem: rules.Problem = PROBLEM, variant: str = "auto") -> rules.Choice:
+def choose_quietly(problem: grouped.Problem = PROBLEM, variant: str = "auto") -> rules.Choice:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return rules.choose(problem, variant)
+        return grouped.choose(problem, variant)
 
 
 def uniform_problem(**changed: Any) -> uniform.Problem:
@@ -307,7 +307,7 @@ def test_lookup_order(tmp_path: Path) -> None:
         file.unlink()
         rules.reload()
     with pytest.warns(RuntimeWarning, match="python -m moe_kernels tune"):
-        assert rules.choose(PROBLEM).source == "rule"
+        assert grouped.choose(PROBLEM).source == "rule"
 
 
 def test_the_digest_is_that_of_the_entries_in_use(tmp_path: Path) -> None:
@@ -338,10 +338,10 @@ def test_a_user_without_a_home_has_the_other_folders(monkeypatch: pytest.MonkeyP
     assert {path.parent for path, _ in entries.files_for(GPU)} == {file.parent, entries.BUNDLED}
 
 
-def distance(choice: rules.Choice, problem: rules.Problem) -> float:
+def distance(choice: rules.Choice, problem: grouped.Problem) -> float:
     """Return the distance of the problem from the one that the tuned choice is for."""
     assert choice.entry is not None
-    return rules.bucket_of(problem).distance(choice.entry.bucket)
+    return grouped.bucket_of(problem).distance(choice.entry.bucket)
 
 
 def test_the_nearest_bucket_wins_whatever_the_file(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_the_limit_is_one_factor_of_two(tmp_path: Path, changed: dict[str, Any],
     if used:
         assert distance(choice, replace(PROBLEM, **changed)) <= entries.LIMIT
     else:
-        assert choice == rules.rule(replace(PROBLEM, **changed))
+        assert choice == grouped.rule(replace(PROBLEM, **changed))
 
 
 def test_less_than_a_row_per_group_is_near_one(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_less_than_a_row_per_group_is_near_one(tmp_path: Path) -> None:
 def test_the_variant_that_is_asked_for(tmp_path: Path) -> None:
     put(named(tmp_path), entry())
     assert choose_quietly(PROBLEM, "persistent").entry is not None
-    assert choose_quietly(PROBLEM, "basic") == rules.rule(PROBLEM, "basic")
+    assert choose_quietly(PROBLEM, "basic") == grouped.rule(PROBLEM, "basic")
 
 
 def broken(file: Path, kind: str) -> None:
@@ -440,7 +440,7 @@ def test_a_file_that_cannot_be_used_is_skipped_with_one_warning(tmp_path: Path, 
         put(good, entry())
     with pytest.warns(RuntimeWarning) as caught:
         for _ in range(3):
-            choice = rules.choose(PROBLEM)
+            choice = grouped.choose(PROBLEM)
             entries.load.cache_clear()  # as if another GPU of the same model read them
     assert choice.source == (str(good) if others else "rule")
     [warning] = caught
@@ -479,7 +479,7 @@ ILLEGAL = {
 @pytest.mark.parametrize("made", ILLEGAL.values(), ids=ILLEGAL)
 def test_illegal_entries_are_not_chosen(tmp_path: Path, made: entries.Entry) -> None:
     put(named(tmp_path), made)
-    assert choose_quietly() == rules.rule(PROBLEM)
+    assert choose_quietly() == grouped.rule(PROBLEM)
 
 
 @pytest.mark.parametrize(
@@ -498,11 +498,11 @@ def test_a_problem_narrower_than_the_block(tmp_path: Path) -> None:
     for N in (300, 250):
         choice = choose_quietly(replace(PROBLEM, N=N))
         assert choice.entry is not None and choice.config.config["block_sizes"][0] == 256
-        assert rules.why_illegal(choice, replace(PROBLEM, N=N)) is None
-    tails = rules.rule(replace(PROBLEM, rows=512, M=65536, K=64), "tails")
+        assert grouped.why_illegal(choice, replace(PROBLEM, N=N)) is None
+    tails = grouped.rule(replace(PROBLEM, rows=512, M=65536, K=64), "tails")
     assert tails.variant == "tails"
     larger = replace(tails, config=rules.Config(**(tails.config.config | {"block_sizes": [128]})))
-    assert rules.why_illegal(larger, replace(PROBLEM, rows=512, M=65536, K=64)) is not None
+    assert grouped.why_illegal(larger, replace(PROBLEM, rows=512, M=65536, K=64)) is not None
 
 
 def test_an_entry_is_adapted_to_a_bias_and_to_the_number_of_groups(tmp_path: Path) -> None:
@@ -510,7 +510,7 @@ def test_an_entry_is_adapted_to_a_bias_and_to_the_number_of_groups(tmp_path: Pat
     tuned.config["load_eviction_policies"] = ["", "first", "last"]
     put(named(tmp_path), tuned)
     choice = choose_quietly(replace(DECODE, has_bias=True, G=250, M=1024))
-    by_rule = rules.rule(replace(DECODE, has_bias=True, G=250, M=1024), "basic")
+    by_rule = grouped.rule(replace(DECODE, has_bias=True, G=250, M=1024), "basic")
     values = choice.config.config
     assert choice.entry is not None and values["num_stages"] == 7
     assert values["load_eviction_policies"] == ["", "first", "last", ""]
@@ -525,7 +525,7 @@ def test_an_entry_of_tails(tmp_path: Path) -> None:
     for variant in ("auto", "persistent"):
         choice = choose_quietly(many, variant)
         assert (choice.variant, choice.config.config["num_stages"]) == ("tails", 7)
-        assert choice.config.config["indexing"] == rules.rule(many).config.config["indexing"]
+        assert choice.config.config["indexing"] == grouped.rule(many).config.config["indexing"]
     assert choose_quietly(many, "basic").entry is None
     assert choose_quietly(replace(many, rows=1024, M=131072)).entry is not None
     assert choose_quietly(replace(many, rows=256, M=32768)).entry is None
@@ -543,18 +543,18 @@ def test_an_entry_of_tails_with_another_narrow_column(tmp_path: Path, rows: int,
             check_loops_of_tails(named(tmp_path), entry(at, "tails"), problem)
 
 
-def check_loops_of_tails(file: Path, tuned: entries.Entry, problem: rules.Problem) -> None:
+def check_loops_of_tails(file: Path, tuned: entries.Entry, problem: grouped.Problem) -> None:
     tuned.config["block_sizes"] = [64]  # as before narrow columns had a block of their own
     put(file, tuned)
     rules.reload()
     choice = choose_quietly(problem)
-    values, by_rule = choice.config.config, rules.rule(problem, "tails").config.config
+    values, by_rule = choice.config.config, grouped.rule(problem, "tails").config.config
     assert choice.entry is not None and (choice.variant, values["num_stages"]) == ("tails", 7)
     for name in ("block_sizes", "range_flattens", "range_num_stages"):
         assert values.get(name) == by_rule.get(name)
     larger = replace(choice, config=rules.Config(**(by_rule | {"block_sizes": [128, 64]})), entry=None)
-    assert rules.why_illegal(larger, problem) is None
-    assert rules.why_illegal(larger, replace(problem, K=96)) is not None
+    assert grouped.why_illegal(larger, problem) is None
+    assert grouped.why_illegal(larger, replace(problem, K=96)) is not None
 
 
 def test_a_persistent_entry_with_tiles_of_64_rows(tmp_path: Path) -> None:
@@ -573,13 +573,13 @@ def test_nothing_is_read_or_warned_of_without_a_gpu(tmp_path: Path, gpu: targets
     for choice in (uniform.choose(uniform_problem(gpu=gpu)), varied.choose(varied_problem((64, 64, 64), gpu=gpu))):
         assert choice.source == "rule"
     with pytest.warns(RuntimeWarning, match=file.name):
-        assert rules.choose(PROBLEM).source == "rule"
+        assert grouped.choose(PROBLEM).source == "rule"
 
 
 def test_without_entries_there_is_one_warning_per_process() -> None:
     with pytest.warns(RuntimeWarning, match=f"{GPU.name}.*python -m moe_kernels tune") as caught:
         for _ in range(3):
-            assert rules.choose(PROBLEM) == rules.rule(PROBLEM)
+            assert grouped.choose(PROBLEM) == grouped.rule(PROBLEM)
     assert len(caught) == 1
 
 
@@ -598,7 +598,7 @@ def test_discard_leads_to_the_next_entry_and_then_to_the_rule(tmp_path: Path) ->
             assert rules.discard(choice, "out of resources")
         assert str(file) in str(caught[0].message)
     by_rule = choose_quietly()
-    assert by_rule == rules.rule(PROBLEM)
+    assert by_rule == grouped.rule(PROBLEM)
     assert not rules.discard(by_rule, "whatever")
 
 
@@ -608,7 +608,7 @@ def test_with_fallback_tries_again_without_what_failed(tmp_path: Path, made: ent
     tried = []
 
     def attempt() -> str:
-        choice = rules.choose(PROBLEM)
+        choice = grouped.choose(PROBLEM)
         tried.append(choice.source)
         if choice.entry is not None:
             raise RuntimeError("out of resource: shared memory")
@@ -624,7 +624,7 @@ def test_with_fallback_raises_what_the_rule_cannot_help(tmp_path: Path) -> None:
     put(named(tmp_path), entry())
 
     def attempt(error: Exception) -> None:
-        rules.choose(PROBLEM)
+        grouped.choose(PROBLEM)
         raise error
 
     with pytest.raises(torch.OutOfMemoryError):
@@ -643,7 +643,7 @@ def test_a_forced_choice_is_every_problems(tmp_path: Path) -> None:
     assert choose_quietly().entry is not None and uniform.choose(product).entry is not None
     forced: Any
     for choose, problem, forced in (
-        (rules.choose, PROBLEM, rules.rule(DECODE)),
+        (grouped.choose, PROBLEM, grouped.rule(DECODE)),
         (uniform.choose, product, uniform.by_kernel(product)),
         (varied.choose, other, varied.make(1, 256, 128, 64, 8, 3, 1)),
     ):
@@ -662,7 +662,7 @@ def test_a_forced_choice_has_no_fallback(tmp_path: Path) -> None:
     tried = []
 
     def attempt() -> None:
-        tried.append(rules.choose(PROBLEM))
+        tried.append(grouped.choose(PROBLEM))
         raise RuntimeError("out of resource: shared memory")
 
     with warnings.catch_warnings():
@@ -828,14 +828,14 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...]) -> None:
     problem = replace(PROBLEM, **{"gpu": None, **changed})
-    choice = rules.rule(problem)
+    choice = grouped.rule(problem)
     values = choice.config.config
     got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
     assert got == expected
     two_per_sm = choice.variant == "persistent" and values["num_warps"] == 4 and values["num_stages"] == 3
     assert values.get("num_sm_multiplier") == (2 if two_per_sm else None)
     if choice.variant in ("basic", "persistent"):  # the others take the number as an argument
-        assert values["l2_groupings"] == [4 if choice.variant == "basic" else rules.row_group(problem)]
+        assert values["l2_groupings"] == [4 if choice.variant == "basic" else grouped.row_group(problem)]
     few_tiles = problem.G == 8 and problem.gpu is GPU and problem.K == 7168 and problem.rows >= 128
     if few_tiles:
         row_group = 16
@@ -843,8 +843,8 @@ def test_what_the_rule_gives(changed: dict[str, Any], expected: tuple[Any, ...])
         row_group = 4
     else:
         row_group = 16 if problem.rows >= 512 else 8 if problem.gpu is SLOW and problem.rows >= 256 else 4
-    assert rules.row_group(problem) == row_group
-    assert rules.why_illegal(choice, problem) is None
+    assert grouped.row_group(problem) == row_group
+    assert grouped.why_illegal(choice, problem) is None
 
 
 @pytest.mark.parametrize(
@@ -891,7 +891,7 @@ FP32 = replace(PROBLEM, dtype=torch.float32, transposed=True)
 def test_float32_in_three_products_is_computed_by_many_programs(
     changed: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
-    choice = rules.rule(replace(FP32, **changed))
+    choice = grouped.rule(replace(FP32, **changed))
     config = choice.config.config
     found = choice.variant, choice.block_m, config["block_sizes"], config["num_warps"], config["num_stages"]
     assert found == expected
@@ -1068,7 +1068,7 @@ def test_what_the_rule_gives_for_the_first_half(changed: dict[str, Any], expecte
 
 @pytest.mark.parametrize(("rows", "K", "cost"), [(512, 2048, 56), (1024, 2048, 48), (1024, 768, 50)])
 def test_cost_of_a_tail_with_slow_memory(rows: int, K: int, cost: int) -> None:
-    assert rules.tail_cost(replace(PROBLEM, rows=rows, M=128 * rows, K=K, gpu=SLOW)) == cost
+    assert grouped.tail_cost(replace(PROBLEM, rows=rows, M=128 * rows, K=K, gpu=SLOW)) == cost
 
 
 @pytest.mark.parametrize(
@@ -1087,10 +1087,10 @@ def test_cost_of_a_tail_with_slow_memory(rows: int, K: int, cost: int) -> None:
 )
 def test_a_narrow_column(rows: int, N: int, gpu: targets.Gpu, narrow: int, pieces: int) -> None:
     problem = replace(PROBLEM, rows=rows, M=128 * rows, N=N, gpu=gpu)
-    assert rules.narrow_column(problem) == narrow
-    assert rules.tail_pieces(N, narrow) == pieces
-    assert rules.narrow_cost(narrow) == {64: 30, 128: 36, 0: 0}[narrow]
-    config = rules.rule(problem, "tails").config.config
+    assert grouped.narrow_column(problem) == narrow
+    assert grouped.tail_pieces(N, narrow) == pieces
+    assert grouped.narrow_cost(narrow) == {64: 30, 128: 36, 0: 0}[narrow]
+    config = grouped.rule(problem, "tails").config.config
     assert config["block_sizes"] == ([64, 128] if narrow == 64 else [64, 64])
     assert config.get("range_num_stages") == ([0, 0, 0, 6, 0, 0] if narrow == 128 else None)
     assert config["indexing"].count("tensor_descriptor") == (3 * 2 if narrow else 2 * 2) + 2 * pieces + bool(narrow)
@@ -1113,9 +1113,9 @@ def test_bundled_files_are_read_and_legal() -> None:
                 dtype=torch.float32 if bucket.dtype == "tf32" else getattr(torch, bucket.dtype),
                 tf32=bucket.dtype == "tf32",
             )
-            choice = rules._adapted(made, problem)
+            choice = grouped._adapted(made, problem)
             assert choice is not None and choice.addressing.tma == made.tma
-            assert rules.why_illegal(choice, problem) is None
+            assert grouped.why_illegal(choice, problem) is None
 
 
 def test_an_outer_record_hears_of_what_an_inner_one_did() -> None:
@@ -1175,7 +1175,7 @@ class Machine:
         self.drawn.clear()
 
     def draw(self, operator: Operator, inputs: Any, options: Any, gpu: Any, begin: Any) -> tuple[Plan, dict[str, Any]]:
-        key = f"stages{rules.choose(replace(PROBLEM, gpu=gpu)).config.config['num_stages']}"
+        key = f"stages{grouped.choose(replace(PROBLEM, gpu=gpu)).config.config['num_stages']}"
         self.drawn.append(key)
         source = SimpleNamespace(key=key)
         begin(source)
@@ -1218,7 +1218,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return Machine(monkeypatch, tmp_path / "plans")
 
 
-BY_RULE = f"stages{rules.rule(PROBLEM).config.config['num_stages']}"
+BY_RULE = f"stages{grouped.rule(PROBLEM).config.config['num_stages']}"
 
 
 def test_an_entry_that_cannot_be_loaded_gives_way_to_the_rule(machine: Machine, tmp_path: Path) -> None:
@@ -1462,7 +1462,7 @@ def test_isolated_calls_do_not_read_the_store(machine: Machine) -> None:
 def test_plans_under_a_forced_choice_are_not_of_the_store(machine: Machine) -> None:
     with pytest.warns(RuntimeWarning, match="no config has been tuned"):
         assert machine.run() == BY_RULE
-    forced = rules.rule(PROBLEM, "basic", 32)
+    forced = grouped.rule(PROBLEM, "basic", 32)
     forced = replace(forced, config=rules.Config(**{**forced.config.config, "num_stages": 2}))
     with cache.isolated(), rules.force(forced):
         assert machine.run_quietly() == "stages2"

@@ -19,6 +19,7 @@ import torch
 
 from moe_kernels import kernels as exported
 from moe_kernels import reference, rules
+from moe_kernels.rules import grouped
 from moe_kernels.runtime import cache, targets, torch_internals
 from moe_kernels.tuning import entries, search
 
@@ -27,10 +28,10 @@ CPU = torch.device("cpu")
 TASKS = [search.Task(4, 512, 96, 64, "float32", transposed) for transposed in (False, True)]
 
 
-def problem_of(rows: int, M: int, N: int, K: int, G: int, dtype: torch.dtype, **changed: Any) -> rules.Problem:
+def problem_of(rows: int, M: int, N: int, K: int, G: int, dtype: torch.dtype, **changed: Any) -> grouped.Problem:
     flags = dict.fromkeys(("tf32", "has_bias"), False)
     flags |= dict.fromkeys(("tma_A", "tma_B", "tma_out"), True)
-    return rules.Problem(rows, M, N, K, G, dtype, **flags | changed)
+    return grouped.Problem(rows, M, N, K, G, dtype, **flags | changed)
 
 
 class Bench:
@@ -54,7 +55,7 @@ class Bench:
         return kernel.settings.autotune_seed_configs
 
     @staticmethod
-    def problem(inputs: search.Inputs) -> rules.Problem:
+    def problem(inputs: search.Inputs) -> grouped.Problem:
         A, B, _, _ = inputs.tensors[0]
         (M, K), (G, _, N) = A.shape, B.shape
         return problem_of(rules.floor_power_of_2(M // G), M, N, K, G, A.dtype)
@@ -109,13 +110,13 @@ def test_a_faster_config_is_written_and_found_again(
     rules.reload()
     problem = problem_of(128, 512, 96, 64, 4, torch.float32, gpu=GPU)
     with pytest.warns(RuntimeWarning, match="no config has been tuned"):
-        assert rules.choose(problem).source == "rule"
+        assert grouped.choose(problem).source == "rule"
     assert run(file) == 0
     written = entries.read(file, GPU.name)
     assert [(e.us, e.rule_us, e.config["num_stages"]) for e in written] == [(80.0, 100.0, 9)] * 2
     assert {e.bucket.transposed for e in written} == {False, True}
     assert "--shapes 4,512,96,64 --dtype float32 --layout gkn" in written[0].command
-    choice = rules.choose(problem)  # the files are read again
+    choice = grouped.choose(problem)  # the files are read again
     assert choice.source == str(file) and stages(choice) == 9
     rules.reload()
 
@@ -142,10 +143,10 @@ def test_how_helion_is_asked(bench: Bench, tmp_path: Path, monkeypatch: pytest.M
 def test_a_search_from_a_tuned_config_with_tma_stores(bench: Bench) -> None:
     """As of `tune --force`. Without its stores by TMA, which a search does not use, the config is still legal."""
     problem = problem_of(512, 32768, 1536, 2048, 64, torch.bfloat16, gpu=GPU)
-    by_rule = rules.rule(problem, "persistent", 128)
+    by_rule = grouped.rule(problem, "persistent", 128)
     assert by_rule.addressing.tma_out
     kernel, config = by_rule.variant, by_rule.config.config
-    where = (rules.bucket_of(problem), by_rule.block_m, by_rule.addressing.tma)
+    where = (grouped.bucket_of(problem), by_rule.block_m, by_rule.addressing.tma)
     entry = entries.Entry(kernel, *where, config, 1.0, 1.0, 1, entries.installed_versions(), "", "")
     search.search(problem, [replace(by_rule, entry=entry)], search.grouped_inputs(TASKS[0], CPU), 60)
     [(searched, *_)] = bench.searches
@@ -157,7 +158,7 @@ def test_blocks_in_a_search_fit_into_the_operands(bench: Bench, tmp_path: Path) 
     """Helion's search accesses tensors smaller than a block by pointers, so rows of 8 elements are not searched."""
     problem = problem_of(2048, 16384, 96, 40, 8, torch.bfloat16)
     for variant, blocks in (("basic", [128, 64, 16, 32]), ("persistent", [64, 32])):
-        assert search.within(rules.rule(problem, variant, 128), problem).config.config["block_sizes"] == blocks
+        assert search.within(grouped.rule(problem, variant, 128), problem).config.config["block_sizes"] == blocks
     run(tmp_path / "f.json", todo=[replace(TASKS[0], K=8)])
     assert not bench.searches
     assert entries.read(tmp_path / "f.json", GPU.name)
@@ -406,11 +407,11 @@ def test_concise_leaves_out_defaults_alone() -> None:
 def test_alternatives_and_neighbours_are_legal_and_distinct(rows: int) -> None:
     problem = problem_of(rows, 64 * rows, 1536, 2048, 64, torch.bfloat16)
     start = search.alternatives(problem)
-    assert rules.rule(problem) in start
+    assert grouped.rule(problem) in start
     for choice in [choice for choice in start if choice.variant in ("basic", "persistent")]:  # others have one config
         near = search.neighbours(choice, problem)
         assert 5 <= len(near) <= 12
-        assert all(rules.why_illegal(made, problem) is None and made.block_m == choice.block_m for made in near)
+        assert all(grouped.why_illegal(made, problem) is None and made.block_m == choice.block_m for made in near)
         assert len({choice, *near}) == len(near) + 1
 
 
@@ -523,8 +524,8 @@ def test_the_bucket_of_a_task_is_that_of_its_problem(
     task = search.Task(G, M, 96, 64, "bfloat16", transposed)
     problem = search.grouped_inputs(task, CPU).problem()
     assert (problem.gpu, problem.tma_A, problem.transposed) == (GPU, True, transposed)
-    assert rules.bucket_of(problem) == search.bucket(task, CPU)
-    assert search.grouped_workload(task, CPU).choices[0] == rules.rule(problem)
+    assert grouped.bucket_of(problem) == search.bucket(task, CPU)
+    assert search.grouped_workload(task, CPU).choices[0] == grouped.rule(problem)
 
 
 @pytest.mark.parametrize(("transposed", "N", "K"), [(False, 7, 24), (False, 8, 20), (True, 8, 20)])

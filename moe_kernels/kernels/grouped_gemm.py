@@ -23,6 +23,7 @@ from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import BY_ROW, biased, block_of, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
 from moe_kernels.kernels.tiles import listed, plan_table, store_rows, tile_count, tile_numbers, windows
+from moe_kernels.rules import grouped as grouped_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, most
@@ -32,7 +33,7 @@ def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.
     """The rule's config without TMA, for direct calls of the kernels."""
     M, K = A.shape
     dtype = torch.promote_types(A.dtype, B.dtype)
-    by_pointers = rules.Problem(
+    by_pointers = grouped_rules.Problem(
         rows=rules.floor_power_of_2(M // G),
         M=rules.floor_power_of_2(M),
         N=max(B.shape[1:]),
@@ -42,7 +43,7 @@ def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.
         tf32=rules.tf32_allowed(dtype),
         has_bias=bias is not None,
     )
-    return rules.rule(by_pointers, variant).config
+    return grouped_rules.rule(by_pointers, variant).config
 
 
 @kernel(lambda A, B, group_offsets, bias, *_: _preset("basic", A, B, group_offsets.size(0) - 1, bias))
@@ -168,7 +169,7 @@ def multiply(
     B = weights_row_major(builder, A_packed, B.transpose(1, 2) if transposed else B, G)
     B = replace(B, few_groups=True)
     problem = _problem(builder, A_packed, B, group_offsets, bias, out, transposed)
-    choice = rules.choose(problem, variant)
+    choice = grouped_rules.choose(problem, variant)
     if choice.variant in ("tails", "tall"):
         kernel_file = grouped_gemm_tails if choice.variant == "tails" else grouped_gemm_tall
         kernel_file.multiply(builder, choice, A_packed, B, group_offsets, bias, out, problem)
@@ -199,9 +200,9 @@ def _problem(
     bias: SymbolicTensor | None,
     out: SymbolicTensor,
     transposed: bool,
-) -> rules.Problem:
+) -> grouped_rules.Problem:
     dtype, gpu = torch.promote_types(A_packed.dtype, B.dtype), builder.gpu
-    return rules.Problem(
+    return grouped_rules.Problem(
         N=out.size(1),
         K=A_packed.size(1),
         G=group_offsets.size(0) - 1,

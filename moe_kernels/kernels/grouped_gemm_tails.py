@@ -26,6 +26,7 @@ from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import divide, int32, unmasked
 from moe_kernels.kernels.tiles import ALONE, listed, place, plan_table, shares, windows
+from moe_kernels.rules import grouped as grouped_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
@@ -33,7 +34,7 @@ from moe_kernels.runtime.symbolic import SymbolicTensor
 
 def _preset(*arguments: Any) -> Config:
     A, _, _, bias, _, _, out, _, _, _, narrow, *_ = arguments
-    return rules.tails(out.size(1), A.size(1), bias is not None, rules.BY_POINTERS, narrow)
+    return grouped_rules.tails(out.size(1), A.size(1), bias is not None, rules.BY_POINTERS, narrow)
 
 
 @kernel(_preset, static_shapes=True)
@@ -186,21 +187,22 @@ def multiply(
     group_offsets: SymbolicTensor,  # [G + 1]
     bias: SymbolicTensor | None,  # [G, N]
     out: SymbolicTensor,  # [M, N], N a multiple of 64
-    problem: rules.Problem,
+    problem: grouped_rules.Problem,
 ) -> None:
     """Write the product to `out` with `jagged_tails`."""
-    tma, narrow = choice.addressing.tma_out, rules.narrow_column(problem)
-    columns = -(-(out.size(1) - narrow) // rules.TAILS_WIDTH)
-    pieces = rules.tail_pieces(out.size(1), narrow)
-    tiles = plan_table(builder, group_offsets, out, rules.TAILS_HEIGHT, ALONE if narrow else rules.UNSPLIT)
+    tma, narrow = choice.addressing.tma_out, grouped_rules.narrow_column(problem)
+    columns = -(-(out.size(1) - narrow) // grouped_rules.TAILS_WIDTH)
+    pieces = grouped_rules.tail_pieces(out.size(1), narrow)
+    unsplit = ALONE if narrow else grouped_rules.UNSPLIT
+    tiles = plan_table(builder, group_offsets, out, grouped_rules.TAILS_HEIGHT, unsplit)
     outs, shared = (out if narrow else None, out, out), B.size(0) == 1
     if tma:
         A_packed = replace(A_packed, tma_clipped=True)
         whole = out.as_strided((out.size(0), out.size(1) - narrow), out.strides, 0)
         of_narrow = _windows(out, 128, narrow) if narrow else None
         outs = of_narrow, _windows(whole, 64, 256 // pieces), _windows(whole, 128, 256 // pieces)
-    numbers = rules.tail_cost(problem), rules.row_group(problem).bit_length() - 1
-    of_columns = columns, narrow, rules.narrow_cost(narrow)
+    numbers = grouped_rules.tail_cost(problem), grouped_rules.row_group(problem).bit_length() - 1
+    of_columns = columns, narrow, grouped_rules.narrow_cost(narrow)
     constants = (*of_columns, shared, problem.transposed, tma, pieces, builder.gpu.multiprocessors)
     arguments = (A_packed, B, tiles, bias, *outs, *numbers, *constants)
     builder.launch(jagged_tails, arguments, choice.config, int64_index=choice.addressing.int64_index)

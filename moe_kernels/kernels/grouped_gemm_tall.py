@@ -9,6 +9,7 @@ the weight. So a group of up to 192 rows has one tile in each column.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import helion.language as hl
 import torch
@@ -19,11 +20,17 @@ from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.grouped_gemm_tails import add_bias, load_rows, load_weight, store_columns
 from moe_kernels.kernels.inline import int32
 from moe_kernels.kernels.tiles import MERGED, listed, max_num_tiles, place, plan_table
+from moe_kernels.rules import grouped as grouped_rules
+from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
 
 
-@kernel(lambda A, B, tiles, bias, *_: rules.tall(A.size(1), bias is not None, rules.BY_POINTERS), static_shapes=True)
+def _preset(A: Tensor, B: Any, tiles: Any, bias: Tensor | None, *_: Any) -> Config:
+    return grouped_rules.tall(A.size(1), bias is not None, rules.BY_POINTERS)
+
+
+@kernel(_preset, static_shapes=True)
 def jagged_tall(
     A_packed: Tensor,  # [M, K]
     B: Tensor,  # [G, K, N]; [G, N, K] if `transposed`
@@ -78,13 +85,13 @@ def multiply(
     group_offsets: SymbolicTensor,  # [G + 1]
     bias: SymbolicTensor | None,  # [G, N]
     out: SymbolicTensor,  # [M, N]
-    problem: rules.Problem,
+    problem: grouped_rules.Problem,
 ) -> None:
     """Write the product to `out` with `jagged_tall`."""
     (M, N), G, tma = out.shape, group_offsets.size(0) - 1, choice.addressing.tma_A
     tiles = plan_table(builder, group_offsets, out, choice.block_m, MERGED)
-    columns = -(-N // rules.TAILS_WIDTH)
-    numbers = rules.row_group(problem).bit_length() - 1, max_num_tiles(M, G, choice.block_m) * columns
+    columns = -(-N // grouped_rules.TAILS_WIDTH)
+    numbers = grouped_rules.row_group(problem).bit_length() - 1, max_num_tiles(M, G, choice.block_m) * columns
     constants = (columns, B.size(0) == 1, problem.transposed, tma)
     arguments = (replace(A_packed, tma_clipped=tma), B, tiles, bias, out, *numbers, *constants)
     builder.launch(jagged_tall, arguments, choice.config, int64_index=choice.addressing.int64_index)

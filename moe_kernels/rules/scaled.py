@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_kernels import rules
+from moe_kernels.rules import grouped as grouped_rules
 from moe_kernels.rules.config import Config
 
 BLOCK_K = 128  # of block scales; also what the tensor cores accumulate before a sum leaves them
@@ -44,7 +45,7 @@ def rule(problem: Problem, variant: str = "auto") -> rules.Choice:
 
 def _at_once(problem: Problem) -> bool:
     """Whether the basic kernel computes all tiles at once; a persistent kernel would have nothing to overlap."""
-    tiles = rules.most_tiles(problem.M, problem.N, problem.G, HEIGHT, WIDTH)
+    tiles = grouped_rules.most_tiles(problem.M, problem.N, problem.G, HEIGHT, WIDTH)
     # Three programs share an SM. Block-scaled sums are added up faster by the persistent kernel, from some K on.
     if problem.block_scaled:
         return problem.K <= 1024 and tiles <= 2 * problem.multiprocessors
@@ -68,7 +69,7 @@ def _basic(problem: Problem) -> rules.Choice:
 def _width_and_stages(problem: Problem, block_m: int) -> tuple[int, int]:
     """The number of columns of a tile, and the stages of loads, with which the SMs have the most loads in flight."""
     # At most M groups have rows.
-    tiles = rules.most_tiles(problem.M, problem.N, min(problem.G, problem.M), block_m, WIDTH)
+    tiles = grouped_rules.most_tiles(problem.M, problem.N, min(problem.G, problem.M), block_m, WIDTH)
     per_sm = tiles / problem.multiprocessors if problem.multiprocessors else math.inf
     if problem.rows < PERSISTENT_FROM_ROWS:
         return (WIDTH // 2, 4) if per_sm <= 2 else (WIDTH, 3)

@@ -32,7 +32,7 @@ from moe_kernels.models import MODELS, gemms, positive, shape
 from moe_kernels.ops.batched import UNIFORM_GROUPED_GEMM, VariedLaunch, varied_launch
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.packing import group_offsets_from_sizes
-from moe_kernels.rules import uniform, varied
+from moe_kernels.rules import grouped, uniform, varied
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime import cache, targets, torch_internals
 from moe_kernels.runtime.attributes import replaced
@@ -387,7 +387,7 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
 
     return Workload(
         rows=M,
-        choices=[rules.rule(problem), rules.choose(problem), *alternatives(problem)],
+        choices=[grouped.rule(problem), grouped.choose(problem), *alternatives(problem)],
         calls=inputs.calls,
         near=near,
         stored=stored,
@@ -400,18 +400,18 @@ def stored(choice: rules.Choice) -> dict[str, Any]:
     return {"kernel": choice.variant, "block_m": choice.block_m, "tma": choice.addressing.tma, "config": config}
 
 
-def alternatives(problem: rules.Problem) -> list[rules.Choice]:
+def alternatives(problem: grouped.Problem) -> list[rules.Choice]:
     """Return the rule's choices for `problem` with each kernel and several tile heights."""
-    found = [rules.rule(problem, "persistent", block_m) for block_m in (64, 128) if problem.rows >= 32]
-    two_sizes = [rules.rule(problem, variant) for variant in ("tails", "tall") if problem.rows >= 32]
+    found = [grouped.rule(problem, "persistent", block_m) for block_m in (64, 128) if problem.rows >= 32]
+    two_sizes = [grouped.rule(problem, variant) for variant in ("tails", "tall") if problem.rows >= 32]
     found += [choice for choice in two_sizes if choice.addressing.tma_A]
-    by_rule = rules.rule(problem, "basic").block_m
+    by_rule = grouped.rule(problem, "basic").block_m
     heights = {by_rule // 2, by_rule, by_rule * 2} & {16, 32, 64, 128}
-    found += [rules.rule(problem, "basic", block_m) for block_m in sorted(heights)]
-    return [choice for choice in found if rules.why_illegal(choice, problem) is None]
+    found += [grouped.rule(problem, "basic", block_m) for block_m in sorted(heights)]
+    return [choice for choice in found if grouped.why_illegal(choice, problem) is None]
 
 
-def neighbours(choice: rules.Choice, problem: rules.Problem) -> list[rules.Choice]:
+def neighbours(choice: rules.Choice, problem: grouped.Problem) -> list[rules.Choice]:
     """Return choices with configs near that of `choice`, of the same kernel and tile height."""
     values: dict[str, Any] = choice.config.config
     found = [_with(choice, l2_groupings=[size]) for size in (1, 4, 8, 16)]
@@ -421,10 +421,10 @@ def neighbours(choice: rules.Choice, problem: rules.Problem) -> list[rules.Choic
         for size in (blocks[i] // 2, blocks[i] * 2):
             found.append(_with(choice, block_sizes=[*blocks[:i], size, *blocks[i + 1 :]]))
     found += [_with(choice, num_warps=warps) for warps in (4, 8)]
-    return [near for near in dict.fromkeys(found) if near != choice and rules.why_illegal(near, problem) is None]
+    return [near for near in dict.fromkeys(found) if near != choice and grouped.why_illegal(near, problem) is None]
 
 
-def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs, budget: int) -> rules.Choice:
+def search(problem: grouped.Problem, seeds: Sequence[rules.Choice], inputs: Inputs, budget: int) -> rules.Choice:
     """Return the result of Helion's autotuner after about `budget` seconds, with the kernel and height of seeds[0]."""
     import helion
 
@@ -441,7 +441,7 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
     def usable(config: helion.Config) -> helion.Config | None:
         # `block_m` is fixed by the arguments, as a constant or through the number of tiles.
         choice = replace(start, config=Config(**config.config))
-        fits = rules.why_illegal(choice, problem) is None and within(choice, problem) == choice
+        fits = grouped.why_illegal(choice, problem) is None and within(choice, problem) == choice
         return config if fits else None
 
     def baseline(*args: Any) -> Any:
@@ -479,7 +479,7 @@ def search(problem: rules.Problem, seeds: Sequence[rules.Choice], inputs: Inputs
     return storing(found, tma_out=True, epilogue_subtile=parts) if tma_out else found
 
 
-def within(choice: rules.Choice, problem: rules.Problem) -> rules.Choice:
+def within(choice: rules.Choice, problem: grouped.Problem) -> rules.Choice:
     """Return `choice` with blocks that fit into the operands. Helion's search accesses larger ones by pointers, where
     the kernels rely on TMA for what is outside.
     """
@@ -562,7 +562,7 @@ def concise(values: dict[str, Any]) -> dict[str, Any]:
 def storing(choice: rules.Choice, *, tma_out: bool, epilogue_subtile: int | None = None) -> rules.Choice:
     """Return `choice` with or without TMA stores, split into `epilogue_subtile` parts."""
     addressing = choice.addressing._replace(tma_out=tma_out)
-    indexing = rules.indexing_of(choice.variant, False, addressing)
+    indexing = grouped.indexing_of(choice.variant, False, addressing)
     return _with(replace(choice, addressing=addressing), epilogue_subtile=epilogue_subtile, **indexing)
 
 

@@ -14,6 +14,7 @@ from building import build, function, run
 from moe_kernels import kernels, rules
 from moe_kernels.kernels import grouped_gemm, tiles
 from moe_kernels.kernels.inline import int32
+from moe_kernels.rules import grouped
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed
@@ -48,8 +49,8 @@ def product(
         transposed = lies_transposed(B)
         stored = B.transpose(1, 2) if transposed else B
         problem = grouped_gemm._problem(builder, A, stored, offsets, bias, out, transposed)
-        choice, tma = rules.rule(problem, variant), builder.gpu.has_tma
-        assert rules.why_illegal(choice, problem) is None
+        choice, tma = grouped.rule(problem, variant), builder.gpu.has_tma
+        assert grouped.why_illegal(choice, problem) is None
         assert choice.addressing[:3] == (tma, tma, tma and variant == "tails")
         with rules.force(choice):
             grouped_gemm.multiply(builder, A, B, offsets, bias, out)
@@ -104,7 +105,7 @@ def test_taller_tiles(sizes: list[int], transposed: bool, device: str) -> None:
 def test_a_narrow_column(
     sizes: str, N: int, K: int, transposed: bool, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    monkeypatch.setattr(rules, "NARROW_FROM_ROWS", 0)
+    monkeypatch.setattr(grouped, "NARROW_FROM_ROWS", 0)
     A, B, group_offsets = make_inputs(SIZES[sizes], N, K, dtype=torch.float16, device=device, transposed=transposed)
     assert_grouped_gemm_close(product(A, B, group_offsets), A, B, group_offsets)
 
@@ -113,7 +114,7 @@ def test_a_narrow_column(
     ("variant", "N", "narrow_from_rows"), [*product_of(["tails"], [256, 320, 384], [0, 1024]), ("tall", 264, 1024)]
 )
 def test_a_bias(variant: str, N: int, narrow_from_rows: int, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(rules, "NARROW_FROM_ROWS", narrow_from_rows)
+    monkeypatch.setattr(grouped, "NARROW_FROM_ROWS", narrow_from_rows)
     sizes = [130, 0, 30]
     A, B, group_offsets = make_inputs(sizes, N, 64, dtype=torch.float16, device=device)
     bias = torch.randn(3, N, device=device).to(torch.float16)
@@ -146,7 +147,7 @@ def test_one_weight_for_all_groups(variant: str, device: str) -> None:
 def test_rows_outside_are_zeros_and_what_is_beside_stays_out(
     values: list[int], N: int, variant: str, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    monkeypatch.setattr(rules, "NARROW_FROM_ROWS", 0)
+    monkeypatch.setattr(grouped, "NARROW_FROM_ROWS", 0)
     A, B, _ = make_inputs([300], N, 72, dtype=torch.float16, device=device)
     B = torch.cat([B, B * 2, B * 3, B * 4])
     group_offsets = torch.tensor(values, dtype=torch.int32, device=device)

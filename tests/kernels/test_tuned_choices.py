@@ -15,7 +15,7 @@ import torch
 
 from moe_kernels import grouped_gemm, reference, rules, uniform_grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
-from moe_kernels.rules import uniform, varied
+from moe_kernels.rules import grouped, uniform, varied
 from moe_kernels.runtime import cache, targets
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Launch, Plan, Request
@@ -29,7 +29,7 @@ TASK = search.Task(3, 160, 32, 48, "float32", False)
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
 def test_kernel_calls(device: str, variant: str, transposed: bool) -> None:
     inputs = search.grouped_inputs(replace(TASK, transposed=transposed), torch.device(device))
-    choice = rules.rule(inputs.problem(), variant)
+    choice = grouped.rule(inputs.problem(), variant)
     if choice.addressing.tma_out:
         choice = search.storing(choice, tma_out=False)
     kernel, arg_sets = search.kernel_calls(choice, inputs)
@@ -102,7 +102,7 @@ def test_a_forced_choice_leaves_the_plans_of_others_alone(device: str) -> None:
     with cache.isolated():
         grouped_gemm(A, B, offsets, variant="persistent")
         before = dict(cache.plans.entries)
-        inputs.calls(rules.rule(inputs.problem(), "basic"))[0]()
+        inputs.calls(grouped.rule(inputs.problem(), "basic"))[0]()
         assert dict(cache.plans.entries) == before and len(before) == 1
         with rules.record() as made:
             grouped_gemm(A, B, offsets, variant="persistent")
@@ -149,9 +149,9 @@ def test_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, 
         work = search.WORKLOADS[op](task, where)
     problem, _ = made_for[-1]
     if op == "grouped_gemm":
-        choice: Any = rules._adapted(made, problem)
-        assert choice.addressing.tma == made.tma and rules.why_illegal(choice, problem) is None
-        assert rules.bucket_of(problem) == made.bucket
+        choice: Any = grouped._adapted(made, problem)
+        assert choice.addressing.tma == made.tma and grouped.why_illegal(choice, problem) is None
+        assert grouped.bucket_of(problem) == made.bucket
     else:
         operators: Any = uniform if op == "uniform" else varied
         choice = operators.adapted(made, problem)
@@ -224,10 +224,10 @@ def test_an_entry_of_more_shared_memory_than_there_is(
     inputs = search.grouped_inputs(search.Task(8, 64, 512, 2048, "bfloat16", True), torch.device("cuda"))
     (A, B, offsets, _), options = inputs.tensors[0], (torch.bfloat16, "auto")
     problem = inputs.problem()
-    by_rule = rules.rule(problem, "basic")
+    by_rule = grouped.rule(problem, "basic")
     config = {**by_rule.config.config, "block_sizes": [16, 256, 16, 128], "num_stages": 8}  # 557 KB
     made = entries.Entry(
-        bucket=rules.bucket_of(problem),
+        bucket=grouped.bucket_of(problem),
         us=1.0,
         rule_us=2.0,
         M=A.size(0),

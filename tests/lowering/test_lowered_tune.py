@@ -23,7 +23,7 @@ from test_lowered_varied_gemm import compiled as compiled_varied
 
 from moe_kernels import rules
 from moe_kernels.ops.products import GROUPED_GEMM
-from moe_kernels.rules import uniform, varied
+from moe_kernels.rules import grouped, uniform, varied
 from moe_kernels.runtime import cache, store, targets
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Plan
@@ -99,7 +99,7 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
 
         monkeypatch.setattr(search.Inputs, "calls", calls)
         problem = inputs.problem()
-        start = rules.rule(problem, variant, 128 if variant == "persistent" else None)  # with tiles of one height
+        start = grouped.rule(problem, variant, 128 if variant == "persistent" else None)  # with tiles of one height
         seeds = [start, *search.neighbours(start, problem)]
         found = search.search(problem, seeds, inputs, 6)
         searched, its_problem = start, problem
@@ -112,12 +112,12 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
     assert len(Provider.seen) > 60
     for config in Provider.seen:
         made = replace(searched, config=rules.Config(**config.config))
-        assert rules.why_illegal(made, its_problem) is None
+        assert grouped.why_illegal(made, its_problem) is None
     assert len({str(config) for config in Provider.seen}) > 20
     assert (found.variant, found.block_m) == (variant, start.block_m)
-    assert rules.why_illegal(found, problem) is None
+    assert grouped.why_illegal(found, problem) is None
     assert abs(found.config.config["num_stages"] - 7) < 3  # the seeds have 3 to 5
-    addressing = rules.indexing_of(variant, False, searched.addressing)
+    addressing = grouped.indexing_of(variant, False, searched.addressing)
     for config in Provider.seen[:30]:
         full = copy.deepcopy(config)
         short = helion.Config(**search.concise(config.config), **addressing)
@@ -126,10 +126,10 @@ def test_helion_searches_legal_configs_alone(monkeypatch: pytest.MonkeyPatch, va
         assert full == short
 
 
-def problem_of(rows: int, M: int, N: int, K: int, G: int, dtype: torch.dtype, **changed: Any) -> rules.Problem:
+def problem_of(rows: int, M: int, N: int, K: int, G: int, dtype: torch.dtype, **changed: Any) -> grouped.Problem:
     flags = dict.fromkeys(("tf32", "has_bias"), False)
     flags |= dict.fromkeys(("tma_A", "tma_B", "tma_out"), True)
-    return rules.Problem(rows, M, N, K, G, dtype, **flags | changed)
+    return grouped.Problem(rows, M, N, K, G, dtype, **flags | changed)
 
 
 @pytest.mark.parametrize("rows", [4, 64, 512])
@@ -160,9 +160,9 @@ def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: ent
     M = rules.floor_power_of_2(entry.M)
     flags = {"tf32": bucket.dtype == "tf32", "transposed": bucket.transposed}
     problem = problem_of(bucket.rows, M, bucket.N, bucket.K, bucket.G, dtype, **flags)
-    choice = rules._adapted(entry, problem)
+    choice = grouped._adapted(entry, problem)
     assert choice is not None and choice.addressing.tma == entry.tma
-    assert rules.why_illegal(choice, problem) is None
+    assert grouped.why_illegal(choice, problem) is None
     shape = (bucket.G, entry.M, bucket.N, bucket.K)
     with rules.force(choice):
         reports = compiled(monkeypatch, "auto", shape, dtype=dtype, transposed=bucket.transposed)
@@ -232,11 +232,11 @@ def test_an_entry_of_more_shared_memory_than_there_is(monkeypatch: pytest.Monkey
         warnings.simplefilter("ignore")
         cache.build_steps(GROUPED_GEMM, inputs, options, H200)
     [(problem, _)] = made
-    by_rule = rules.rule(problem)
+    by_rule = grouped.rule(problem)
     config = {**search.concise(by_rule.config.config), "block_sizes": [16, 256, 16, 128], "num_stages": 8}
     values = dict(us=1.0, rule_us=1.0, versions=entries.installed_versions(), date="", command="")
     entry = entries.Entry(
-        **{**search.stored(by_rule), "config": config}, bucket=rules.bucket_of(problem), M=32, **values
+        **{**search.stored(by_rule), "config": config}, bucket=grouped.bucket_of(problem), M=32, **values
     )
     entries.write(entries.file_in(tmp_path / "configs", H200.name), H200.name, [entry])
     rules.reload()
