@@ -13,13 +13,14 @@ import torch
 import triton
 from helion._compiler import inductor_lowering
 from helion._compiler.type_propagation import TypePropagation
-from sm90 import SHARED_MEMORY, empty, lowered, ptxas_says, requests
+from sm90 import H200, SHARED_MEMORY, empty, lowered, ptxas_says, requests
 
 from moe_kernels import rules
+from moe_kernels.kernels.tiles import plan_table
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from moe_kernels.runtime import cache, targets
 from moe_kernels.runtime import compile as compiler
-from moe_kernels.runtime.plan import Request
+from moe_kernels.runtime.plan import Builder, Request
 from moe_kernels.runtime.signature import symbolic
 
 
@@ -316,6 +317,17 @@ def test_as_many_stages_as_fit_into_shared_memory(gpu: str, shape: tuple[int, in
     assert fewer.metadata.num_stages == compiled.metadata.num_stages - 1
     with pytest.raises(triton.OutOfResources, match="shared memory"):
         compiler.within_shared_memory(source, replace(target, shared_memory=4096))
+
+
+def test_numbers_share_a_binary() -> None:
+    """Triton would compile again for a number that is 1, and for one that is a multiple of 16."""
+    builder = Builder(H200, ("out", "group_offsets"))
+    out, group_offsets = symbolic(GROUPED_GEMM, (empty(4096, 256), None, empty(9, dtype=torch.int32), None), None)[::2]
+    for unsplit in (1, 16, 383):
+        plan_table(builder, replace(group_offsets, variable=1), out, 128, unsplit)
+    made = [compiler.lower(step, H200) for step in builder.steps if isinstance(step, Request)]
+    assert len({specialized.key for _, specialized in made}) == 1
+    assert len({str(launch.arguments) for launch, _ in made}) == 3
 
 
 @pytest.mark.parametrize("shape", [(8, 64, 1536, 2048), (8, 4096, 1536, 2048)], ids=str)
