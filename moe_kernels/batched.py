@@ -24,8 +24,8 @@ def uniform_grouped_gemm(
 ) -> Tensor:
     """Multiply groups of one size: `out[g] = A[g] @ B[g]`, in one launch.
 
-    Products are accumulated in float32. NaN or infinity in one group never reaches another group's result. A call can
-    be captured in a CUDA graph. Gradients of any order are supported.
+    Products are accumulated in float32, those of float64 in float64. NaN or infinity in one group never reaches another
+    group's result. A call can be captured in a CUDA graph. Gradients of any order are supported.
 
     `torch.bmm` computes the result where cuBLAS is faster: for more than 64 columns, for many rows with fewer than 16
     columns, in float32, and where TMA cannot read the operands. It is not used where it would copy an operand or does
@@ -69,9 +69,9 @@ def varied_grouped_gemm(
 ) -> list[Tensor]:
     """Multiply pairs of matrices in one launch, each pair of its own size: `out[p] = group_A[p] @ group_B[p]`.
 
-    Products are accumulated in float32. NaN or infinity in one pair never reaches another pair's result. Every call
-    copies a table of addresses to the device; `plan_varied_grouped_gemm` copies it once, and its plan can be captured
-    in a CUDA graph. Without `out`, gradients of any order are supported.
+    Products are accumulated in float32, those of float64 in float64. NaN or infinity in one pair never reaches another
+    pair's result. Every call copies a table of addresses to the device; `plan_varied_grouped_gemm` copies it once, and
+    its plan can be captured in a CUDA graph. Without `out`, gradients of any order are supported.
 
     Args:
         group_A: list of `[M_p, K_p]`; all tensors have one device and one dtype: bfloat16, float16 or float32, on a CPU

@@ -29,6 +29,7 @@ E4M3 = (torch.float8_e4m3fn,)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _BOOLS = (bool, torch.SymBool)
 _INTS = (int, torch.SymInt)
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)  # of torch.quantize_per_tensor
 _STRIDED = torch.strided
 _VALIDATION_READS = (
     "validate=True (or MOE_KERNELS_VALIDATE=1) reads values on the host, which fullgraph=True, torch.export and "
@@ -845,11 +846,17 @@ def check_int(
     if type(value) not in _INTS:
         if torch_internals.jit_tracing() is not None and isinstance(value, Tensor):  # such as x.size(0)
             return
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected an int, got {_type_name(value)}")
     assert isinstance(value, _INTS)
     if least is not None and (value < least or (most is not None and value > most)):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{name}: expected {expected}, got {value}{hint()}")
+
+
+def _type_name(value: object) -> str:
+    """Return the name of a value's type, such as numpy.int64, with its module if that is not Python's."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def check_bools(**values: object) -> None:
@@ -862,7 +869,7 @@ def check_bools(**values: object) -> None:
 def check_number(name: str, value: object) -> None:
     """Check that `value` is a float or an int."""
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a number, got {_type_name(value)}")
 
 
 def check_index_vector(
@@ -1104,6 +1111,8 @@ def _dtype_error(name: str, got: object, A: Tensor, reference: bool) -> str:
         return (
             f"{error}; pass fp8 with its scales, as moe_kernels.quantize returns it: ScaledTensor(data, scales, format)"
         )
-    if got.itemsize == 1:
+    if got in _QUANTIZED:
+        error += "; pass what its dequantize() returns"
+    elif got.itemsize == 1:
         error += "; multiply by the scales first, as in x.to(torch.bfloat16) * scales"
     return error

@@ -221,7 +221,9 @@ def _show(root: Path, note: str) -> None:
 
 def add_info_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `info`."""
-    parser.add_argument("--model", choices=MODELS, metavar="NAME", help="show the launches of a layer of this model")
+    parser.add_argument(
+        "--model", choices=MODELS, metavar="NAME", help="a model that `compile --list` names: show its layer's launches"
+    )
     parser.add_argument(
         "--tokens", type=token_range, metavar="A[:B]", help="numbers of tokens in a call, with --model; default: 1:8192"
     )

@@ -29,9 +29,9 @@ def grouped_gemm(
     """Multiply each group's rows by the group's matrix: `out[rows of g] = A_packed[rows of g] @ B[g]`.
 
     Group g owns the rows `group_offsets[g]:group_offsets[g + 1]`. Rows outside all groups come back as zeros. Products
-    are accumulated in float32. The host never reads the offsets, so a call can be captured in a CUDA graph and replayed
-    with other offsets. Malformed offsets are treated as clamp(cummax(group_offsets), 0, M): no access is out of bounds.
-    Gradients of any order are supported, except for ScaledTensors.
+    are accumulated in float32, those of float64 in float64. The host never reads the offsets, so a call can be captured
+    in a CUDA graph and replayed with other offsets. Malformed offsets are treated as clamp(cummax(group_offsets), 0,
+    M): no access is out of bounds. Gradients of any order are supported, except for ScaledTensors.
 
     Args:
         A_packed: `[M, K]`, the rows of all groups one after another; bfloat16, float16 or float32, on a CPU also
@@ -142,9 +142,9 @@ def grouped_gemm_wgrad(
 ) -> Tensor:
     """Compute the gradient of `grouped_gemm` with respect to `B`: `out[g] = A_packed[rows of g].T @ d_out[rows of g]`.
 
-    Products are accumulated in float32. Groups without rows give exact zeros. Rows outside all groups do not
-    affect the result, even if they hold NaN. Malformed offsets are treated as by `grouped_gemm`. Gradients of any order
-    are supported.
+    Products are accumulated in float32, those of float64 in float64. Groups without rows give exact zeros. Rows outside
+    all groups do not affect the result, even if they hold NaN. Malformed offsets are treated as by `grouped_gemm`.
+    Gradients of any order are supported.
 
     Args:
         A_packed: `[M, K]`; dtypes and strides as for `grouped_gemm`.

@@ -16,7 +16,7 @@ from moe_kernels.experts import moe_mlp
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.quantize import quantize, quantize_weight
 from moe_kernels.routing import topk_softmax
-from moe_kernels.runtime.torch_internals import reshaped
+from moe_kernels.runtime.torch_internals import has_no_values, reshaped
 from moe_kernels.scaled import FP8_COMPUTE, QuantizedWeight, ScaledTensor
 
 _QUANTIZED = ("w_gate_up", "w_gate_up_scales", "w_down", "w_down_scales")
@@ -245,9 +245,14 @@ class MoE(nn.Module):
             if isinstance(stored, Tensor) and not (
                 stored.dtype == torch.float8_e4m3fn if self.format else stored.dtype.itemsize > 1
             ):
-                way = "load the weights first, and then quantise" if self.format else "call quantize() before loading"
-                if self.format and stored.dtype in (torch.uint8, torch.int8):
-                    way = "if these are the bytes of e4m3, pass .view(torch.float8_e4m3fn)"
+                if self.format and stored.dtype.itemsize > 1:
+                    way = "load the weights first, and then quantise"
+                elif stored.dtype == torch.float8_e4m3fn:
+                    way = "call quantize() before loading"
+                elif stored.dtype in (torch.uint8, torch.int8):
+                    way = "if these are the bytes of e4m3, pass .view(torch.float8_e4m3fn) to a quantised layer"
+                else:
+                    way = "multiply the weights by their scales, and load the products into a layer not quantised"
                 has = f"is quantised as {self.format!r}" if self.format else "is not quantised"
                 error_msgs.append(f"{prefix}{name}: the layer {has}, and the state dict has {stored.dtype}: {way}")
                 return
@@ -372,7 +377,7 @@ def quantize_once(module: nn.Module) -> Iterator[None]:
 
 def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return what changes if weights do, in most ways."""
-    return [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+    return [(0 if has_no_values(w) else w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
 
 
 def _draw(weight: Tensor) -> None:

@@ -138,9 +138,9 @@ def topk_sigmoid(
         logits.
 
     Raises:
-        TypeError: logits or bias have a wrong dtype.
-        ValueError: logits or bias have a wrong shape, `num_groups` does not divide E, or the chosen groups hold fewer
-            than top_k experts.
+        TypeError: logits or bias have a wrong dtype, or an option a wrong type.
+        ValueError: logits or bias have a wrong shape, `num_groups` does not divide E, `top_groups` or `top_k` is out of
+            range, or the chosen groups hold fewer than top_k experts.
     """
     checks.check_gating(logits, top_k, renormalize, bias, num_groups, top_groups, scale)
     T, E = logits.shape

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -566,6 +567,7 @@ def test_transposed_weights_without_need() -> None:
         ({"intermediate_size": -1}, ValueError, "intermediate_size: expected at least 1, got -1"),
         ({"num_experts": 0}, ValueError, "num_experts: expected at least 1, got 0"),
         ({"num_experts": "4"}, TypeError, "num_experts: expected an int, got str"),
+        ({"num_experts": np.int64(4)}, TypeError, r"num_experts: expected an int, got numpy\.int64"),
         ({"compute": "fp8"}, ValueError, "compute: expected None or one of 'fp8_block', 'fp8_rowwise', got 'fp8'"),
         *(
             ({name: "False"}, TypeError, f"{name}: expected True or False, got 'False'")
@@ -597,11 +599,18 @@ def module_in_fp8(**attributes: Any) -> Tensor:
     return layer(torch.randn(3, 8))
 
 
-@pytest.mark.parametrize("value", ["2", None, True, torch.tensor(2.0)], ids=str)
-def test_options_that_are_no_numbers(value: Any) -> None:
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        *[("2", "str"), (None, "NoneType"), (True, "bool")],
+        *[(torch.tensor(2.0), "torch.Tensor"), (np.float32(2), "numpy.float32")],
+    ],
+    ids=str,
+)
+def test_options_that_are_no_numbers(value: Any, kind: str) -> None:
     layer = layer_in(None)
     for name in ("alpha", "limit"):
-        with pytest.raises(TypeError, match=f"^{name}: expected a number, got {type(value).__name__}$"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a number, got {kind}$"):
             layer(**{name: value})
     with pytest.raises(TypeError, match=r"^scale: expected a number, got"):
         topk_sigmoid(torch.randn(3, 4), 2, renormalize=True, scale=value)
@@ -678,6 +687,12 @@ class Wrapped(Tensor):
 def test_a_tensor_that_holds_another_one() -> None:
     B = torch.randn(G, K, N)
     assert torch.equal(grouped_gemm(A_PACKED, Wrapped(B.shape, B), OFFSETS), grouped_gemm(A_PACKED, B, OFFSETS))
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
+def test_a_quantized_tensor_of_pytorch(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"^A_packed: .*got {dtype}; pass what its dequantize\(\) returns$"):
+        grouped_gemm(torch.quantize_per_tensor(A_PACKED, 0.1, 0, dtype), torch.randn(G, K, N), OFFSETS)
 
 
 def test_a_quantized_tensor() -> None:

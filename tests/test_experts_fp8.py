@@ -403,7 +403,9 @@ def test_data_or_scales_alone_are_refused(part: str) -> None:
 def test_codes_of_another_fp8_dtype_are_no_weights() -> None:
     layer = MoE(16, 8, 4, 2, renormalize=True)
     state = layer.state_dict() | {"w_down": layer.w_down.detach().to(torch.float8_e5m2)}
-    with pytest.raises(RuntimeError, match=r"w_down: the layer is not quantised, and the state dict has .*e5m2"):
+    with pytest.raises(
+        RuntimeError, match=r"w_down: the layer is not quantised, and the state dict has .*e5m2: multiply the weights"
+    ):
         layer.load_state_dict(state)
 
 
@@ -419,7 +421,11 @@ def test_bytes_and_other_codes_are_not_converted_to_weights(dtype: torch.dtype) 
     layer, other = (MoE(16, 8, 4, 2, renormalize=True).quantize("fp8_rowwise") for _ in range(2))
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     stored = other.w_down.view(dtype)
-    way = "load the weights first" if dtype.is_floating_point else r"if these are the bytes of e4m3, pass \.view\("
+    way = (
+        "multiply the weights by their scales"
+        if dtype.is_floating_point
+        else r"if these are the bytes of e4m3, pass \.view\("
+    )
     for assign in (False, True):
         with pytest.raises(RuntimeError, match=f"w_down: the layer is quantised .* has {dtype}: {way}"):
             layer.load_state_dict(other.state_dict() | {"w_down": stored}, strict=False, assign=assign)

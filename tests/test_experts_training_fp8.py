@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.profiler import ProfilerActivity, profile
@@ -584,6 +586,15 @@ def test_weights_of_transforms_are_not_those_that_are_kept() -> None:
     with quantize_once(layer):
         for name, x in torch.func.grad(loss)(parameters).items():
             assert torch.equal(x, right[name]), name
+
+
+def test_quantize_once_of_fake_weights() -> None:
+    """A fake tensor has no address; PyTorch warns when it is asked for one."""
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = MoE(256, 128, 4, 2, renormalize=True, compute="fp8_rowwise")
+        with quantize_once(layer):
+            assert layer(torch.randn(3, 256)).shape == (3, 256)
 
 
 @torch.no_grad()

@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory layout of B: gnk is a transposed view of [G, N, K], as in modules (default); gkn is [G, K, N]",
     )
     parser.add_argument("--budget", type=seconds, default=600.0, help="time for all problems: 90s, 10m (default) or 2h")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the user's cache folder, see `info`")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: the user's cache folder, see `info`")
     parser.add_argument("--force", action="store_true", help="tune existing entries again")
 
 
@@ -136,9 +136,9 @@ def main(options: argparse.Namespace) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = targets.of_device(device.type, device.index).name
     try:
-        file = entries.file_in(options.out or entries.cache_folder(), gpu)
+        file = entries.file_in(options.output or entries.cache_folder(), gpu)
     except RuntimeError as error:  # no home folder
-        print(f"{error}: give --out.", file=sys.stderr)
+        print(f"{error}: give --output.", file=sys.stderr)
         return 2
     return tune(tasks(options), file, gpu, device, options.budget, options.force)
 
