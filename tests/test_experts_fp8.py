@@ -12,7 +12,19 @@ from torch import Tensor, nn
 from torch.library import opcheck
 from torch.nn.utils import parametrize, prune
 
-from moe_kernels import MoE, ScaledTensor, dequantize, moe_mlp, quantize, reference, topk_softmax
+from moe_kernels import (
+    MoE,
+    ScaledTensor,
+    dequantize,
+    grouped_gemm,
+    moe_mlp,
+    permute,
+    quantize,
+    reference,
+    route,
+    topk_softmax,
+    unpermute,
+)
 from moe_kernels import nn as nn_module
 from moe_kernels.ahead import collect, layers_of
 from moe_kernels.glu import GLUSpec
@@ -317,6 +329,18 @@ def test_saved_and_loaded(format: str) -> None:
         other = MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.bfloat16).quantize(format)
         other.load_state_dict(state, assign=assign)
         assert torch.equal(other(hidden), made(hidden))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_act_is_quantised_from_float32(format: str) -> None:
+    """It is not rounded to the dtype of `hidden` before."""
+    made, parts = make(format), "rowwise" if format == "rowwise" else "1x128"
+    routing = route(made["topk_ids"], made["topk_weights"], E)
+    rows = quantize(permute(made["hidden"], routing), parts)
+    preact = grouped_gemm(rows, made["w_gate_up"].mT, routing.group_offsets)
+    act = reference.activate(preact.float(), None, GLUSpec("silu", True, False, 1.702, 7.0))
+    second = grouped_gemm(quantize(act, parts), made["w_down"].mT, routing.group_offsets)
+    assert torch.equal(moe_mlp(**made), unpermute(second, routing))
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_kernels import reference
 from moe_kernels.checks import clamp_offsets
+from moe_kernels.glu import GLUSpec
 from moe_kernels.reference import grouped_gemm, grouped_gemm_wgrad, grouped_mm
 from moe_kernels.testing import make_inputs
 
@@ -291,6 +292,14 @@ def test_grouped_mm_result_dtype() -> None:
         assert grouped_mm(A, B, offs=offs, bias=bias, out_dtype=out_dtype).dtype == out_dtype
 
 
+def test_a_float64_bias_is_added_in_float64() -> None:
+    A, B, group_offsets = inputs([3, 2], torch.float32)
+    bias = torch.randn(2, 5, dtype=torch.float64)
+    out = grouped_mm(A, B, offs=group_offsets[1:], bias=bias, out_dtype=torch.float64)
+    products = grouped_gemm(A, B, group_offsets).double()
+    assert torch.equal(out, products + torch.cat([bias[:1].expand(3, -1), bias[1:].expand(2, -1)]))
+
+
 def test_grouped_mm_gradients() -> None:
     A = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     B = torch.randn(3, 3, 2, dtype=torch.float64, requires_grad=True)
@@ -351,6 +360,15 @@ def test_wgrad_group_by_group(offsets: list[int], dtype: torch.dtype) -> None:
     assert grouped_gemm_wgrad(A, D, torch.tensor(offsets), out_dtype=torch.float32).dtype == torch.float32
 
 
+@pytest.mark.parametrize(("M", "G", "K", "N"), [(0, 2, 3, 4), (5, 0, 3, 4), (5, 2, 0, 4), (5, 2, 3, 0), (0, 0, 0, 0)])
+def test_wgrad_of_zero_sizes(M: int, G: int, K: int, N: int) -> None:
+    A, D = torch.randn(M, K, requires_grad=True), torch.randn(M, N, requires_grad=True)
+    out = grouped_gemm_wgrad(A, D, torch.tensor([0] * (G + 1)))
+    assert torch.equal(out, torch.zeros(G, K, N))
+    dA, dD = torch.autograd.grad(out, (A, D), torch.randn_like(out))
+    assert torch.equal(dA, torch.zeros_like(A)) and torch.equal(dD, torch.zeros_like(D))
+
+
 def test_wgrad_is_the_gradient_of_the_product() -> None:
     A, B, group_offsets = inputs(SIZES)
     B.requires_grad_()
@@ -385,3 +403,39 @@ def test_the_layers_arguments_are_checked() -> None:
     for change, error, name in wrong:
         with pytest.raises(error, match=f"^{name}: expected"):
             reference.moe_mlp(**given | change)
+
+
+def test_dropped_rows_have_no_gradients() -> None:
+    """Rows from group_offsets[-1] on, even if they hold NaN."""
+    preact, d_act = torch.randn(4, 6), torch.randn(4, 3)
+    row_to_slot, group_offsets = torch.tensor([2, 0, 3, 1]), torch.tensor([0, 1, 2])
+    tensors = preact, None, d_act, torch.rand(2, 2) + 0.5, row_to_slot, group_offsets
+    d_preact, _, weighted, dots = reference.activate_backward(*tensors, GLUSpec("silu", True, False, 1.702, 7.0))
+    assert weighted is not None and dots is not None
+    for rows in (d_preact, weighted, dots.view(-1, 1)[row_to_slot]):
+        assert rows[:2].all() and not rows[2:].any()
+    preact[2:] = NAN
+    again = reference.activate_backward(*tensors, GLUSpec("silu", True, False, 1.702, 7.0))[3]
+    assert again is not None and torch.equal(again, dots)
+
+
+@pytest.mark.parametrize(
+    ("activation", "alpha", "offset"), [("clamped_swiglu", 1.702, 1.0), ("clamped_silu", 1.0, 0.0)]
+)
+def test_gradients_at_the_limits(activation: str, alpha: float, offset: float) -> None:
+    """As those of `torch.clamp`, which pass at the limit itself."""
+    gate, up = torch.tensor([[2.0, 1.0, 2.5, -3.0, 0.5]]), torch.tensor([[1.0, 2.0, 0.5, -2.0, 2.5]])
+    preact, d_act = torch.cat((gate, up), 1).requires_grad_(), torch.rand(1, 5) + 0.5
+    g, u = preact.chunk(2, 1)
+    g, u = g.clamp(max=2.0), u.clamp(-2.0, 2.0)
+    (expected,) = torch.autograd.grad(g * torch.sigmoid(alpha * g) * (u + offset), preact, d_act)
+    spec = GLUSpec(activation, True, False, alpha, 2.0)
+    d_preact = reference.activate_backward(preact.detach(), None, d_act, None, None, None, spec)[0]
+    torch.testing.assert_close(d_preact, expected)
+
+
+@pytest.mark.parametrize(("activation", "expected"), [("relu", [0.0, 0.0, 1.0]), ("relu_squared", [0.0, 0.0, 4.0])])
+def test_gradients_at_zero(activation: str, expected: list[float]) -> None:
+    spec = GLUSpec(activation, False, False, 1.702, 7.0)
+    tensors = torch.tensor([[-1.0, 0.0, 2.0]]), None, torch.ones(1, 3), None, None, None
+    assert reference.activate_backward(*tensors, spec)[0].tolist() == [expected]

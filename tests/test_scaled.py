@@ -348,6 +348,10 @@ def test_grouped_contraction(function: Any) -> None:
     for g in (0, 2):
         check(out[g], exact(lefts[g]), exact(rights[g]).T)
     assert not out[1].any()
+    for ends in ([64, 10, 194], [64, -5, 999]):  # taken as cummax, and clamped
+        scales = scale_a, RECIPES.RowWise, scale_b, RECIPES.RowWise
+        same = function(a, b.T, *scales, offs=torch.tensor(ends).int(), output_dtype=torch.float32)
+        assert torch.equal(same, out)
 
 
 @pytest.mark.parametrize(
