@@ -34,9 +34,10 @@ def uniform_inputs(G: int, M: int, N: int, K: int, dtype: torch.dtype = torch.fl
     return A, B
 
 
+@pytest.mark.parametrize("function", [uniform_grouped_gemm, reference.uniform_grouped_gemm])
 @settings(deadline=None, max_examples=30)
 @given(G=sizes, M=sizes, N=sizes, K=sizes)
-def test_each_group_meets_its_own_matrix(G: int, M: int, N: int, K: int) -> None:
+def test_each_group_meets_its_own_matrix(function: Any, G: int, M: int, N: int, K: int) -> None:
     A, B = uniform_inputs(G, M, N, K)
     expected = torch.zeros(G, M, N, dtype=torch.float64)
     for g in range(G):
@@ -44,14 +45,19 @@ def test_each_group_meets_its_own_matrix(G: int, M: int, N: int, K: int) -> None
             expected[g, m] = (A[g, m, :, None] * B[g]).sum(0)
     flat_A, flat_B = A.reshape(G * M, K), B.reshape(G * K, N)
     for a, b in ((A, B), (flat_A, flat_B), (A, flat_B), (flat_A, B)):
-        out = uniform_grouped_gemm(a, b, G)
+        out = function(a, b, G)
         torch.testing.assert_close(out, expected.view(*a.shape[:-1], N), rtol=1e-12, atol=1e-12)
 
 
 def test_result_dtypes_of_uniform_products() -> None:
     A, B = uniform_inputs(2, 3, 4, 5, torch.bfloat16)
     assert torch.equal(uniform_grouped_gemm(A, B, 2), torch.bmm(A, B))
-    for a, b, out_dtype in ((A, B, torch.float32), (A, B.half(), None), (A.float(), B, torch.float16)):
+    for a, b, out_dtype in (
+        (A, B, torch.float32),
+        (A, B.half(), None),
+        (A.float(), B, torch.float16),
+        (A.float() / 3, B.float() / 3, torch.bfloat16),
+    ):
         out = uniform_grouped_gemm(a, b, 2, out_dtype=out_dtype)
         expected = torch.bmm(a.float(), b.float()).to(out_dtype or torch.promote_types(a.dtype, b.dtype))
         assert out.dtype == expected.dtype

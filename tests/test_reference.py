@@ -369,6 +369,27 @@ def test_wgrad_of_zero_sizes(M: int, G: int, K: int, N: int) -> None:
     assert torch.equal(dA, torch.zeros_like(A)) and torch.equal(dD, torch.zeros_like(D))
 
 
+@pytest.mark.parametrize(
+    ("a", "d", "out", "compute"),
+    [
+        (torch.float32, torch.float32, torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64, torch.float32, torch.float64),
+        (torch.bfloat16, torch.float32, None, torch.float32),
+        (torch.float16, torch.float64, torch.bfloat16, torch.float64),
+    ],
+)
+def test_wgrad_of_mixed_dtypes_is_summed_in_a_wider_one(
+    a: torch.dtype, d: torch.dtype, out: torch.dtype | None, compute: torch.dtype
+) -> None:
+    A, D = torch.randn(21, 3).to(a), torch.randn(21, 2).to(d)
+    result = grouped_gemm_wgrad(A, D, torch.tensor([0, 17, 21]), out_dtype=out)
+    assert result.dtype == (out or torch.promote_types(a, d))
+    wide_A, wide_D = A.to(compute), D.to(compute)
+    assert torch.equal(result, torch.stack([wide_A[:17].T @ wide_D[:17], wide_A[17:].T @ wide_D[17:]]).to(result.dtype))
+    nothing = grouped_gemm_wgrad(A, D, torch.tensor([4]), out_dtype=out)
+    assert (nothing.shape, nothing.dtype) == ((0, 3, 2), result.dtype)
+
+
 def test_wgrad_is_the_gradient_of_the_product() -> None:
     A, B, group_offsets = inputs(SIZES)
     B.requires_grad_()

@@ -154,6 +154,20 @@ def test_unpermute_adds_in_float32_and_in_order(dtype: torch.dtype) -> None:
     assert torch.equal(out[0], expected.to(dtype))
 
 
+def test_weights_in_float64_are_applied_in_float64() -> None:
+    routing = routed([[2, 0, 1], [1, 2, 0]], 3)
+    rows = torch.randn(6, 64, requires_grad=True)
+    weights = routing.topk_weights.flatten()
+    slots = rows.detach()[routing.slot_to_row.long()].double() * weights[:, None]
+    out = unpermute(rows, routing)
+    assert torch.equal(out, sum(slots.view(2, 3, 64).unbind(1)).float())
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    expected = upstream.repeat_interleave(3, 0).double() * weights[:, None]
+    assert rows.grad is not None
+    assert torch.equal(rows.grad[routing.slot_to_row.long()], expected.float())
+
+
 @pytest.mark.parametrize(
     ("function", "name", "shape", "text"),
     [
