@@ -85,6 +85,13 @@ def test_zeros_and_what_is_smaller_than_the_smallest_scale() -> None:
     assert (quantize(x, "rowwise", power_of_two=True).scales == 2.0**-108).all()
 
 
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
+def test_only_scales_above_a_power_of_two_are_rounded_up(dtype: torch.dtype) -> None:
+    largest = torch.tensor(torch.finfo(dtype).max)
+    x = torch.stack([largest / 2, largest, largest.nextafter(2 * largest), 2 * largest])[:, None]
+    assert quantize(x, "rowwise", dtype=dtype, power_of_two=True).scales.flatten().tolist() == [0.5, 1, 2, 2]
+
+
 def test_shapes_and_strides() -> None:
     for shape, format, scales, strides in [
         ((5, 300), "rowwise", (5, 1), (1, 1)),

@@ -67,6 +67,7 @@ SPECIAL = {
     "largest of bfloat16": [3.38e38, -1e38, 1.0],
     "largest of float32": [3.4028234663852886e38, -1.7e38],
     "largest of fp8": [448.0, -448.0, 17.0, 0.001],
+    "next to the largest of fp8": [448 + 2.0**-15, -448.0],
     "halfway": [448.0, 9.5, 10.5, 11.5, 0.0009765625, 0.0029296875, 0.0048828125],
     "NaN": [1.0, NAN, 2.0],
     "infinity": [1.0, INF],
@@ -141,8 +142,9 @@ def test_weights_and_strides(format: str, dtype: torch.dtype, device: str) -> No
 
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("reads_in_bounds")
 def test_squares_in_both_orders(dtype: torch.dtype, by_columns: bool, device: str) -> None:
-    for G, R, K in [(2, 136, 130), (1, 128, 256)]:
+    for G, R, K in [(2, 136, 130), (1, 128, 256), (2, 7, 8)]:
         x = spread(G * R, K, dtype, device).view(G, R, K)
         x = x.mT.contiguous().mT if by_columns else x
 
@@ -179,7 +181,10 @@ def test_long_rows(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("G", "R", "K"), [(2, 130, 264), (3, 5, 1), (1, 1, 72), (2, 128, 130), (1, 300, 16)])
+@pytest.mark.parametrize(
+    ("G", "R", "K"), [(2, 130, 264), (3, 5, 1), (1, 1, 72), (2, 128, 130), (1, 300, 16), (2, 7, 8)]
+)
+@pytest.mark.usefixtures("reads_in_bounds")
 def test_rows_and_then_columns(G: int, R: int, K: int, dtype: torch.dtype, device: str) -> None:
     """Rows are quantised together with amax of the columns, and columns by that, as their twins."""
     x = spread(G * R, K, dtype, device).view(G, R, K)
