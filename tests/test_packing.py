@@ -49,11 +49,18 @@ def test_a_stack_is_a_sequence_of_groups(shape: tuple[int, int, int]) -> None:
     assert group_offsets.tolist() == [g * M for g in range(G + 1)]
 
 
-def test_pack_of_nothing() -> None:
-    A_packed, group_offsets = pack_groups([])
+@pytest.mark.parametrize("default", [(torch.float32, "cpu"), (torch.float64, "meta")], ids=str)
+def test_pack_of_nothing(default: tuple[torch.dtype, str]) -> None:
+    dtype, device = default
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            A_packed, group_offsets = pack_groups([])
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert (A_packed.shape, A_packed.dtype, A_packed.device.type) == ((0, 0), torch.float32, "cpu")
+    assert (group_offsets.dtype, group_offsets.device.type) == (torch.int32, "cpu")
     assert group_offsets.tolist() == [0]
-    assert group_offsets.dtype == torch.int32
 
 
 class _CountingMode(TorchDispatchMode):
@@ -267,3 +274,8 @@ def test_nested_tensors_are_packed(layout: torch.layout) -> None:
 def test_a_tensor_without_groups_keeps_its_columns() -> None:
     A_packed, group_offsets = pack_groups(torch.empty(0, 3, 8, dtype=torch.bfloat16))
     assert A_packed.shape == (0, 8) and A_packed.dtype == torch.bfloat16 and group_offsets.tolist() == [0]
+
+
+def test_offsets_lie_where_a_tensor_without_groups_does() -> None:
+    A_packed, group_offsets = pack_groups(torch.empty(0, 3, 8, device="meta"))
+    assert A_packed.device.type == group_offsets.device.type == "meta"
