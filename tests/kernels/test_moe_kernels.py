@@ -361,6 +361,18 @@ def test_activations(activation: str, dtype: torch.dtype, device: str) -> None:
         assert all(torch.equal(x, y) for i, (x, y) in enumerate(zip(unweighted, found, strict=True)) if i != 2)
 
 
+def test_weights_of_slots_in_the_other_memory_order(device: str) -> None:
+    ids, topk_weights = torch.tensor([[0, 1], [5, 2], [1, 1]], device=device), torch.rand(2, 3, device=device).T
+    group_offsets, row_to_slot, *_ = route(ids, topk_weights, 3)
+    preact, d = torch.randn(6, 40, device=device), torch.randn(6, 20, device=device)
+    spec = GLUSpec("silu", True, False, 1.0, 1.0)
+    found, expected = (
+        activate_backward(preact, None, d, w, row_to_slot, group_offsets, True, *spec)
+        for w in (topk_weights, topk_weights.contiguous())
+    )
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("activation", sorted(set(ACTIVATIONS) - set(CLAMPED)))
 @pytest.mark.parametrize("function", [activate_backward, None], ids=["kernel", "reference"])
 def test_derivative_in_float32(function: Any, activation: str, device: str) -> None:
@@ -373,6 +385,23 @@ def test_derivative_in_float32(function: Any, activation: str, device: str) -> N
     else:
         found = function(x, None, torch.ones_like(x), None, None, None, False, *spec)
     assert (found[0] - exact).abs().max() < 6e-7  # a difference that cancels has 8e-7
+
+
+@pytest.mark.parametrize("activation", ["relu", *CLAMPED])
+def test_derivative_where_it_jumps(activation: str, device: str) -> None:
+    """relu has the derivative 0 at 0, and a clamp has 1 at its limits, as in PyTorch."""
+    spec = GLUSpec(activation, True, False, 1.3, 7.0)
+    gate = torch.tensor([0.0, 0.0, 7.0, 7.0, 7.5, 1.0, 1.0, 1.0], device=device)
+    up = torch.tensor([2.0, -7.0, 7.0, 1.0, 1.0, -7.0, 7.0, 7.5], device=device)
+    preact = torch.cat((gate, up))[None].requires_grad_()
+    g, u = preact.chunk(2, 1)
+    if activation in CLAMPED:
+        g, u = g.clamp(max=7), u.clamp(-7, 7)
+    f = torch.relu(g) if activation == "relu" else g * torch.sigmoid((1.3 if activation == "clamped_swiglu" else 1) * g)
+    d = torch.randn(1, 8, device=device)
+    (expected,) = torch.autograd.grad(f * (u + 1 if activation == "clamped_swiglu" else u), preact, d)
+    found = activate_backward(preact.detach(), None, d, None, None, None, False, *spec)
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("fresh_plans")
