@@ -9,10 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from building import run
 from torch import Tensor
 
-from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, permute, quantize, reference, route, swiglu_ffn
+from moe_kernels import (
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    grouped_mm,
+    permute,
+    quantize,
+    reference,
+    route,
+    swiglu_ffn,
+    unpermute,
+)
+from moe_kernels.kernels.permute import scatter_scaled
 from moe_kernels.ops import scaled_grouped_gemm
+from moe_kernels.runtime.plan import Builder
+from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.testing import (
     assert_grouped_gemm_close,
     assert_scaled_grouped_gemm_close,
@@ -118,6 +132,30 @@ def test_rows_that_are_quantised(spread: _Spread, device: str) -> None:
     made, expected = quantize(spread(x), "1x128"), quantize(x, "1x128")
     assert torch.equal(made.data.view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(made.scales, expected.scales)
+
+
+def test_columns_that_are_moved(spread: _Spread, device: str) -> None:
+    """Here the elements of one row are far apart."""
+    ids = torch.randint(0, 4, (12, 2), device=device)
+    routing = route(ids, torch.rand(12, 2, device=device), 4)
+    hidden = torch.randn(40, 12, device=device)
+    assert torch.equal(permute(spread(hidden).mT, routing), reference.permute(hidden.mT, routing))
+    rows = torch.randn(40, 24, device=device)
+    assert torch.equal(unpermute(spread(rows).mT, routing), reference.unpermute(rows.mT, routing))
+
+
+def test_columns_that_are_moved_and_quantised(spread: _Spread, device: str) -> None:
+    hidden = torch.randn(160, 12, device=device).half()
+    routing = reference.route(torch.randint(0, 4, (12, 2), device=device), torch.ones(12, 2, device=device), 4)
+
+    def steps(builder: Builder, tokens: SymbolicTensor, *order: SymbolicTensor) -> tuple[SymbolicTensor, ...]:
+        return scatter_scaled(builder, tokens, *order, 2, "1x128")
+
+    order = {"slot_to_row": routing.slot_to_row, "group_offsets": routing.group_offsets}
+    data, scales = run(steps, {"tokens": spread(hidden).mT, **order})
+    expected = reference.quantize(reference.permute(hidden.mT, routing), "1x128")
+    assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(scales, expected.scales)
 
 
 def assert_as(function: Callable[..., Tensor], out: Tensor, *args: Any) -> None:
