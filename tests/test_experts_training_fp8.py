@@ -242,6 +242,17 @@ def test_operator_of_the_layer(compute: str) -> None:
     )
 
 
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_operator_of_the_layer_that_saves_nothing(compute: str) -> None:
+    arguments, spec = make(torch.bfloat16), ("silu", True, False, 1.702, 7.0)
+    given = (*arguments.values(), *[None] * 10, compute == "fp8_rowwise", False, True, False, *spec)
+    operator = torch.ops.moe_kernels.quantized_moe_mlp.default
+    out, *saved, _, _, _ = operator(*given)
+    assert out.shape == (T, H) and len(saved) == 5
+    assert all(x.numel() == 0 for x in saved)
+    opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_operators_of_the_gradient() -> None:
     """Their fake implementations and their registration are checked."""
     x, y = torch.randn(T, H), torch.randn(T, I)
