@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.experts import moe_mlp
+from moe_kernels import moe_mlp
 from moe_kernels.testing import assert_within_budget, flop_count
 from moe_kernels.timing import Call
 
