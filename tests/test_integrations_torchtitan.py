@@ -220,7 +220,7 @@ def test_untested_versions_warn_once_and_go_on(monkeypatch: pytest.MonkeyPatch) 
 
     config = GroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E)
     requirements.warn_if_untested.cache_clear()
-    monkeypatch.setattr(requirements.metadata, "version", lambda _: "0.2.1")
+    monkeypatch.setattr(integration, "_VERSION", "0.2.1")  # which is read at import
     with pytest.warns(UserWarning, match="tested with torchtitan 0.3, this is 0.2.1"):
         integration.grouped_experts(config)
     with warnings.catch_warnings():
