@@ -275,7 +275,7 @@ class _Example:
     def dynamic(self, by_tma: bool) -> tuple[Any, ...]:
         """The properties that generated code depends on if shapes are not static."""
         if not by_tma:
-            return self.dtype, tuple(min(s, 2) for s in self.strides)
+            return self.dtype, tuple(min(n, 2) for n in self.shape), tuple(min(s, 2) for s in self.strides)
         strides = tuple(s if s < 2 else (s * self.dtype.itemsize % 16 == 0) for s in self.strides)
         blocks = tuple(min(n, _EXAMPLE_ROWS) for n in self.shape)  # descriptors' blocks are compared with them
         return self.dtype, strides, blocks

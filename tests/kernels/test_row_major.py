@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import building
 import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import grouped_gemm, grouped_gemm_wgrad, grouped_mm, swiglu_ffn
+from moe_kernels import grouped_gemm, grouped_gemm_jagged, grouped_gemm_wgrad, grouped_mm, swiglu_ffn
 from moe_kernels.kernels.row_major import row_major_copy
 from moe_kernels.runtime import cache
+from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import SymbolicTensor
@@ -60,6 +62,28 @@ def test_of_other_element_sizes(device: str, fresh_plans: None) -> None:
     copy = copied(x.view(torch.float8_e4m3fn))
     assert copy.stride() == (80, 1)
     assert torch.equal(copy.view(torch.uint8), x)
+
+
+def test_of_several_matrices_after_one(device: str, fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helion omits the stride between matrices from the code for one, which several must not use."""
+    monkeypatch.setattr(compiler, "_hosts", {})
+    for shape, strides in (((150, 67), (80, 1)), ((1, 150, 67), (12000, 80, 1)), ((3, 150, 67), (12000, 80, 1))):
+        x = torch.randn(shape, device=device).half()
+        copy = building.run(lambda builder, x: row_major_copy(builder, x), {"x": x})
+        assert copy.stride() == strides
+        assert torch.equal(copy[..., :67], x)
+
+
+@pytest.mark.gpu
+def test_weights_of_each_group_after_one_of_all_groups(
+    device: str, fresh_plans: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_hosts", {})
+    for per_group in (False, True):
+        A, B, offsets = make_inputs(
+            [700, 0, 900, 33], 72, 131, dtype=torch.bfloat16, device=device, per_group=per_group, transposed=True
+        )
+        assert_grouped_gemm_close(grouped_gemm_jagged(A, B, offsets), A, B, offsets)
 
 
 @pytest.mark.gpu
