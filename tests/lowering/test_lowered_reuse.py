@@ -11,10 +11,11 @@ from sm90 import H200, empty, requests
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import MOE_MLP
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
-from moe_kernels.ops.scaled import SCALED_GROUPED_GEMM
+from moe_kernels.ops.scaled import QUANTIZE, SCALED_GROUPED_GEMM
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Request
 
+matmul = torch.backends.cuda.matmul
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 SILU = GLUSpec("silu", True, False, 1.0, 1.0)
 # Groups, contracted and result columns; rows of 131 elements are no multiple of 16 bytes.
@@ -35,8 +36,13 @@ def products(G: int, K: int, N: int) -> list[Request]:
 
 
 def gradients(G: int, K: int, N: int) -> list[Request]:
-    tensors = empty(4096, K), empty(4096, N), i32(G + 1)
-    return requests(GROUPED_GEMM_WGRAD, tensors, (BF16,)) + requests(GROUPED_GEMM_WGRAD, tensors, (FP32,))
+    asked_for = requests(GROUPED_GEMM_WGRAD, (empty(4096, K), empty(4096, N), i32(G + 1)), (BF16,))
+    before = matmul.fp32_precision
+    for matmul.fp32_precision in ("ieee", "tf32"):
+        tensors = empty(4096, K, dtype=FP32), empty(4096, N, dtype=FP32), i32(G + 1)
+        asked_for += requests(GROUPED_GEMM_WGRAD, tensors, (FP32,))
+    matmul.fp32_precision = before
+    return asked_for
 
 
 def scaled_products(G: int, K: int, N: int) -> list[Request]:
@@ -62,12 +68,24 @@ def layers(E: int, H: int, I: int) -> list[Request]:  # noqa: E741
     return asked_for
 
 
+def layouts(G: int, K: int, N: int) -> list[Request]:
+    """Products and quantisation of operands of few and of very many rows, with all kinds of strides."""
+    asked_for = []
+    for M in (48, 2**31 // K):
+        padded = [empty(M, K + extra).narrow(1, 0, K) for extra in (0, 3, 8)]
+        for A in (*padded, empty(M, 2 * K)[:, ::2], empty(K, M).mT, empty(M, 1).expand(M, K)):
+            B = empty(G, N, K + 8).narrow(2, 0, K).mT
+            asked_for += requests(GROUPED_GEMM, (A, B, i32(G + 1), None), (BF16, "basic"))
+            asked_for += requests(QUANTIZE, (A,), ("rowwise", FP8, False))
+    return asked_for
+
+
 def launch(request: Request) -> str:
     """Return the launch, which names its binary by a hash of the generated code and of its specialization."""
     return repr(compiler.lower(request, H200)[0])
 
 
-@pytest.mark.parametrize("calls", [products, gradients, scaled_products, layers])
+@pytest.mark.parametrize("calls", [products, layouts, gradients, scaled_products, layers])
 def test_launches_are_those_of_a_new_process(
     calls: Callable[[int, int, int], list[Request]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
