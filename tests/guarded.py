@@ -73,10 +73,7 @@ void guarded_free(void *data, ssize_t size, int device, void *stream) {
         check(cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
         check(cuCtxSetCurrent(context), "cuCtxSetCurrent");
     }
-    CUresult done = cuCtxSynchronize();
-    if (done == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED || done == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
-        return;  // the memory stays mapped
-    check(done, "a kernel touched what is not mapped, or failed");
+    check(cuCtxSynchronize(), "a kernel touched what is not mapped, or failed");
     pthread_mutex_lock(&lock);
     for (int i = 0; i < MOST; i++)
         if (live[i].range && live[i].data == (CUdeviceptr)data) {
@@ -103,7 +100,7 @@ def _use() -> None:
     allocator = torch.cuda.memory.CUDAPluggableAllocator(str(library), "guarded_alloc", "guarded_free")
     torch.cuda.memory.change_current_allocator(allocator)
     # A graph would be replayed on memory that is no longer mapped.
-    torch.cuda.CUDAGraph.capture_begin = _skip
+    torch.cuda.graph.__enter__ = _skip
     torch.cuda.reset_peak_memory_stats = torch.cuda.memory.memory_stats_as_nested_dict = _skip
 
 

@@ -64,12 +64,12 @@ def test_of_other_element_sizes(device: str, fresh_plans: None) -> None:
     assert torch.equal(copy.view(torch.uint8), x)
 
 
-def test_of_several_matrices_after_one(device: str, fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_matrices_after_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Helion omits the stride between matrices from the code for one, which several must not use."""
     monkeypatch.setattr(compiler, "_hosts", {})
     for shape, strides in (((150, 67), (80, 1)), ((1, 150, 67), (12000, 80, 1)), ((3, 150, 67), (12000, 80, 1))):
         x = torch.randn(shape, device=device).half()
-        copy = building.run(lambda builder, x: row_major_copy(builder, x), {"x": x})
+        copy = building.run(row_major_copy, {"x": x})
         assert copy.stride() == strides
         assert torch.equal(copy[..., :67], x)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from sm90 import H200, empty, requests
+from test_lowered_layer import LAYER_OPTIONS, UNROUTED, f32, i32
 
-from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import MOE_MLP
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from moe_kernels.ops.scaled import QUANTIZE, SCALED_GROUPED_GEMM
@@ -17,13 +17,8 @@ from moe_kernels.runtime.plan import Request
 
 matmul = torch.backends.cuda.matmul
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-SILU = GLUSpec("silu", True, False, 1.0, 1.0)
 # Groups, contracted and result columns; rows of 131 elements are no multiple of 16 bytes.
 EXTENTS = [(1, 512, 512), (1, 131, 259), (8, 512, 512), (8, 131, 259), (4, 512, 512)]
-
-
-def i32(n: int) -> torch.Tensor:
-    return empty(n, dtype=torch.int32)
 
 
 def products(G: int, K: int, N: int) -> list[Request]:
@@ -39,7 +34,7 @@ def gradients(G: int, K: int, N: int) -> list[Request]:
     asked_for = requests(GROUPED_GEMM_WGRAD, (empty(4096, K), empty(4096, N), i32(G + 1)), (BF16,))
     before = matmul.fp32_precision
     for matmul.fp32_precision in ("ieee", "tf32"):
-        tensors = empty(4096, K, dtype=FP32), empty(4096, N, dtype=FP32), i32(G + 1)
+        tensors = f32(4096, K), f32(4096, N), i32(G + 1)
         asked_for += requests(GROUPED_GEMM_WGRAD, tensors, (FP32,))
     matmul.fp32_precision = before
     return asked_for
@@ -48,8 +43,8 @@ def gradients(G: int, K: int, N: int) -> list[Request]:
 def scaled_products(G: int, K: int, N: int) -> list[Request]:
     A, B, offsets = empty(4096, K, dtype=FP8), empty(G, N, K, dtype=FP8).mT, i32(G + 1)
     squares = -(-K // 128), -(-N // 128)
-    by_block = empty(4096 * squares[0], dtype=FP32), empty(G, *squares[::-1], dtype=FP32).mT
-    by_row = empty(4096, 1, dtype=FP32), empty(G, N, 1, dtype=FP32).mT
+    by_block = f32(4096 * squares[0]), f32(G, *squares[::-1]).mT
+    by_row = f32(4096, 1), f32(G, N, 1).mT
     return [
         request
         for scales_A, scales_B in (by_row, by_block)[: 1 if K <= 128 else 2]
@@ -58,13 +53,12 @@ def scaled_products(G: int, K: int, N: int) -> list[Request]:
 
 
 def layers(E: int, H: int, I: int) -> list[Request]:  # noqa: E741
-    asked_for = []
-    top_k = min(E, 2)
+    asked_for, top_k = [], min(E, 2)
     for T in (1, 16, 4096):
-        slots = empty(T, top_k, dtype=torch.int64), empty(T, top_k, dtype=FP32)
+        slots = empty(T, top_k, dtype=torch.int64), f32(T, top_k)
         parameters = empty(E, 2 * I, H), empty(E, H, I), None, None, None, None
-        tensors = empty(T, H), *slots, None, None, None, *parameters
-        asked_for += requests(MOE_MLP, tensors, (False, False, False, False, SILU))
+        tensors = empty(T, H), *slots, *UNROUTED, *parameters
+        asked_for += requests(MOE_MLP, tensors, LAYER_OPTIONS)
     return asked_for
 
 
