@@ -214,6 +214,7 @@ def _transformers_table(results: Results) -> list[str]:
         shapes.setdefault((record["part"], record["batch"], record["length"]), {})[record["implementation"]] = record
     names = list(dict.fromkeys(record["implementation"] for record in results.records))
     first = {name: sum(r["first_s"] or 0 for r in results.records if r["implementation"] == name) for name in names}
+    runs = {(run["date"], run["command"]) for run in [meta, *meta.get("kept", {}).values()]}
     rows = []
     for (part, batch, length), found in shapes.items():
         rows.append([f"{part}, {batch} x {length}", *(_speed_cell(found.get(name)) for name in names)])
@@ -226,7 +227,8 @@ def _transformers_table(results: Results) -> list[str]:
         f"{_where(meta)}, transformers {meta['transformers']}. Tokens per second of {meta['model']}: medians of rounds "
         "in which the implementations take turns. decode: `generate` from a short prompt; on a GPU, its decoding steps "
         "use `batched_mm` when `grouped_mm` is chosen. compiled: decode with a static cache and transformers' own "
-        "`torch.compile`. First calls, which include compilation, are not counted; in all parts together they took "
+        f"`torch.compile`. First calls, which include compilation, are not counted; in all parts together, measured in "
+        f"{len(runs)} {'process' if len(runs) == 1 else 'processes'}, they took "
         f"{', '.join(f'{seconds:.0f} s (`{name}`)' for name, seconds in first.items())}.",
         "",
         *_markdown_rows(head, rows),
