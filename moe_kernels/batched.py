@@ -78,7 +78,8 @@ def varied_grouped_gemm(
             also float64. Sizes may be 0; any strides.
         group_B: list of `[K_p, N_p]`.
         out: list of `[M_p, N_p]` to write to, any strides; by default new tensors. No element may be shared with
-            another tensor of `out` or with an operand, which is not checked.
+            another tensor of `out` or with an operand, which is not checked. With `out`, as for PyTorch's functions,
+            autocast does not convert operands.
 
     Returns:
         list of `[M_p, N_p]`: `out`, or new contiguous tensors.
@@ -120,7 +121,7 @@ def plan_varied_grouped_gemm(
     checks.check_varied(group_A, group_B, out)
     if not group_A:
         return list
-    if any(cast is not given for given in (*group_A, *group_B) for cast in autocast(given)):
+    if out is None and any(cast is not given for given in (*group_A, *group_B) for cast in autocast(given)):
         raise ValueError(
             "plan_varied_grouped_gemm: autocast would convert the operands, and a plan reads the tensors that it was "
             f"given: convert them with .to({torch.get_autocast_dtype(group_A[0].device.type)}), or leave autocast"

@@ -122,8 +122,9 @@ def topk_sigmoid(
 
     The gating of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). The experts form `num_groups` equal groups. A group's
     score is the sum of its two best experts' scores, and only experts of the `top_groups` best groups can be chosen.
-    The bias balances the load of the experts; it affects the choice, not the weights. The topk_weights are
-    differentiable in the logits. Computed in plain PyTorch.
+    The bias balances the load of the experts; it affects the choice, not the weights. An expert with a bias of -inf is
+    chosen only if the chosen groups have fewer than top_k others. The topk_weights are differentiable in the logits.
+    Computed in plain PyTorch.
 
     Args:
         logits: `[T, E]`, bfloat16, float16, float32 or float64.
@@ -151,7 +152,9 @@ def topk_sigmoid(
         group_scores = grouped.topk(min(2, grouped.size(2)), dim=-1).values.sum(-1)
         chosen = torch.zeros_like(group_scores, dtype=torch.bool)
         chosen = chosen.scatter(1, group_scores.topk(top_groups, dim=-1).indices, True)
-        choice = grouped.masked_fill(~chosen[:, :, None], float("-inf")).view(T, E)
+        # A bias of -inf must not make an expert of a chosen group equal to those of other groups.
+        finite = grouped.clamp(min=torch.finfo(grouped.dtype).min)
+        choice = finite.masked_fill(~chosen[:, :, None], float("-inf")).view(T, E)
     topk_ids = choice.topk(top_k, dim=-1).indices
     topk_weights = scores.gather(1, topk_ids)
     if renormalize:

@@ -183,8 +183,11 @@ def test_autocast_refuses_to_plan_what_it_would_convert() -> None:
         with pytest.raises(ValueError, match=r"autocast would convert the operands.*\.to\(torch\.bfloat16\)"):
             plan_varied_grouped_gemm(A, B)
         assert varied_grouped_gemm(A, B)[0].dtype == torch.bfloat16
-    for out, a, b in zip(plan_varied_grouped_gemm(A, B)(), A, B, strict=True):
-        assert torch.equal(out, a @ b)
+        given = [a.new_zeros(a.size(0), b.size(1)) for a, b in zip(A, B, strict=True)]
+        plan_varied_grouped_gemm(A, B, out=given)()  # which autocast does not convert
+    for outs in (given, plan_varied_grouped_gemm(A, B)()):
+        for out, a, b in zip(outs, A, B, strict=True):
+            assert torch.equal(out, a @ b)
 
 
 def test_gradients_of_varied_products() -> None:

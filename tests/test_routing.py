@@ -255,6 +255,19 @@ def test_topk_sigmoid(num_groups: int, top_groups: int, top_k: int) -> None:
     torch.testing.assert_close(plain[1], logits.sigmoid().topk(2).values)
 
 
+def test_topk_sigmoid_keeps_to_the_best_groups_with_a_bias_of_minus_infinity() -> None:
+    """It switches expert 2 off, but only three experts can be chosen; the others' groups have lower scores."""
+    bias = torch.tensor([3.0, 3.0, -torch.inf, 0.0, 0.0, 0.0])
+    for order in (slice(None), [3, 4, 5, 0, 1, 2]):
+        logits = torch.tensor([[0.5, 0.0, 4.0, 1.0, 2.0, 3.0]] * 4)[:, order]
+        for top_k, best in ((2, [0.5, 0.0]), (3, [0.5, 0.0, 4.0])):
+            ids, topk_weights = topk_sigmoid(
+                logits, top_k, renormalize=False, bias=bias[order], num_groups=2, top_groups=1
+            )
+            assert logits.gather(1, ids).tolist() == [best] * 4
+            torch.testing.assert_close(topk_weights, torch.tensor([best] * 4).sigmoid())
+
+
 def test_topk_sigmoid_is_compiled_for_any_number_of_experts() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(topk_sigmoid, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -70,6 +70,7 @@ def in_one_loop(A: torch.Tensor, D: torch.Tensor, group_offsets: torch.Tensor) -
         [7, 20, 150],
         [3, 20, 10, -5, 500, 60],
         [0, *range(2, 300, 13)],  # more tiles than workers
+        [0, 64, 64, 192, 300],  # whole steps of 64 rows
     ],
     ids=str,
 )
