@@ -56,7 +56,7 @@ _SIZES_ONLY = (
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Exit with the code that `main` returns, or with 1 if the reader of the output has enough, as in `info | head`."""
+    """Exit with the code that `main` returns, 130 after Ctrl-C, or 1 if the reader has enough, as in `info | head`."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # the name of a folder may not fit into the locale's encoding
     try:
@@ -65,6 +65,9 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its exit
         code = 1
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        code = 130
     sys.exit(code)
 
 
@@ -179,6 +182,8 @@ def _refused(options: argparse.Namespace) -> str | None:
 
 def _progress(done: int, total: int) -> None:
     """Show a bar that grows in place on a terminal; elsewhere, as in a log, a line for each tenth of the plans."""
+    if sys.stderr is None:  # closed
+        return
     width = 40 * done // total
     bar = f"  [{'#' * width}{' ' * (40 - width)}] {done} of {total} plans"
     if sys.stderr.isatty():
@@ -195,6 +200,9 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 def cache_main(options: argparse.Namespace) -> int:
     """Run `cache` and return the exit code."""
     if options.action == "clear":
+        if store.folder().exists() and not store.folder().is_dir():
+            print(f"cache: {store.folder()}: is no folder", file=sys.stderr)
+            return 1
         print(f"{store.clear()} files removed from {store.folder()}")
         if store.contents(store.folder()):
             print("cache: the user may not remove the others", file=sys.stderr)
@@ -214,6 +222,8 @@ def _show(root: Path, note: str) -> None:
         absent = "not there yet"
     except OSError as error:  # as in another user's home folder
         absent = f"cannot be read ({error.strerror})"
+    if not absent and (refused := store.refusal(root)) is not None:
+        note += f", not used: {refused}"
     print(f"{root}: {absent}" if absent else f"{root}{note}:")
     for kind, (count, size) in sorted(store.contents(root).items()):
         print(f"  {kind}: {count}, {size / 2**20:.1f} MiB")

@@ -19,6 +19,8 @@ from moe_kernels.routing import permute, route, unpermute
 from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
 
+_NO_MEMBER = "group: expected a process group of which this rank is a member"
+
 
 class Exchange(NamedTuple):
     """The state of a `dispatch` that `combine` needs.
@@ -85,12 +87,14 @@ def dispatch(
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group: expected a one-dimensional DeviceMesh, got {group.ndim} dimensions")
+        if group.get_coordinate() is None:
+            raise ValueError(_NO_MEMBER)
         group = group.get_group()
     elif not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
     P = dist.get_world_size(group)
     if P < 1:
-        raise ValueError("group: expected a process group of which this rank is a member")
+        raise ValueError(_NO_MEMBER)
     if num_experts % P:
         raise ValueError(f"num_experts: expected a multiple of the group's {P} ranks, got {num_experts}")
     validates = checks.validation_enabled(validate)

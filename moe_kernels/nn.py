@@ -179,7 +179,8 @@ class MoE(nn.Module):
         """Convert the experts' weights to fp8, in place; the router stays as it is.
 
         The weights and their scales become buffers of the `state_dict`, which only a layer quantised in the same format
-        can load. `.to(dtype)` does not change their dtypes.
+        can load. `.to(dtype)` does not change their dtypes. Quantise a layer before `fully_shard`, not while its
+        weights are gathered: FSDP2 puts its own parameters back.
 
         Args:
             format: "fp8_block", one scale per block of 128 x 128 weights, or "fp8_rowwise", one per row.

@@ -700,6 +700,17 @@ def test_a_failure_of_compile_is_one_line(
     assert capsys.readouterr().err.endswith(f"compile: {error}\n")
 
 
+def test_no_progress_is_shown_where_stderr_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    commands._progress(1, 1)
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        commands.run_and_exit(Mock(side_effect=KeyboardInterrupt))
+    assert exit.value.code == 130 and capsys.readouterr().err == "\nInterrupted.\n"
+
+
 def test_ctrl_c_ends_compile_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -859,6 +870,37 @@ def test_cache_show_and_clear(
     store.forget()
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
     assert cache_main("show") == [f"{file}: is no folder", limit]
+    assert commands.cache_main(parse(commands.add_cache_arguments, "clear")) == 1
+    assert capsys.readouterr().err == f"cache: {file}: is no folder\n"
+
+
+def test_cache_shows_that_a_folder_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
+    store.write_library("a" * 64, bytes(1 << 20))
+    for refused in (tmp_path / "libraries", tmp_path):
+        refused.chmod(0o777)
+        store.forget()
+        assert commands.cache_main(parse(commands.add_cache_arguments)) == 0
+        shown = capsys.readouterr().out.splitlines()[:2]
+        trouble = f"{refused} can be written to by others (chmod go-w)"
+        assert shown == [f"{tmp_path}, not used: {trouble}:", "  libraries: 1, 1.0 MiB"]
+
+
+def test_files_from_the_future_are_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock was set back. New files are not removed in their place."""
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", "1")
+    for key in "ab":
+        store.write_library(key * 64, key.encode() * 400_000)
+    for file in tmp_path.rglob("*.so"):
+        os.utime(file, (time.time() + 86400,) * 2)
+    monkeypatch.setattr(store, "_written", 0)
+    store.write_library("c" * 64, b"c" * 400_000)
+    assert store.read_library("c" * 64) is not None
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.so")) == 800_000
 
 
 def test_folders_that_the_user_may_not_look_into(

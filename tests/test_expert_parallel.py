@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_kernels import MoE, grouped_gemm, moe_mlp, ops, quantize_once, swiglu_ffn
 from moe_kernels.expert_parallel import combine, dispatch
@@ -183,12 +183,13 @@ def run_rank(rank: int, folder: str) -> None:
     for without_values in (lambda x: x.to("meta"), FakeTensorMode().from_tensor):
         with pytest.raises(ValueError, match=r"^topk_ids: expected values, .* got a meta or fake tensor"):
             dispatch(*map(without_values, (torch.ones(1, H), *routed)), E)
-    of_rank_0 = dist.new_group([0])
+    of_rank_0, mesh_of_rank_0 = dist.new_group([0]), DeviceMesh("cpu", [0])
     if rank == 0:
         check_compiled(of_rank_0)
     else:
-        with pytest.raises(ValueError, match="group: expected a process group of which this rank is a member"):
-            dispatch(torch.ones(1, H), *routed, E, of_rank_0)
+        for group in (of_rank_0, mesh_of_rank_0):
+            with pytest.raises(ValueError, match="group: expected a process group of which this rank is a member"):
+                dispatch(torch.ones(1, H), *routed, E, group)
     results["residuals"] = residuals_under_fsdp2(rank)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -30,6 +30,7 @@ import re
 import stat
 import sysconfig
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -258,6 +259,22 @@ def write_binary(binary: Binary) -> Binary:
     return binary
 
 
+def _places() -> tuple[str, str, str]:
+    return f"{environment()}/plans", f"{environment()}/binaries", _libraries()
+
+
+def refusal(root: Path) -> str | None:
+    """Why files in a folder are not used, for the first that is not: others than the user and root could replace it."""
+    for place in _places():
+        try:
+            _check(root, f"{place}/file")
+        except OSError:  # not there, or unreadable
+            continue
+        except _Refused as error:
+            return f"{error.path} {error}"
+    return None
+
+
 def _libraries() -> str:
     return f"libraries/{sysconfig.get_config_var('SOABI')}"
 
@@ -441,7 +458,7 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
         _warn(error.path, str(error))
         return False
     except OSError as error:
-        _warn(root, f"cannot be written to ({error.strerror or error})")
+        _warn(root / name, f"cannot be written to ({error.strerror or error})")
         return False
     finally:
         if temporary is not None:
@@ -452,11 +469,11 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
 
 def can_write() -> bool:
     """Whether files can be stored. If not, this gives the warning that the first file would."""
-    name = f"{environment()}/probe"
-    if not _write(name, b""):
-        return False
-    _remove(str(folder() / name))
-    return True
+    names = [f"{place}/probe" for place in _places()]
+    written = [_write(name, b"") for name in names]
+    for name in names:
+        _remove(str(folder() / name))
+    return all(written)
 
 
 def make_folder(path: Path) -> None:
@@ -493,14 +510,17 @@ _written = 0
 
 
 def _keep_within_limit(size: int) -> None:
-    """Remove the oldest files beyond MOE_KERNELS_CACHE_LIMIT_MB, at the first write and after each 16th of it."""
+    """Remove the oldest files beyond MOE_KERNELS_CACHE_LIMIT_MB, at the first write and after each 16th of it. Files
+    more than an hour ahead, as after the clock was set back, count as the oldest.
+    """
     global _written
     limit = limit_mb() << 20
     first, _written = _written == 0, _written + size
     if not first and _written < limit >> 4:
         return
     _written = 1
-    files = sorted(_files(folder()), key=lambda entry: entry[1].st_mtime)
+    ahead = time.time() + 3600
+    files = sorted(_files(folder()), key=lambda entry: entry[1].st_mtime if entry[1].st_mtime < ahead else 0)
     total = sum(status.st_size for _, status in files)
     for path, status in files:
         if total <= limit:
