@@ -115,8 +115,9 @@ def plan_varied_grouped_gemm(
     """Return a plan: a function that computes `varied_grouped_gemm(group_A, group_B, out=out)` for these tensors.
 
     A call of the plan reads the current values of the tensors. It costs one launch and, without `out`, the allocation
-    of one buffer for all results. It can be captured in a CUDA graph and gives no gradients. The plan keeps the tensors
-    alive. Arguments and errors are those of `varied_grouped_gemm`; ValueError also if autocast would cast an operand.
+    of one buffer for all results. It can be captured in a CUDA graph, which it has to outlive, as it keeps the tensors
+    alive. It gives no gradients. Arguments and errors are those of `varied_grouped_gemm`; ValueError also if autocast
+    would cast an operand.
     """
     checks.check_varied(group_A, group_B, out)
     if not group_A:
@@ -150,7 +151,7 @@ class _Plan:
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         # unsafe_split: autograd does not treat the parts as views, so writing to one does not invalidate the others.
         parts = torch.unsafe_split_with_sizes(buffer, self.sizes)[::2]
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [torch_internals.reshaped(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def __call__(self) -> list[Tensor]:
         if self.out is not None:

@@ -12,7 +12,7 @@ from moe_kernels.batched import uniform_grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.ops.scaled import SCALED_GROUPED_GEMM, flattened
 from moe_kernels.runtime import cache
-from moe_kernels.runtime.torch_internals import autocast
+from moe_kernels.runtime.torch_internals import autocast, reshaped
 from moe_kernels.scaled import ScaledTensor
 
 
@@ -263,7 +263,7 @@ def scaled_grouped_mm(
         group_offsets = torch.arange(G + 1, dtype=torch.int64, device=mat_a.device) * M
         rows = ScaledTensor(mat_a.reshape(G * M, K), a.scales.flatten(0, 1), a.format)
         out = _scaled_grouped_gemm(rows, b, group_offsets, None, dtype, "auto", use_fast_accum, False)
-        return out.view(G, M, mat_b.size(-1))
+        return reshaped(out, (G, M, mat_b.size(-1)))
     group_offsets = _group_offsets(offs, mat_a, mat_b)
     if mat_b.dim() == 3:
         return _scaled_grouped_gemm(a, b, group_offsets, bias, dtype, "auto", use_fast_accum, False)

@@ -217,6 +217,8 @@ def test_illegal_entries_of_the_other_forms(
         ({"N": 8}, ("folded", [64, 16, 128], 5)),
         ({"M": 1000, "N": 48, "K": 1000}, ("batched", [64, 64, 128], 5)),
         ({"flat": False}, ("batched", [64, 64, 128], 5)),
+        ({"G": 2**20, "M": 1984}, ("folded", [64, 64, 128], 3)),
+        ({"G": 2**20, "M": 2048}, ("batched", [64, 64, 128], 3)),  # TMA counts rows in int32
         ({"N": 4096, "bmm": False}, ("folded", [128, 256, 64], 3)),
         ({"N": 4096, "bmm": False, "out_dtype": torch.float32}, ("folded", [128, 128, 64], 3)),
         ({"N": 65}, ("bmm", None, None)),
@@ -232,6 +234,12 @@ def test_the_rule_for_uniform_products(changed: dict[str, Any], expected: tuple[
     choice = uniform.rule(uniform_problem(**changed))
     values = choice.config.config
     assert (choice.variant, values.get("block_sizes"), values.get("num_stages")) == expected
+
+
+@pytest.mark.parametrize(("N", "variant"), [(127 * 256, "tails"), (128 * 256, "persistent")])
+def test_costs_of_tails_are_added_in_int32(N: int, variant: str) -> None:
+    problem = replace(PROBLEM, rows=1, M=2**16, N=N, K=1024, G=2**16)
+    assert grouped.rule(problem, "persistent").variant == variant
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -19,18 +19,21 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_kernels import grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import attributes, cache, targets, torch_internals
+from moe_kernels.runtime import emit as emit_module
 from moe_kernels.runtime.emit import emit, emit_repeat
 from moe_kernels.runtime.launch import DirectLauncher, TritonLauncher
 from moe_kernels.runtime.plan import Alloc, Call, Constant, Descriptor, Launch, Plan, Pointer, plan_from_json
@@ -741,6 +744,48 @@ def test_a_call_from_another_device_is_not_repeated(monkeypatch: pytest.MonkeyPa
     assert made("else", A, None) is None and made("asked", A, A) is None
     current[0] = 0
     assert made("asked", A, None) is None and not seen
+
+
+def test_an_attempt_to_repeat_does_not_restrict_symbolic_extents() -> None:
+    """As in torch.export, whose symbolic extents would be those of the class of an earlier call."""
+    plan = Plan(("A", "B"), (Launch("kernel", (ROWS,), ()),), (0,))
+    operator = Operator("op", "", plan.inputs, plan.inputs, lambda *_: Counts(4))
+    A = torch.zeros(4, 8, dtype=torch.float16)
+    made = emit_repeat(plan, {"kernel": Noting([])}, CPU, (A, None), operator, None, (4, 7))
+    assert made is not None
+    attempts: list[Any] = []
+
+    def traced(A: Tensor) -> Tensor:
+        attempts.append(made(None, A, None))
+        return A * 2
+
+    graph = make_fx(traced, tracing_mode="symbolic")(A)
+    assert attempts == [None] and made(None, A, None) is A
+    assert not [guard.expr for guard in graph.shape_env.guards if {">", "<"} & {*str(guard.expr)}]
+
+
+def test_options_without_a_truth_value_are_not_repeated() -> None:
+    plan = Plan(("A", "B"), (Launch("kernel", (ROWS,), ()),), (0,))
+    operator = Operator("op", "", plan.inputs, plan.inputs, lambda *_: Counts(4))
+    A = torch.zeros(4, 8, dtype=torch.float16)
+    made = emit_repeat(plan, {"kernel": Noting([])}, CPU, (A, None), operator, (7.0,), (4, 7))
+    assert made is not None and made((7.0,), A, None) is A
+    assert made((numpy.array([7.0, 7.0]),), A, None) is None
+
+
+def test_2d_products_of_bmm_are_no_views() -> None:
+    with torch.no_grad():
+        assert not emit_module._bmm(torch.ones(6, 4), torch.ones(8, 5), None, 2)._is_view()
+
+
+def test_examples_are_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 allocates on the device of a fake tensor, for which other processes may have reserved it."""
+    compiler = pytest.importorskip("moe_kernels.runtime.compile")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for gpu, device in ((targets.KNOWN["h200"], "cuda:1"), (targets.INTERPRETER, "cpu")):
+        with compiler._example_tensors(gpu) as make:
+            assert make(compiler._Example(torch.float16, (4, 8), (8, 1))).device == torch.device(device)
 
 
 @pytest.mark.parametrize(

@@ -139,16 +139,17 @@ def varied_launch(
             "varied_grouped_gemm: its copy to the device cannot be captured in a CUDA graph; "
             "make a plan_varied_grouped_gemm beforehand and capture a call of it"
         )
-    if first.device.index == module.current_device():
-        return made()
     with module.device(first.device):
-        launch = made()
+        launch, stream = made(), module.current_stream()
 
-    def elsewhere(*buffer: Tensor) -> None:
+    def on_device(*buffer: Tensor) -> None:
         with module.device(first.device):
+            current = module.current_stream()
+            if current != stream and not (first.is_cuda and torch.cuda.is_current_stream_capturing()):
+                launch.table.record_stream(current)  # it may be freed while this call still reads it
             launch(*buffer)
 
-    return elsewhere
+    return on_device
 
 
 class VariedLaunch:
@@ -198,7 +199,8 @@ class VariedLaunch:
             records += (0, 0)
         P = len(shapes)
         # Each part begins at a multiple of 16 bytes, whatever P.
-        total, table, ends_ = _on_device(records + ends, first.device, wait).split_with_sizes([2, 16 * P, P])
+        self.table = _on_device(records + ends, first.device, wait)
+        total, table, ends_ = self.table.split_with_sizes([2, 16 * P, P])
         self.tensors = (ends_, total.select(0, 0), table.view(P, 16), *(base.as_strided((1,), (1,)) for base in bases))
         self.run = cache.find(VARIED, self.tensors, (layout, *blocks, choice.config))
 

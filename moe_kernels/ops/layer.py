@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference
+from moe_kernels.checks import clamp_offsets
 from moe_kernels.glu import GLUSpec, columns
 from moe_kernels.ops.library import check_rows, define, free_saved, use_kernels
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, route_fake, scatter_rows
@@ -214,6 +215,8 @@ def _swiglu_ffn_gradient(
         d_preact = d_preact_up = None  # the gradients of empty tensors
     if d_act is not None:
         preact_up = None if w_up is None else preact_up
+        if torch.is_grad_enabled():
+            preact, preact_up = (_zeros_outside(x, group_offsets) for x in (preact, preact_up))
         found = activate_backward(preact, preact_up, d_act, None, None, None, False, *ctx.spec)
         d_preact, d_preact_up = _sum(found[0], d_preact), _sum(found[1], d_preact_up)
     del preact, preact_up
@@ -222,6 +225,14 @@ def _swiglu_ffn_gradient(
     parameters = (w_in, w_up, b_in, b_up)
     d_rows, *d_parameters = _projection_gradients(needed, rows, group_offsets, parameters, d_preact, d_preact_up)
     return d_rows, None, *d_parameters, None, *[None] * len(ctx.spec)
+
+
+def _zeros_outside(preact: Tensor | None, group_offsets: Tensor) -> Tensor | None:
+    """Replace rows in no group, which kernels do not write: second derivatives multiply them by zeros."""
+    if preact is None:
+        return None
+    offsets, rows = clamp_offsets(group_offsets, preact.size(0)), torch.arange(preact.size(0), device=preact.device)
+    return torch.where(((rows >= offsets[0]) & (rows < offsets[-1])).unsqueeze(1), preact, 0.0)
 
 
 def _projection_gradients(

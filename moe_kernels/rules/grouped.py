@@ -74,6 +74,7 @@ _KERNELS = {
 # Of whole tiles in `jagged_tails` and `jagged_tall`, whose sources repeat these numbers.
 TAILS_HEIGHT, TAILS_WIDTH = 128, 256
 NARROW_FROM_ROWS = 1024  # of 128 columns; half as many for 64. With fewer, tails of all groups save as much.
+_MOST_TAILS = 2**23  # whose costs `tiles.shares` adds in int32
 UNSPLIT = 384  # Up to this many rows, reading a group's weight once more for a tail costs more than half a tile.
 
 
@@ -231,6 +232,7 @@ def _apart(problem: Problem) -> bool:
         return False
     # If memory is slow, reading a weight twice costs more than half-empty tiles.
     enough = not _slow_memory(problem) or problem.rows >= 512
+    enough &= problem.G * -(-problem.N // TAILS_WIDTH) < _MOST_TAILS
     return enough and _addressing(problem, "tails", TAILS_HEIGHT).tma_out
 
 

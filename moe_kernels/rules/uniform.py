@@ -13,6 +13,7 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.rules.config import Config
+from moe_kernels.runtime.symbolic import INT32_MAX
 from moe_kernels.runtime.targets import Gpu
 from moe_kernels.tuning import entries
 
@@ -74,9 +75,12 @@ def make(problem: Problem, block_sizes: Sequence[int], variant: str | None = Non
 
 
 def foldable(problem: Problem, block_m: int, block_k: int) -> bool:
-    """Whether the groups are stored as one matrix that TMA can read, of which no such tile spans two groups."""
+    """Whether the groups are stored as one matrix that TMA can read, of which no such tile spans two groups. TMA counts
+    rows in int32.
+    """
     whole = problem.M % block_m == 0 and problem.K % block_k == 0
-    return problem.flat and problem.tma_A and problem.tma_B and whole
+    rows = problem.G * max(problem.M, problem.N, problem.K)  # of A, B or the result
+    return problem.flat and problem.tma_A and problem.tma_B and whole and rows <= INT32_MAX
 
 
 def _blocks(problem: Problem) -> tuple[int, int, int, int, int]:

@@ -442,7 +442,9 @@ def _import(code: str) -> types.ModuleType:
 @contextmanager
 def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
     """Yield a function that creates example tensors. They are fake: nothing is allocated, and no GPU is needed."""
-    device = torch.device("cpu") if gpu.backend == "interpreter" else torch.device(gpu.device_type, 0)
+    # The current GPU, as creating a fake tensor may allocate on its device.
+    index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    device = torch.device("cpu") if gpu.backend == "interpreter" else torch.device(gpu.device_type, index)
     FakeTensor, FakeTensorMode = torch_internals.fake_tensors()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     environment = getattr(helion_environment, "CompileEnvironment", None)

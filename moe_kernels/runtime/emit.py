@@ -24,7 +24,7 @@ def _bmm(A: Tensor, B: Tensor, dtype: torch.dtype | None, groups: int) -> Tensor
             return _bmm(A, B, dtype, groups)
     a, b = (x if x.dim() == 3 else x.view(groups, -1, x.size(1)) for x in (A, B))
     out = torch.bmm(a, b) if dtype is None else torch.bmm(a, b, out_dtype=dtype)
-    return out if A.dim() == 3 else out.view(-1, out.size(2))
+    return out if A.dim() == 3 else torch_internals.reshaped(out, (out.size(0) * out.size(1), out.size(2)))
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -163,8 +163,9 @@ def emit_repeat(
         "try:",
         f"    if requested != expected or {modes}{absent}: return None",
         *(f"    {name} = {value}" for name, value in extents.items()),
-        f"    if {' or '.join([*checks, 'not alike(' + ', '.join(f't{i}' for i in present) + ')'])}: return None",
-        "except (AttributeError, IndexError, RuntimeError, TypeError): return None",
+        # First, because a comparison of a symbolic extent, as in torch.export, would restrict it.
+        f"    if {' or '.join(['not alike(' + ', '.join(f't{i}' for i in present) + ')', *checks])}: return None",
+        "except (AttributeError, IndexError, RuntimeError, TypeError, ValueError): return None",
         *([f"if current_device() != {device.index}: return None"] if device.type == "cuda" else []),
         *(f"{name} = {value}" for name, value in addresses.items()),
         f"if ({' | '.join(addresses)}) % 16: return None",

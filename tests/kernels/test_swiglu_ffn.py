@@ -257,3 +257,23 @@ def test_a_second_weight_of_a_wider_dtype(rows: int, device: str) -> None:
     expected = reference.swiglu_ffn(hidden.double(), w_gate_up.double(), offsets, w_up=w_up.double())
     assert found.dtype == torch.float16 and expected.abs().min() > 0
     torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=0)
+
+
+@pytest.mark.parametrize("with_up", [False, True], ids=["one weight", "two"])
+def test_second_derivatives_with_rows_in_no_group(with_up: bool, device: str) -> None:
+    """The persistent kernel writes the preactivations of rows in groups only, and memory may hold NaN elsewhere."""
+    E, H, I = 1, 16, 16  # noqa: E741
+    rows, v = (torch.randn(72, n, dtype=torch.float16, device=device).requires_grad_() for n in (H, I))
+    w = torch.randn(E, 2 * I, H, dtype=torch.float16, device=device) * H**-0.5
+    weights = {"w_gate_up": w[:, :I], "w_up": w[:, I:]} if with_up else {"w_gate_up": w}
+    offsets = torch.tensor([0, 64], dtype=torch.int32, device=device)
+
+    def second(function: Any, dtype: torch.dtype) -> torch.Tensor:
+        x, u = (y.detach().to(dtype).requires_grad_() for y in (rows, v))
+        out = function(x, group_offsets=offsets, **{name: weight.to(dtype) for name, weight in weights.items()})
+        (d_rows,) = torch.autograd.grad(out, x, u, create_graph=True)
+        return torch.autograd.grad(d_rows.square().sum(), u)[0]
+
+    found, exact = second(swiglu_ffn, torch.float16), second(reference.swiglu_ffn, torch.float64)
+    assert_within_budget(found, second(reference.swiglu_ffn, torch.float16), exact, scale=exact.abs().amax().item())
+    assert not found[64:].any()

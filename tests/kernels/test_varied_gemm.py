@@ -275,6 +275,47 @@ def test_graph_capture_of_a_plan(given_out: bool, device: str) -> None:
         varied_grouped_gemm(A, B)
 
 
+def test_results_of_a_plan_are_no_views(device: str) -> None:
+    """A view that was made without gradients cannot be changed in place with them."""
+    A, B = make([(4, 8, 16), (3, 1, 7)], device)
+    with torch.no_grad():
+        outs = plan_varied_grouped_gemm(A, B)()
+    assert not any(out._is_view() for out in outs)
+    assert_close(outs, A, B)
+
+
+@pytest.mark.gpu
+def test_a_plan_on_another_stream(device: str) -> None:
+    """It may be dropped before its call has read the table."""
+    shapes = [(4096, 4096, 4096), (64, 264, 128)]
+    A, B = make(shapes, device, torch.bfloat16)
+    plan = plan_varied_grouped_gemm(A, B)
+    plan()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        outs = plan()
+    del plan
+    overwritten = [torch.full((n,), -1, dtype=torch.int64, device=device) for n in range(8, 128) for _ in range(2)]
+    side.synchronize()
+    assert_close(outs, A, B)
+    assert len(overwritten) == 240
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("made_there", [True, False])
+def test_a_plan_for_another_device(made_there: bool, device: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    A, B = make([(200, 64, 512), (64, 264, 128)], "cuda:1", torch.bfloat16)
+    with torch.cuda.device(int(made_there)):
+        plan = plan_varied_grouped_gemm(A, B)
+    with torch.cuda.device(int(not made_there)):
+        assert_close(plan(), A, B)
+    assert_close(plan(), A, B)
+
+
 @pytest.mark.gpu
 def test_the_host_never_waits(device: str) -> None:
     A, B = make([(200, 64, 512), (64, 264, 128)], device, torch.bfloat16)
