@@ -181,12 +181,18 @@ def markdown(results: Results, short: bool = False) -> str:
     return "\n".join(lines if short else [*lines, _commands(meta), ""])
 
 
-def _commands(meta: Record) -> str:
-    """Return sentences with the command of the last run, and the dates and commands of the records kept from others."""
+def _earlier_runs(meta: Record) -> dict[tuple[str, str], list[str]]:
+    """Return what was kept from each earlier run, by date and command."""
     runs: dict[tuple[str, str], list[str]] = {}
     for name, run in meta.get("kept", {}).items():
         runs.setdefault((run["date"], run["command"]), []).append(name)
-    kept = (f"On {date}: {', '.join(names)}, by `{command}`." for (date, command), names in runs.items())
+    return runs
+
+
+def _commands(meta: Record) -> str:
+    """Return sentences with the command of the last run, and the dates and commands of the records kept from others."""
+    runs = _earlier_runs(meta).items()
+    kept = (f"On {date}: {', '.join(names)}, by `{command}`." for (date, command), names in runs)
     return " ".join([f"Measured by `{meta['command']}`.", *kept])
 
 
@@ -214,7 +220,7 @@ def _transformers_table(results: Results) -> list[str]:
         shapes.setdefault((record["part"], record["batch"], record["length"]), {})[record["implementation"]] = record
     names = list(dict.fromkeys(record["implementation"] for record in results.records))
     first = {name: sum(r["first_s"] or 0 for r in results.records if r["implementation"] == name) for name in names}
-    runs = {(run["date"], run["command"]) for run in [meta, *meta.get("kept", {}).values()]}
+    processes = 1 + len(_earlier_runs(meta))
     rows = []
     for (part, batch, length), found in shapes.items():
         rows.append([f"{part}, {batch} x {length}", *(_speed_cell(found.get(name)) for name in names)])
@@ -227,8 +233,8 @@ def _transformers_table(results: Results) -> list[str]:
         f"{_where(meta)}, transformers {meta['transformers']}. Tokens per second of {meta['model']}: medians of rounds "
         "in which the implementations take turns. decode: `generate` from a short prompt; on a GPU, its decoding steps "
         "use `batched_mm` when `grouped_mm` is chosen. compiled: decode with a static cache and transformers' own "
-        f"`torch.compile`. First calls, which include compilation, are not counted; in all parts together, measured in "
-        f"{len(runs)} {'process' if len(runs) == 1 else 'processes'}, they took "
+        "`torch.compile`. First calls, which include compilation, are not counted; in all parts together, measured in "
+        f"{processes} {'process' if processes == 1 else 'processes'}, they took "
         f"{', '.join(f'{seconds:.0f} s (`{name}`)' for name, seconds in first.items())}.",
         "",
         *_markdown_rows(head, rows),

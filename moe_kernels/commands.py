@@ -175,9 +175,14 @@ def _refused(options: argparse.Namespace) -> str | None:
         return f"compile: --torch {options.torch}: expected {' to '.join(requirements.TESTED['torch'])}"
     if options.output == "":
         return "compile: --output: expected a folder, got an empty name"
-    if options.output is not None and os.path.exists(options.output) and not os.path.isdir(options.output):
+    if options.output is not None and _is_no_folder(options.output):
         return f"compile: --output {options.output}: expected a folder, this is a file"
     return None
+
+
+def _is_no_folder(path: str | Path) -> bool:
+    """Whether a path exists and is something else; False if the user may not look at it."""
+    return os.path.exists(path) and not os.path.isdir(path)
 
 
 def _progress(done: int, total: int) -> None:
@@ -200,7 +205,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 def cache_main(options: argparse.Namespace) -> int:
     """Run `cache` and return the exit code."""
     if options.action == "clear":
-        if store.folder().exists() and not store.folder().is_dir():
+        if _is_no_folder(store.folder()):
             print(f"cache: {store.folder()}: is no folder", file=sys.stderr)
             return 1
         print(f"{store.clear()} files removed from {store.folder()}")

@@ -512,6 +512,14 @@ def test_a_folder_that_cannot_be_written_to_is_found_at_once(tmp_path: Path, mon
         ahead.compile_ahead(bare(), tokens=[2], gpu="h200")
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "kept"))
     assert store.can_write() and not store.contents(tmp_path / "kept")
+    plans, elsewhere = tmp_path / "kept" / store.environment() / "plans", tmp_path / "elsewhere"
+    plans.rmdir()
+    elsewhere.mkdir()
+    plans.symlink_to(elsewhere)
+    (elsewhere / "probe").touch()
+    with pytest.warns(RuntimeWarning, match="plans is a symbolic link"):
+        assert not store.can_write()
+    assert (elsewhere / "probe").exists()
 
 
 def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -919,6 +927,8 @@ def test_folders_that_the_user_may_not_look_into(
     monkeypatch.setattr(os, "stat", refuse)
     assert commands.cache_main(parse(commands.add_cache_arguments)) == 0
     assert capsys.readouterr().out.startswith(f"{hidden}: cannot be read (Permission denied)\n")
+    assert commands.cache_main(parse(commands.add_cache_arguments, "clear")) == 0
+    assert capsys.readouterr().out == f"0 files removed from {hidden}\n"
     with pytest.warns(RuntimeWarning, match="Permission denied"):
         assert compile_main("--layer", "64,32,4,2", "--gpu", "h200", "--output", hidden) == 1
     assert capsys.readouterr().err == f"compile: {hidden}: plans cannot be kept there\n"

@@ -33,8 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_kernels import grouped_gemm
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import attributes, cache, targets, torch_internals
-from moe_kernels.runtime import emit as emit_module
-from moe_kernels.runtime.emit import emit, emit_repeat
+from moe_kernels.runtime.emit import _bmm, emit, emit_repeat
 from moe_kernels.runtime.launch import DirectLauncher, TritonLauncher
 from moe_kernels.runtime.plan import Alloc, Call, Constant, Descriptor, Launch, Plan, Pointer, plan_from_json
 from moe_kernels.runtime.signature import (
@@ -775,7 +774,7 @@ def test_options_without_a_truth_value_are_not_repeated() -> None:
 
 def test_2d_products_of_bmm_are_no_views() -> None:
     with torch.no_grad():
-        assert not emit_module._bmm(torch.ones(6, 4), torch.ones(8, 5), None, 2)._is_view()
+        assert not _bmm(torch.ones(6, 4), torch.ones(8, 5), None, 2)._is_view()
 
 
 def test_examples_are_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

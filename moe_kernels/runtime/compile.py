@@ -441,8 +441,8 @@ def _import(code: str) -> types.ModuleType:
 
 @contextmanager
 def _example_tensors(gpu: Gpu) -> Iterator[Callable[[_Example], torch.Tensor]]:
-    """Yield a function that creates example tensors. They are fake: nothing is allocated, and no GPU is needed."""
-    # The current GPU, as creating a fake tensor may allocate on its device.
+    """Yield a function that creates example tensors. They are fake: no GPU is needed."""
+    # The current GPU, because PyTorch 2.11 allocates a little on the device of a fake tensor.
     index = torch.cuda.current_device() if torch.cuda.is_available() else 0
     device = torch.device("cpu") if gpu.backend == "interpreter" else torch.device(gpu.device_type, index)
     FakeTensor, FakeTensorMode = torch_internals.fake_tensors()

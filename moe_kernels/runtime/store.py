@@ -469,11 +469,12 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
 
 def can_write() -> bool:
     """Whether files can be stored. If not, this gives the warning that the first file would."""
-    names = [f"{place}/probe" for place in _places()]
-    written = [_write(name, b"") for name in names]
-    for name in names:
+    for place in _places():
+        name = f"{place}/probe"
+        if not _write(name, b""):
+            return False
         _remove(str(folder() / name))
-    return all(written)
+    return True
 
 
 def make_folder(path: Path) -> None:
