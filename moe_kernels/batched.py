@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -142,16 +143,16 @@ class _Plan:
         self.out = out
         self.shapes = [(a.size(0), b.size(1)) for a, b in zip(group_A, group_B, strict=True)]
         unit = 16 // group_A[0].element_size()
-        # The elements of each result, and the padding that aligns the next one to 16 bytes.
-        self.sizes = [size for M, N in self.shapes for size in (M * N, -M * N % unit)]
-        self.new_buffer = partial(torch.empty, sum(self.sizes), dtype=group_A[0].dtype, device=group_A[0].device)
+        sizes = [M * N + -M * N % unit for M, N in self.shapes]  # padded: each result begins at a multiple of 16 bytes
+        self.starts = list(itertools.accumulate(sizes, initial=0))
+        self.new_buffer = partial(torch.empty, self.starts[-1], dtype=group_A[0].dtype, device=group_A[0].device)
         outs = self._parts(self.new_buffer()) if out is None else out
         self.launch = varied_launch(group_A, group_B, outs, wait=True)
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
-        # unsafe_split: autograd does not treat the parts as views, so writing to one does not invalidate the others.
-        parts = torch.unsafe_split_with_sizes(buffer, self.sizes)[::2]
-        return [torch_internals.reshaped(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        with torch_internals.below_autograd():  # which sees no views, so changing one part does not invalidate another
+            places = zip(self.shapes, self.starts, strict=False)
+            return [buffer.as_strided((M, N), (max(N, 1), 1), start) for (M, N), start in places]
 
     def __call__(self) -> list[Tensor]:
         if self.out is not None:

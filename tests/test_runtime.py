@@ -780,9 +780,10 @@ def test_2d_products_of_bmm_are_no_views() -> None:
 def test_examples_are_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch 2.11 allocates on the device of a fake tensor, for which other processes may have reserved it."""
     compiler = pytest.importorskip("moe_kernels.runtime.compile")
+    index = torch.cuda.device_count() - 1 if torch.cuda.is_available() else 1  # fake tensors need a GPU that exists
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for gpu, device in ((targets.KNOWN["h200"], "cuda:1"), (targets.INTERPRETER, "cpu")):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
+    for gpu, device in ((targets.KNOWN["h200"], f"cuda:{index}"), (targets.INTERPRETER, "cpu")):
         with compiler._example_tensors(gpu) as make:
             assert make(compiler._Example(torch.float16, (4, 8), (8, 1))).device == torch.device(device)
 

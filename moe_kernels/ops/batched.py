@@ -127,26 +127,25 @@ def varied_launch(
         return lambda *_: None
     group_A, group_B, outs = zip(*problems, strict=True)
 
-    def made() -> VariedLaunch:
-        # VariedLaunch chooses its config outside the plan cache, whose fallback does not cover that choice.
-        return rules.with_fallback(lambda: VariedLaunch(group_A, group_B, outs, wait))
-
-    if first.is_cpu:
-        return made()
-    module = torch.cuda if first.is_cuda else torch.xpu
-    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+    capturing = torch.cuda.is_current_stream_capturing if first.is_cuda else lambda: False
+    if capturing():
         raise RuntimeError(
             "varied_grouped_gemm: its copy to the device cannot be captured in a CUDA graph; "
             "make a plan_varied_grouped_gemm beforehand and capture a call of it"
         )
-    with module.device(first.device):
-        launch, stream = made(), module.current_stream()
+    with torch_internals.entered(first):
+        # VariedLaunch chooses its config outside the plan cache, whose fallback does not cover that choice.
+        launch = rules.with_fallback(lambda: VariedLaunch(group_A, group_B, outs, wait))
+        if first.is_cpu:
+            return launch
+        streams = {torch.accelerator.current_stream()}  # that the allocator knows to read the table
 
     def on_device(*buffer: Tensor) -> None:
-        with module.device(first.device):
-            current = module.current_stream()
-            if current != stream and not (first.is_cuda and torch.cuda.is_current_stream_capturing()):
-                launch.table.record_stream(current)  # it may be freed while this call still reads it
+        with torch_internals.entered(first):
+            stream = torch.accelerator.current_stream()
+            if stream not in streams and not capturing():
+                launch.table.record_stream(stream)  # it may be freed while this call still reads it
+                streams.add(stream)
             launch(*buffer)
 
     return on_device

@@ -148,9 +148,7 @@ def call(operator: Operator, tensors: Tensors, options: Any) -> Any:
     if collector is not None:
         return collector(operator, tensors, options)
     first: Any = tensors[0]
-    if first.is_cpu or torch_internals.on_current_device(first):
-        return find(operator, tensors, options)(*tensors)
-    with torch.get_device_module(first.device).device(first.device):
+    with torch_internals.entered(first):
         return find(operator, tensors, options)(*tensors)
 
 

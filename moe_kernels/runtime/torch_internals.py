@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +88,13 @@ def break_graph(reason: str) -> None:
 def on_current_device(tensor: Tensor) -> bool:
     """Whether `tensor` is on the CUDA device that launches go to."""
     return tensor.is_cuda and tensor.get_device() == current_device()
+
+
+def entered(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return the context in which launches go to the device of `tensor`."""
+    if tensor.is_cpu or on_current_device(tensor):
+        return nullcontext()
+    return torch.get_device_module(tensor.device).device(tensor.device)
 
 
 def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
