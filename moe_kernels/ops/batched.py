@@ -190,12 +190,9 @@ class VariedLaunch:
         counts = tile_counts(shapes, *blocks)
         ends = list(itertools.accumulate(m * n for m, n in counts))
         records = [ends[-1], 0]
-        for p, (shape, (m, n)) in enumerate(zip(shapes, counts, strict=True)):
-            records += (extent // unit for extent, unit in zip(shape, extent_units, strict=True))
-            records += (ends[p] - m * n, n)
-            for each, unit in zip(places, units, strict=True):
-                records += (value // unit for value in each[p])
-            records += (0, 0)
+        m_unit, n_unit, k_unit = extent_units
+        for (M, N, K), (m, n), end, a, b, out in zip(shapes, counts, ends, *places, strict=True):
+            records += (M // m_unit, N // n_unit, K // k_unit, end - m * n, n, *a, *b, *out, 0, 0)
         P = len(shapes)
         # Each part begins at a multiple of 16 bytes, whatever P.
         self.table = _on_device(records + ends, first.device, wait)
@@ -209,24 +206,31 @@ class VariedLaunch:
         self.run(*inputs, out if buffer is None else buffer)
 
 
-def _in_memory(tensors: Sequence[Tensor], base: Tensor, most: int) -> tuple[list[tuple[int, ...]], int, int]:
-    """Return (offset from `base`, *strides) of each matrix, in elements; the dimension that is contiguous in all, or 2;
-    and the largest common divisor, up to `most`, of the offsets and the strides that the kernel uses.
+def _in_memory(tensors: Sequence[Tensor], base: Tensor, most: int) -> tuple[list[tuple[int, int, int]], int, int]:
+    """Return (offset from `base`, *strides) of each matrix; the dimension that is contiguous in all, or 2; and the unit
+    of these numbers in elements: the largest common divisor, up to `most`, of those that the kernel uses.
     """
     size, origin = base.element_size(), base.data_ptr()
-    places: list[tuple[int, ...]] = []
+    places: list[tuple[int, int, int]] = []
     candidates = {0, 1}
     for tensor in tensors:
-        if tensor.numel() == 0:
+        (rows, columns), (down, right) = tensor.shape, tensor.stride()
+        if rows == 0 or columns == 0:
             places.append((0, 0, 0))
             continue
         # The stride of a dimension of size 1 is irrelevant.
-        strides = [stride if extent > 1 else 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        places.append(((tensor.data_ptr() - origin) // size, *strides))
-        candidates -= {dim for dim in (0, 1) if tensor.size(dim) > 1 and strides[dim] != 1}
+        if rows == 1:
+            down = 0
+        elif down != 1:
+            candidates.discard(0)
+        if columns == 1:
+            right = 0
+        elif right != 1:
+            candidates.discard(1)
+        places.append(((tensor.data_ptr() - origin) // size, down, right))
     contiguous = max(candidates, default=2)
-    unit = 1 if contiguous == 2 else math.gcd(most, *(place[i] for place in places for i in (0, 2 - contiguous)))
-    return places, contiguous, unit
+    unit = 1 if contiguous == 2 else math.gcd(most, *[p[0] for p in places], *[p[2 - contiguous] for p in places])
+    return [(offset // unit, down // unit, right // unit) for offset, down, right in places], contiguous, unit
 
 
 def _on_device(values: list[int], device: torch.device, wait: bool) -> Tensor:
