@@ -43,4 +43,6 @@ def positive(text: str) -> int:
     """Parse a positive whole number, for argparse."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    if int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"expected less than 2**31, got {text!r}")
     return int(text)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -303,7 +304,7 @@ def test_an_entry_survives_the_file(tmp_path: Path) -> None:
 
 def test_lookup_order(tmp_path: Path) -> None:
     cache = tmp_path / "xdg" / "moe_kernels" / "configs"
-    assert entries.cache_folder() == cache
+    assert entries.folders()[-1] == cache
     folders = (tmp_path / "named", cache, tmp_path / "bundled")
     files = [(entries.file_in(folder, gpu), gpu) for folder in folders for gpu in (GPU.name, FAMILY)]
     for file, gpu in reversed(files):
@@ -331,7 +332,7 @@ def test_the_digest_is_that_of_the_entries_in_use(tmp_path: Path) -> None:
 def test_the_cache_folder_without_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert entries.cache_folder() == tmp_path / ".cache" / "moe_kernels" / "configs"
+    assert entries.folders()[-1] == tmp_path / ".cache" / "moe_kernels" / "configs"
 
 
 def test_a_user_without_a_home_has_the_other_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -710,8 +711,8 @@ def test_plans_can_be_stored_beside_entries_whatever_the_umask(tmp_path: Path, m
     store.forget()
     before = os.umask(0o002)
     try:
-        put(entries.file_in(entries.cache_folder(), GPU.name), entry())
-        assert store.folder().parent == entries.cache_folder().parent
+        put(entries.file_in(entries.folders()[-1], GPU.name), entry())
+        assert store.folder().parent == entries.folders()[-1].parent
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert store.can_write()
@@ -731,6 +732,59 @@ def test_writing_puts_aside_what_cannot_be_read(tmp_path: Path) -> None:
         put(file, entry())
     assert len(entries.read(file, GPU.name)) == 1
     assert file.with_name(f"{file.name}.bad").exists()
+
+
+def test_a_file_is_never_put_aside_in_place_of_another(tmp_path: Path) -> None:
+    file, kept = named(tmp_path), []
+    for kind in ("corrupt", "schema"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            broken(file, kind)
+            kept.append(file.read_bytes())
+            put(file, entry())
+    assert [file.with_name(f"{file.name}.bad{i}").read_bytes() for i in ("", "1")] == kept
+
+
+def test_a_file_that_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = put(named(tmp_path), entry())
+    content = file.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(OSError, match="Input/output error"):
+            put(file, entry(DECODE))
+    assert file.read_bytes() == content
+    assert {path.name for path in file.parent.iterdir()} == {file.name, f".{file.name}.lock"}
+
+
+def test_a_full_disk_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = put(named(tmp_path), entry())
+    content = file.read_bytes()
+
+    def full(path: Path, *_: Any, **__: Any) -> int:
+        path.write_bytes(b"part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        put(file, entry(DECODE))
+    assert file.read_bytes() == content
+    assert {path.name for path in file.parent.iterdir()} == {file.name, f".{file.name}.lock"}
+
+
+def test_each_gpu_without_entries_has_a_warning(tmp_path: Path) -> None:
+    """Also after that of another one, and of one whose entries, which come with the package, are for other versions."""
+    bucket, old = grouped.bucket_of(PROBLEM), entry()
+    name = targets.KNOWN["h200"].name
+    put(entries.file_in(tmp_path / "bundled", name), replace(old, versions=entries.Versions("2", "2", "0")), gpu=name)
+    gpus = [targets.KNOWN[name] for name in ("h200", "a100", "h100")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for gpu in (*gpus, *gpus):
+            entries.near(gpu, bucket)
+    texts = [str(warning.message) for warning in caught]
+    assert [text.split("no config has been tuned for ")[1].split(":")[0] for text in texts] == [
+        targets.KNOWN[name].name for name in ("a100", "h100")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,24 @@ def test_weights_that_are_too_large_are_tuned_with_fewer_groups(bench: Bench, mo
     assert search.fitting_groups(search.Task(8, 16384, 4096, 7168, "bfloat16", True), CPU) == (8, 16384)
 
 
+def test_entries_that_were_timed_with_fewer_groups_are_for_all(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = search.Task(32, 128, 96, 64, "float32", False)
+    monkeypatch.setattr(search, "fitting_groups", lambda *_: (4, 16))
+    bench.speed = lambda choice: 10.0 if choice.variant == "basic" else 100.0
+    monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path))
+    file = entries.file_in(tmp_path, GPU.name)
+    assert run(file, todo=[task]) == 0
+    assert "timed with G=4 M=16" in capsys.readouterr().out
+    [made] = entries.read(file, GPU.name)
+    assert (made.bucket, made.M, made.config["block_sizes"][2]) == (search.bucket(task), 16, rules.offsets_block(32))
+    rules.reload()
+    problem = problem_of(4, 128, 96, 64, 32, torch.float32, gpu=GPU)
+    assert (grouped.bucket_of(problem), grouped.choose(problem).source) == (made.bucket, str(file))
+    assert run(file, todo=[task]) == 0 and len(bench.searches) == 1
+
+
 def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     search.add_arguments(parser)
@@ -345,6 +363,14 @@ def test_the_tasks_of_shapes() -> None:
     ]
 
 
+def test_shapes_that_share_an_entry_are_one_task(capsys: pytest.CaptureFixture[str]) -> None:
+    todo = search.tasks(options("--shapes", "128,8,96,64", "128,64,96,64", "128,127,96,64", "128,128,96,64"))
+    assert [task.M for task in todo] == [8, 128]
+    assert capsys.readouterr().out.count("has the same entry as M=8") == 2
+    todo = search.tasks(options("--op", "uniform", "--shapes", "4,8,96,64", "4,9,96,64"))
+    assert [task.M for task in todo] == [8, 9]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400)], ids=lambda value: str(value)
 )
@@ -360,6 +386,7 @@ def test_durations(text: str, expected: float) -> None:
         ["--model", "no-such-model"],
         ["--shapes", "1,2,3"],
         ["--shapes", "1,2,3,0"],
+        ["--shapes", "1,2,3,2147483648"],
         ["--model", "olmoe", "--budget", "soon"],
         ["--model", "olmoe", "--budget", "0m"],
     ],
@@ -377,8 +404,9 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     [
         (["--model", "olmoe", "--op", "varied"], "--model has shapes for grouped_gemm, not for varied"),
         (["--shapes", "4,64,32,16", "--tokens", "16"], "--tokens is for --model"),
+        (["--model", "olmoe", "--output", ""], "--output: expected a folder"),
     ],
-    ids=["op", "tokens"],
+    ids=["op", "tokens", "no name"],
 )
 def test_arguments_that_exclude_each_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
@@ -386,6 +414,29 @@ def test_arguments_that_exclude_each_other(
     monkeypatch.setattr(search, "_no_gpu", lambda: None)
     assert search.main(options(*arguments)) == 2
     assert capsys.readouterr().err.startswith(error)
+
+
+@pytest.mark.parametrize("given", ["--output", "MOE_KERNELS_CONFIG_DIR", "neither"])
+def test_the_folder_of_the_entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str) -> None:
+    """Entries of a folder that is searched earlier would hide those of a later one."""
+    monkeypatch.setattr(search, "_no_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(targets, "of_device", lambda *_: GPU)
+    files: list[Path] = []
+    monkeypatch.setattr(search, "tune", lambda todo, file, *_: files.append(file) or 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    expected = tmp_path / "cache" / "moe_kernels" / "configs"
+    if given == "neither":
+        monkeypatch.delenv("MOE_KERNELS_CONFIG_DIR", raising=False)
+    else:
+        expected = tmp_path / "named"
+        monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(expected))
+    arguments = ["--model", "olmoe"]
+    if given == "--output":
+        expected = tmp_path / "output"
+        arguments += ["--output", str(expected)]
+    assert search.main(options(*arguments)) == 0
+    assert files == [entries.file_in(expected, GPU.name)]
 
 
 def test_concise_leaves_out_defaults_alone() -> None:
@@ -524,8 +575,17 @@ def test_the_bucket_of_a_task_is_that_of_its_problem(
     task = search.Task(G, M, 96, 64, "bfloat16", transposed)
     problem = search.grouped_inputs(task, CPU).problem()
     assert (problem.gpu, problem.tma_A, problem.transposed) == (GPU, True, transposed)
-    assert grouped.bucket_of(problem) == search.bucket(task, CPU)
+    assert grouped.bucket_of(problem) == search.bucket(task)
     assert search.grouped_workload(task, CPU).choices[0] == grouped.rule(problem)
+
+
+def test_weights_with_one_row_per_group_are_never_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is the same in both layouts, and calls look for the other one."""
+    monkeypatch.setattr(targets, "of_tensor", lambda tensor: GPU)
+    monkeypatch.setattr(entries, "near", lambda *_: [])
+    for transposed in (False, True):
+        task = search.Task(4, 64, 96, 1, "float32", transposed)
+        assert grouped.bucket_of(search.grouped_inputs(task, CPU).problem()) == search.bucket(task)
 
 
 @pytest.mark.parametrize(("transposed", "N", "K"), [(False, 7, 24), (False, 8, 20), (True, 8, 20)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -107,9 +108,13 @@ def dtype_label(dtype: torch.dtype, tf32: bool, out_dtype: torch.dtype | None = 
     return name if out_dtype in (None, dtype) else f"{name} to {str(out_dtype).removeprefix('torch.')}"
 
 
-def cache_folder() -> Path:
-    """Return the folder to which `tune` writes by default."""
-    return store.user_folder() / "configs"
+def folders() -> list[Path]:
+    """Return the folders that users' entries are read from, preferred first. `tune` writes to the first by default."""
+    named = os.environ.get("MOE_KERNELS_CONFIG_DIR")
+    found = [Path(named)] if named else []
+    with suppress(RuntimeError):  # the user has no home directory
+        found.append(store.user_folder() / "configs")
+    return found
 
 
 def file_in(folder: Path, gpu: str) -> Path:
@@ -119,12 +124,7 @@ def file_in(folder: Path, gpu: str) -> Path:
 
 def files_for(gpu: Gpu) -> list[tuple[Path, str]]:
     """Return the files that may hold entries for `gpu`, preferred first, each with the GPU name it must contain."""
-    named = os.environ.get("MOE_KERNELS_CONFIG_DIR")
-    folders = [Path(named)] if named else []
-    with suppress(RuntimeError):  # the user has no home directory
-        folders.append(cache_folder())
-    folders.append(BUNDLED)
-    return [(file_in(folder, name), name) for folder in folders for name in (gpu.name, family(gpu))]
+    return [(file_in(folder, name), name) for folder in (*folders(), BUNDLED) for name in (gpu.name, family(gpu))]
 
 
 class Skipped(ValueError):
@@ -134,11 +134,17 @@ class Skipped(ValueError):
 def read(file: Path, gpu: str) -> list[Entry]:
     """Return the entries of `file` for all versions, or [] if it does not exist; raise Skipped if it is invalid."""
     try:
+        return _read(file, gpu)
+    except OSError as error:
+        raise Skipped(f"cannot be read ({error.strerror or error})") from error
+
+
+def _read(file: Path, gpu: str) -> list[Entry]:
+    """As `read`, but raise OSError if the file cannot be read: it may be as good as before."""
+    try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise Skipped(f"cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
         raise Skipped(f"is not valid JSON ({error})") from error
     if not isinstance(content, dict):
@@ -146,7 +152,7 @@ def read(file: Path, gpu: str) -> list[Entry]:
     if content.get("schema") != SCHEMA:
         raise Skipped(f"has schema {content.get('schema')!r}, expected {SCHEMA}")
     if content.get("gpu") != gpu:
-        raise Skipped(f"is for {content.get('gpu')!r}, expected {gpu!r}")
+        raise Skipped(f'has "gpu": {content.get("gpu")!r}, expected {gpu!r}')
     try:
         return [_from_json(value) for value in content["entries"]]
     except (KeyError, TypeError, ValueError) as error:
@@ -156,17 +162,22 @@ def read(file: Path, gpu: str) -> list[Entry]:
 def write(file: Path, gpu: str, entries: Sequence[Entry]) -> None:
     """Add `entries` to `file`, replacing those for the same bucket and versions.
 
-    The file is replaced atomically, under a lock. A file that cannot be read is renamed to `<file>.bad`. New folders
-    are not writable by others: plans may be stored beside them, which others must not be able to replace.
+    The file is replaced atomically, under a lock. A file that is not understood is renamed to `<file>.bad`, or if there
+    is one to `<file>.bad1`, and so on. New folders are not writable by others: plans may be stored beside them, which
+    others must not be able to replace.
+
+    Raises:
+        OSError: the file cannot be read or written; it is as before.
     """
     store.make_folder(file.parent)
     file.parent.mkdir(exist_ok=True)  # raises if that is a file
     with open(file.with_name(f".{file.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            merged = {entry.key: entry for entry in read(file, gpu)}
+            merged = {entry.key: entry for entry in _read(file, gpu)}
         except Skipped as error:
-            aside = file.with_name(f"{file.name}.bad")
+            names = (file.with_name(f"{file.name}.bad{i or ''}") for i in itertools.count())
+            aside = next(name for name in names if not os.path.lexists(name))
             _warn(f"{file} {error}: it is now {aside.name}")
             os.replace(file, aside)
             merged = {}
@@ -176,11 +187,14 @@ def write(file: Path, gpu: str, entries: Sequence[Entry]) -> None:
         # Write each list of numbers and words on one line.
         text = re.sub(r"\[\n[^\[\]{}]*\n\s*\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
         temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, file)
+        try:
+            temporary.write_text(text + "\n", encoding="utf-8")
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
-_warned: set[str] = set()
+_warned: set[str] = set()  # files, and the names of GPUs whose files have a warning or need none
 
 
 @functools.cache
@@ -199,7 +213,7 @@ def digest(gpu: Gpu) -> str:
 def near(gpu: Gpu, bucket: Bucket) -> list[tuple[Path, Entry]]:
     """Return what `load` returns within LIMIT of `bucket`, nearest first; at equal distance, the preferred file's."""
     loaded = load(gpu)
-    if not loaded and not _warned:
+    if not loaded and not _warned & {gpu.name, family(gpu)}:
         _warned.add(gpu.name)
         rule = "a rule derived on an H200 and an H100 is used"
         _warn(f"no config has been tuned for {gpu.name}: {rule}. To tune: {TUNE} --help")
@@ -225,15 +239,16 @@ def _usable(file: Path, gpu: str) -> Iterable[Entry]:
     try:
         entries = read(file, gpu)
     except Skipped as error:
+        _warned.add(gpu)
         warn_once(file, f"{error}: skipped. To make a new one: {TUNE} --help")
         return []
     here = installed_versions().minor
     usable = [entry for entry in entries if entry.versions.minor == here]
     tuned = {entry.bucket for entry in usable}
     old = [entry for entry in entries if entry.bucket not in tuned]
-    if old and file.parent == BUNDLED:
-        _warned.add(str(file))  # without a warning: users need not tune again what comes with the package
-    elif old:
+    if old:
+        _warned.add(gpu)
+    if old and file.parent != BUNDLED:  # users need not tune again what comes with the package
         found = ", ".join(sorted({"triton {}, helion {}".format(*entry.versions.minor) for entry in old}))
         needed = "triton {}, helion {}".format(*here)
         warn_once(

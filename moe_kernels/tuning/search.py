@@ -57,8 +57,8 @@ _LEAST_SEARCH = 20  # seconds that Helion's first round of configs takes
 
 HELP = """\
 Searches a config for each GEMM of a model's expert layers, or for given shapes, on this GPU. The fastest config, or the
-rule's if none is faster, is written to <out>/<gpu>.json. The next process finds it in the default folder; for another
-folder, set MOE_KERNELS_CONFIG_DIR to it. Needs a CUDA GPU that nothing else uses.
+rule's if none is faster, is written to <output>/<gpu>.json. The next process finds it in the default folder; for
+another folder, set MOE_KERNELS_CONFIG_DIR to it. Needs a CUDA GPU that nothing else uses.
 
 The remaining time is divided evenly between the remaining problems. A problem first tries neighbours of the rule's
 config, then Helion's autotuner from the best of them, under softmax-skewed, zipf-skewed and uniform routing at once. At
@@ -117,7 +117,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory layout of B: gnk is a transposed view of [G, N, K], as in modules (default); gkn is [G, K, N]",
     )
     parser.add_argument("--budget", type=seconds, default=600.0, help="time for all problems: 90s, 10m (default) or 2h")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: the user's cache folder, see `info`")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="default: the folder in MOE_KERNELS_CONFIG_DIR, or else the user's cache folder, see `info`",
+    )
     parser.add_argument("--force", action="store_true", help="tune existing entries again")
 
 
@@ -132,25 +136,33 @@ def main(options: argparse.Namespace) -> int:
     if options.shapes and options.tokens:
         print("--tokens is for --model; in --shapes, M is the number of rows.", file=sys.stderr)
         return 2
+    if options.output == "":
+        print("--output: expected a folder, got an empty name.", file=sys.stderr)
+        return 2
     warnings.filterwarnings("ignore", "moe_kernels: no config has been tuned")
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = targets.of_device(device.type, device.index).name
-    try:
-        file = entries.file_in(options.output or entries.cache_folder(), gpu)
-    except RuntimeError as error:  # no home folder
-        print(f"{error}: give --output.", file=sys.stderr)
+    folders = entries.folders() if options.output is None else [Path(options.output)]
+    if not folders:
+        print("The user has no home folder: give --output.", file=sys.stderr)
         return 2
-    return tune(tasks(options), file, gpu, device, options.budget, options.force)
+    return tune(tasks(options), entries.file_in(folders[0], gpu), gpu, device, options.budget, options.force)
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
-    """Return the tasks of the command line, without duplicates."""
+    """Return the tasks of the command line, one for each entry that they lead to."""
     shapes: list[tuple[int, int, int, int]] = options.shapes or []
     if options.model:
         H, width, E, top_k = MODELS[options.model]
         shapes = [(E, tokens * top_k, N, K) for tokens in options.tokens or TOKENS for N, K in gemms(H, width).values()]
     layouts = {"gkn": (False,), "gnk": (True,), "both": (False, True)}[options.layout]
-    return list(dict.fromkeys(Task(*shape, options.dtype, t, options.op) for shape in shapes for t in layouts))
+    found: dict[Bucket, Task] = {}
+    for sizes, transposed in itertools.product(shapes, layouts):
+        task = Task(*sizes, options.dtype, transposed, options.op)
+        first = found.setdefault(bucket(task), task)
+        if first != task:
+            print(f"{task}: has the same entry as M={first.M}")
+    return list(found.values())
 
 
 def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budget: float, force: bool = False) -> int:
@@ -162,8 +174,8 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
     try:
         for i, task in enumerate(todo):
             name = f"[{i + 1}/{len(todo)}] {task}"
-            if not force and (known := _known(task, file, gpu, device)) is not None:
-                print(f"{name}: already tuned, {known.us:.1f} us (--force tunes it again)", flush=True)
+            if not force and (known := _known(task, file, gpu)) is not None:
+                print(f"{name}: already tuned with M={known.M}, {known.us:.1f} us (--force tunes it again)", flush=True)
                 continue
             left = deadline - time.monotonic()
             if left <= 0:
@@ -192,7 +204,8 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
         print(f"\nInterrupted. Finished entries are in {file}; the same command continues.", file=sys.stderr)
         return 130
     cache.reload()
-    print(f"{_duration(time.monotonic() - begun)} in all. Entries are in {file}.")
+    where = f"Entries are in {file}." if file.exists() else "There are no entries."
+    print(f"{_duration(time.monotonic() - begun)} in all. {where}")
     return int(failed > 0)
 
 
@@ -228,7 +241,7 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
     if rule in times and times[winner] * GAIN > rule_us:
         winner = rule
     return Entry(
-        bucket=bucket(task, device),
+        bucket=bucket(task),
         us=round(times[winner], 2),
         rule_us=round(rule_us, 2),
         M=work.rows,
@@ -360,7 +373,7 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
     """Return the workload of `grouped_gemm`."""
     G, M = fitting_groups(task, device)
     if (G, M) != (task.G, task.M):
-        print(f"  reduced to G={G} M={M}, so that the weights fit into memory")
+        print(f"  timed with G={G} M={M}: Helion's autotuner needs weights of fewer elements than 2**31, and memory")
     inputs = grouped_inputs(replace(task, G=G, M=M), device)
     problem = inputs.problem()
 
@@ -385,12 +398,18 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
                 raise
             return seeds
 
+    def for_all_groups(choice: rules.Choice) -> dict[str, Any]:
+        if choice.variant == "basic" and G != task.G:
+            block_m, block_n, _, block_k = choice.config.config["block_sizes"]
+            choice = _with(choice, block_sizes=[block_m, block_n, rules.offsets_block(task.G), block_k])
+        return stored(choice)
+
     return Workload(
         rows=M,
         choices=[grouped.rule(problem), grouped.choose(problem), *alternatives(problem)],
         calls=inputs.calls,
         near=near,
-        stored=stored,
+        stored=for_all_groups,
     )
 
 
@@ -662,20 +681,17 @@ WORKLOADS: dict[str, Callable[[Task, torch.device], Workload]] = {
 }
 
 
-def bucket(task: Task, device: torch.device) -> Bucket:
+def bucket(task: Task) -> Bucket:
     """Return the bucket of the entry for `task`."""
     dtype = DTYPES[task.dtype]
     name = entries.dtype_label(dtype, rules.tf32_allowed(dtype))
-    G, rows = task.G, task.M
-    if task.op == "grouped_gemm":
-        G, M = fitting_groups(task, device)
-        rows = rules.floor_power_of_2(M // G)
-    return Bucket(name, task.transposed, rows, task.N, task.K, G, task.op)
+    rows = rules.floor_power_of_2(task.M // task.G) if task.op == "grouped_gemm" else task.M
+    return Bucket(name, task.transposed and task.K > 1, rows, task.N, task.K, task.G, task.op)
 
 
-def _known(task: Task, file: Path, gpu: str, device: torch.device) -> Entry | None:
+def _known(task: Task, file: Path, gpu: str) -> Entry | None:
     """Return the entry for `task` and the installed versions in `file`, or None."""
-    wanted, minor = bucket(task, device), entries.installed_versions().minor
+    wanted, minor = bucket(task), entries.installed_versions().minor
     try:
         found = entries.read(file, gpu)
     except entries.Skipped:
@@ -684,7 +700,9 @@ def _known(task: Task, file: Path, gpu: str, device: torch.device) -> Entry | No
 
 
 def fitting_groups(task: Task, device: torch.device) -> tuple[int, int]:
-    """Return G and M, both halved until B has at most INT32_MAX elements, as Helion's TMA needs, and a search fits."""
+    """Return G and M, both halved until B has at most INT32_MAX elements, which Helion's autotuner needs for TMA, and a
+    search fits into memory.
+    """
     memory = torch.cuda.get_device_properties(device).total_memory
     G, M = task.G, task.M
     while G > 1:

@@ -142,7 +142,7 @@ def test_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, 
     file = entries.file_in(tmp_path, "NVIDIA Test 9000")
     assert search.tune([task], file, "NVIDIA Test 9000", where, 0.5) == 0
     [made] = entries.read(file, "NVIDIA Test 9000")
-    assert (made.us, made.rule_us, made.bucket) == (1.0, 3.0, search.bucket(task, where))
+    assert (made.us, made.rule_us, made.bucket) == (1.0, 3.0, search.bucket(task))
     options = "" if op == "grouped_gemm" else f"--op {op} "
     assert f"tune {options}--shapes 3,{task.M},32,48 --dtype float32" in made.command
     with rules.record() as made_for:
