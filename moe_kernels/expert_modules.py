@@ -106,7 +106,7 @@ def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> nn.Parameter:  
     if getattr(router, "bias", None) is not None:
         raise ValueError("router: MoE's has no bias; add it to the logits, and pass topk_softmax's choice to moe_mlp")
     _check_alike("router", weight, tuple(w_down.shape[:2]), w_down, "the experts")
-    copied = weight.detach().clone()
+    copied = weight.detach().clone(memory_format=torch.contiguous_format)  # which FSDP2 and safetensors need
     if isinstance(router, nn.Linear) and not has_no_values(weight):
         _check_logits(router, copied)
     return nn.Parameter(copied, weight.requires_grad or not isinstance(weight, nn.Parameter))
@@ -156,7 +156,7 @@ def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
             torch.randn(shape, dtype=torch.float64, device=device, generator=generator) for shape in shapes
         )
         x *= 2 / (x @ w_in.T).std()  # preactivations of standard deviation 2, where activations differ
-        x[8:] *= 32  # large enough to show a limit
+        x[8:] *= 2.0**16  # large enough to show a limit
         specs = [GLUSpec(name, gated, False, 0.0, 0.0) for name in _PLAIN]
         results = {spec.activation: reference.activate(x @ w_in.T, None, spec) @ w_out.T for spec in specs}
     weights = dict(zip((*into, back), map(nn.Parameter, (*w_in.chunk(len(into)), w_out)), strict=True))

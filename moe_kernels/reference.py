@@ -394,10 +394,12 @@ def _through_activation(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return act, in the dtype of its gradient `d`, and the gradients of preact and preact_up."""
     gate, up = spec.halves(preact, preact_up)
+    gate = gate.to(d.dtype)
     if up is None:
-        act, slope = _nonlinear(gate.to(d.dtype), spec)
+        act, slope = _nonlinear(gate, spec)
         return act, (d * slope).to(preact.dtype), None
-    g, u = _clamped(gate.to(d.dtype), up.to(d.dtype), spec)
+    up = up.to(d.dtype)
+    g, u = _clamped(gate, up, spec)
     f, slope = _nonlinear(g, spec)
     d_gate, d_up = d * u * slope, d * f
     if spec.activation in CLAMPED:

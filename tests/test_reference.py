@@ -455,6 +455,19 @@ def test_gradients_at_the_limits(activation: str, alpha: float, offset: float) -
     torch.testing.assert_close(d_preact, expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.bfloat16, 6.99), (torch.float16, 6.9999), (torch.bfloat16, 7.0)], ids=str
+)
+def test_a_limit_that_the_dtype_does_not_hold(dtype: torch.dtype, limit: float) -> None:
+    """Gate and up are compared with it in float32, as they are clamped, not with the limit rounded to their dtype."""
+    preact, d_act = torch.tensor([[7.0, 3.0, 7.0, -7.0]]), torch.ones(1, 2)
+    spec = GLUSpec("clamped_silu", True, False, 1.0, limit)
+    expected = reference.activate_backward(preact.double(), None, d_act.double(), None, None, None, spec)[0]
+    assert (expected == 0).tolist() == [[limit < 7, False, limit < 7, limit < 7]]
+    d_preact = reference.activate_backward(preact.to(dtype), None, d_act.to(dtype), None, None, None, spec)[0]
+    torch.testing.assert_close(d_preact.double(), expected, rtol=1e-2, atol=0.0)
+
+
 @pytest.mark.parametrize(("activation", "expected"), [("relu", [0.0, 0.0, 1.0]), ("relu_squared", [0.0, 0.0, 4.0])])
 def test_gradients_at_zero(activation: str, expected: list[float]) -> None:
     spec = GLUSpec(activation, False, False, 1.702, 7.0)
