@@ -83,6 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 2
+    try:
+        return _run(parser, options)
+    except ImportError as error:
+        print(f"{options.command}: {error}\nTo fix it: {requirements.fix()}", file=sys.stderr)
+        return 1
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "cache":
         return commands.cache_main(options)
     if options.command == "demo":

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -138,7 +140,7 @@ def compile_main(options: argparse.Namespace) -> int:
     for name in options.model:
         if name in NOT_SWIGLU:
             print(f"{name}{_SIZES_ONLY}", file=sys.stderr)
-    with output(options.output):
+    with output(options.output), _terminable():
         print(f"Into {store.folder()}, for {options.gpu or 'the GPU of this machine'}:", flush=True)
         try:
             made = compile_ahead(
@@ -158,8 +160,20 @@ def compile_main(options: argparse.Namespace) -> int:
     libraries = f"{made.libraries} launcher libraries in {time.monotonic() - begun:.0f} s."
     print(f"{made.plans} plans, {made.binaries} binaries, {libraries}")
     if options.output is not None:
-        print("At run time set MOE_KERNELS_CACHE_READONLY or MOE_KERNELS_CACHE_DIR to the folder.")
+        path = os.path.abspath(options.output)
+        names = "MOE_KERNELS_CACHE_DIR" + ("" if os.pathsep in path else " or MOE_KERNELS_CACHE_READONLY")
+        print(f"At run time set {names} to {path}")
     return 0
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """End on SIGTERM, as of `timeout` or `docker stop`, as on Ctrl-C, which removes temporary folders."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _refused(options: argparse.Namespace) -> str | None:

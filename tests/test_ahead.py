@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -728,6 +729,35 @@ def test_ctrl_c_ends_compile_without_a_traceback(
     monkeypatch.setattr(commands, "compile_ahead", interrupted)
     assert compile_main("--model", "olmoe", "--gpu", "h200") == 130
     assert capsys.readouterr().err == "\nInterrupted. What is made is kept; the same command continues.\n"
+
+
+def test_sigterm_ends_compile_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`timeout` and `docker stop` send it. By default it would leave generated sources in /tmp."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminated(*_: Any, **__: Any) -> ahead.CompileCounts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was ignored")
+
+    monkeypatch.setattr(commands, "compile_ahead", terminated)
+    assert compile_main("--model", "olmoe", "--gpu", "h200") == 130
+    assert "the same command continues" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(("name", "both"), [("folder", True), ("h200:v1", False)])
+def test_compile_names_the_variables_for_its_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, both: bool
+) -> None:
+    """MOE_KERNELS_CACHE_READONLY is a list of folders."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "compile_ahead", lambda *_, **__: ahead.CompileCounts(0, 0, 0))
+    assert compile_main("--model", "olmoe", "--gpu", "h200", "--output", name) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(f" to {tmp_path / name}") and ("MOE_KERNELS_CACHE_READONLY" in last) == both
+    assert "MOE_KERNELS_CACHE_DIR" in last
 
 
 def test_other_processes_end_with_a_compile_that_is_killed(tmp_path: Path) -> None:

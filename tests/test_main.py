@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -199,6 +200,19 @@ def test_what_needs_no_helion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "qwen3-30b-a3b" in capsys.readouterr().out
     assert cli.main(["info", "--model", "qwen3-30b-a3b", "--gpu", "h200"]) == 1
     assert "pip install 'helion==1.5.0'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["compile", "--model", "olmoe", "--gpu", "h200"], ["tune", "--model", "olmoe"]])
+def test_helion_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    monkeypatch.setattr(requirements, "problems", dict)
+    error = ImportError("cannot import name 'x' from 'helion'")
+    monkeypatch.setattr(cli.commands, "compile_main", Mock(side_effect=error))
+    monkeypatch.setattr(cli.tune, "main", Mock(side_effect=error))
+    assert cli.main(command) == 1
+    said, fix = capsys.readouterr().err.splitlines()
+    assert said == f"{command[0]}: {error}" and fix.startswith("To fix it: pip install ")
 
 
 def test_info_without_helion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

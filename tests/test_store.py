@@ -929,6 +929,21 @@ def test_contents_and_clear(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert read_all() == NOTHING
 
 
+def test_contents_that_cannot_be_listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all()
+    folder, listed = file_of(root, "plan").parent, os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path) == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.warns(RuntimeWarning, match="cannot be read .Permission denied"):
+        counts = {kind: count for kind, (count, _) in store.contents(root).items()}
+    assert counts == {"binaries": 2, "libraries": 1}
+
+
 def test_read_only_folders(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read after the writable one, and are never written, evicted from or cleared."""
     write_all()

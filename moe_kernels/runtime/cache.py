@@ -31,7 +31,7 @@ from moe_kernels.runtime.signature import Operator, Tensors, depends_on_tf32, po
 from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.runtime.targets import Gpu
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk, or of a full share of it
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a full share of it, a limit of the process
 _MOST_PLANS = 4096
 _MOST_REPEATS = 16  # per operator, tried one after another
 _MOST_STATES = 8  # repeats per plan, one for each state of a call that its signature leaves out

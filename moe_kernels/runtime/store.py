@@ -545,7 +545,12 @@ def limit_mb() -> int:
 
 def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the store's own files in a folder, which may contain others."""
-    for parent, folders, names in os.walk(root):
+
+    def skipped(error: OSError) -> None:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            _warn(Path(error.filename), f"cannot be read ({error.strerror})")
+
+    for parent, folders, names in os.walk(root, onerror=skipped):
         place = os.path.relpath(parent, root)
         folders[:] = [name for name in folders if _FOLDERS.fullmatch(os.path.normpath(f"{place}/{name}"))]
         for name in names:
