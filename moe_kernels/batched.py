@@ -118,9 +118,10 @@ def plan_varied_grouped_gemm(
     A call of the plan reads the current values of the tensors. It costs one launch and, without `out`, the allocation
     of one buffer for all results. It can be captured in a CUDA graph, which it has to outlive, as it keeps the tensors
     alive. It gives no gradients. Arguments and errors are those of `varied_grouped_gemm`; ValueError also if autocast
-    would cast an operand.
+    would cast an operand, and RuntimeError if an operand has a forward-mode tangent or a transform of torch.func.
     """
     checks.check_varied(group_A, group_B, out)
+    checks.check_planned((*group_A, *group_B))
     if not group_A:
         return list
     if out is None and any(cast is not given for given in (*group_A, *group_B) for cast in autocast(given)):

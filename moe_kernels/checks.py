@@ -826,6 +826,16 @@ def check_varied(
                     )
 
 
+def check_planned(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors whose values a plan would not read: those of transforms, or with a tangent."""
+    vectorized = torch_internals.transformed() and torch_internals.forward_level() < 0
+    if vectorized or torch_internals.has_tangent(*tensors):
+        raise RuntimeError(
+            "plan_varied_grouped_gemm: plans have no derivatives in forward mode, and none is made in torch.vmap and "
+            "transforms of torch.func: call varied_grouped_gemm there"
+        )
+
+
 def _may_overlap(matrix: Tensor) -> bool:
     """Whether two elements may be at one address: a line of the inner dimension reaches the next one."""
     if matrix.numel() == 0:  # even with a stride of 0

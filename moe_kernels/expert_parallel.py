@@ -81,6 +81,7 @@ def dispatch(
         TypeError, ValueError: as for `route` and `permute`; `num_experts` is not a multiple of the number of ranks; a
             `DeviceMesh` of several dimensions, or a group without this rank; rows of different sizes or dtypes on the
             ranks; `topk_ids` is a meta or fake tensor.
+        RuntimeError: `torch.vmap` vectorizes the call, or forward mode differentiates it.
         ImportError: as for `grouped_gemm`.
     """
     checks.check_int("num_experts", num_experts, 0)
@@ -154,6 +155,7 @@ def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
 
     Raises:
         TypeError, ValueError, ImportError: as for `unpermute`; TypeError also if `exchange` is no Exchange.
+        RuntimeError: as for `dispatch`.
     """
     if not isinstance(exchange, Exchange):
         raise TypeError(f"exchange: expected the Exchange that dispatch returns, got {type(exchange).__name__}")

@@ -62,6 +62,7 @@ def swiglu_ffn(
     Raises:
         TypeError, ValueError: an argument has a wrong dtype, or a wrong rank, shape or device; options exclude each
             other.
+        RuntimeError: `torch.vmap` vectorizes a call with `validate`.
         ImportError: as for `grouped_gemm`.
     """
     spec = GLUSpec(activation, gated, interleaved, alpha, limit)

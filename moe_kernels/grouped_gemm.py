@@ -194,8 +194,8 @@ def grouped_mm(
         Shape as above; contiguous, except in the third form, which returns a transposed view.
 
     Raises:
-        TypeError, ValueError, ImportError: as for `grouped_gemm`; offsets are checked on the host if the environment
-            variable MOE_KERNELS_VALIDATE was 1 at import.
+        TypeError, ValueError, RuntimeError, ImportError: as for `grouped_gemm`; offsets are checked on the host if the
+            environment variable MOE_KERNELS_VALIDATE was 1 at import.
     """
     mat_a, mat_b = autocast(mat_a, mat_b)
     dtype = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype)

@@ -151,7 +151,7 @@ def topk_sigmoid(
         grouped = choice.view(T, num_groups, E // num_groups)
         group_scores = grouped.topk(min(2, grouped.size(2)), dim=-1).values.sum(-1)
         chosen = torch.zeros_like(group_scores, dtype=torch.bool)
-        chosen = chosen.scatter(1, group_scores.topk(top_groups, dim=-1).indices, True)
+        chosen = chosen.scatter(1, group_scores.topk(top_groups, dim=-1).indices, 1)  # torch.jit has no bool there
         # A bias of -inf must not make an expert of a chosen group equal to those of other groups.
         finite = grouped.clamp(min=torch.finfo(grouped.dtype).min)
         choice = finite.masked_fill(~chosen[:, :, None], float("-inf")).view(T, E)

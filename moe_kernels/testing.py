@@ -166,9 +166,10 @@ def assert_scaled_grouped_gemm_close(
         AssertionError, ValueError: as in `assert_within_budget`; also AssertionError for a shape that is not `[M, N]`,
             and for nonzero rows outside groups.
     """
+    out_dtype = getattr(out, "dtype", None)
+    plain = reference.scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype=out_dtype)
     A_exact, B_exact = (reference.dequantize(x).double() for x in (A_packed, B))
     groups = _groups(out, len(A_exact), B_exact.shape[-1], group_offsets)
-    plain = reference.scaled_grouped_gemm(A_packed, B, group_offsets, bias, out_dtype=out.dtype)
     for g, (start, end) in enumerate(groups):
         rows, weight = A_exact[start:end], B_exact[g] if B_exact.dim() == 3 else B_exact
         exact, scale = rows @ weight, (rows.abs() @ weight.abs()).amax().item() if out[start:end].numel() else 0.0
@@ -207,7 +208,7 @@ def assert_grouped_gemm_close(
             of zeros might pass. If `exact` is all zeros, `out` must be all zeros.
         TypeError: unsupported dtypes.
     """
-    check_grouped_gemm(A_packed, B, group_offsets, out.dtype, reference=True)
+    check_grouped_gemm(A_packed, B, group_offsets, getattr(out, "dtype", None), reference=True)
     report = CloseReport(group=-1, max_error=0.0, max_plain_error=0.0, budget=0.0, ratio=0.0)
     for g, (start, end) in enumerate(_groups(out, A_packed.shape[0], B.shape[-1], group_offsets)):
         if out[start:end].numel() == 0:
@@ -228,6 +229,8 @@ def assert_grouped_gemm_close(
 
 def _groups(out: Tensor, M: int, N: int, group_offsets: Tensor) -> list[tuple[int, int]]:
     """Return the first row and the end of each group, after checking the shape of `out` and its rows in no group."""
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out: expected a tensor, got {type(out).__name__}")
     if out.shape != (M, N):
         raise AssertionError(f"out: expected shape {[M, N]}, got {list(out.shape)}")
     offsets = clamp_offsets(group_offsets, M).tolist()

@@ -21,7 +21,7 @@ from moe_kernels import (
     varied_grouped_gemm,
     varied_schedule,
 )
-from moe_kernels.ops.batched import _on_device
+from moe_kernels.ops.batched import VariedLaunch, _on_device
 from moe_kernels.schedule import Tile, tile_counts
 
 sizes = st.integers(0, 5)
@@ -227,6 +227,26 @@ def test_out_in_vmap(function: Any) -> None:
         torch.vmap(lambda a: function([a], B, out=out))(torch.stack(A))
     plan = plan_varied_grouped_gemm(A, B, out=out)
     assert torch.equal(torch.vmap(lambda x: x + plan()[0])(torch.zeros(1, 1)), (A[0] @ B[0])[None])
+
+
+def test_more_rows_than_kernels_can_count() -> None:
+    A, B, out = (torch.empty(shape, device="meta") for shape in ((2**30, 1), (1, 1), (2**30, 1)))
+    with pytest.raises(ValueError, match=f"^group_A: expected at most {2**30 - 1} rows, got {2**30}; split"):
+        VariedLaunch([B, A], [B, B], [B, out])
+
+
+def test_no_plans_of_transformed_tensors() -> None:
+    A, B = varied_inputs([(2, 3, 4)])
+    for transform in (
+        torch.vmap(lambda a: plan_varied_grouped_gemm([a], B)()[0]),
+        lambda a: torch.func.jvp(lambda x: plan_varied_grouped_gemm([x[0]], B)()[0], (a,), (a,)),
+    ):
+        with pytest.raises(RuntimeError, match=r"^plan_varied_grouped_gemm: .* call varied_grouped_gemm there"):
+            transform(torch.stack(A))
+    plan = plan_varied_grouped_gemm(A, B)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    value, tangent = torch.func.jvp(lambda x: x * plan()[0], (x,), (2 * x,))
+    assert torch.equal(value, A[0] @ B[0]) and torch.equal(tangent, 2 * value)
 
 
 def test_the_schedules_example() -> None:

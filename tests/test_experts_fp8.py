@@ -241,6 +241,16 @@ def test_no_gradients(name: str) -> None:
         torch.func.jvp(lambda x: moe_mlp(**{**GOOD, name: x}), (GOOD[name],), (GOOD[name],))
 
 
+@pytest.mark.parametrize("tokens", [T, 1, 0])
+def test_constants_in_forward_mode(tokens: int) -> None:
+    given = {name: x[:tokens] if name in ("hidden", "topk_ids", "topk_weights") else x for name, x in GOOD.items()}
+    expected, x = moe_mlp(**given), torch.ones(3)
+    value, tangent = torch.func.jvp(lambda x: moe_mlp(**given) * x.sum(), (x,), (x,))
+    assert expected.any() == (tokens > 0)
+    torch.testing.assert_close(value, 3 * expected)
+    assert torch.equal(tangent, value)
+
+
 def layer(**options: Any) -> MoE:
     torch.manual_seed(0)
     return MoE(H, I, E, TOP_K, renormalize=True, dtype=torch.bfloat16, **options)

@@ -318,3 +318,11 @@ def test_gates_carry_gradients_to_the_router(renormalize: bool) -> None:
 
     assert torch.autograd.grad(layer(logits).square().sum(), logits)[0].abs().max() > 1e-3
     assert torch.autograd.gradcheck(layer, logits)
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_sigmoid_gating_traced_by_torch_jit(num_groups: int) -> None:
+    options: Any = {"renormalize": True, "num_groups": num_groups, "top_groups": min(2, num_groups)}
+    traced = torch.jit.trace(lambda logits: topk_sigmoid(logits, 2, **options), torch.randn(5, 8))
+    logits = torch.randn(7, 8)
+    assert all(map(torch.equal, traced(logits), topk_sigmoid(logits, 2, **options)))

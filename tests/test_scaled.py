@@ -200,6 +200,15 @@ def test_no_tangents() -> None:
         torch.func.jvp(lambda s: grouped_gemm(A._replace(scales=s), B, group_offsets), (A.scales,), (A.scales,))
 
 
+def test_constants_in_forward_mode() -> None:
+    """Operators run below autograd, where tensors cannot be asked for a tangent."""
+    A, B, group_offsets = operands("rowwise")
+    x = torch.ones(3)
+    expected = grouped_gemm(A, B, group_offsets)
+    value, tangent = torch.func.jvp(lambda x: grouped_gemm(A, B, group_offsets) * x.sum(), (x,), (x,))
+    assert expected.any() and torch.equal(value, 3 * expected) and torch.equal(tangent, value)
+
+
 def test_fast_accumulation_is_for_rowwise_operands() -> None:
     A, B, group_offsets = operands("block")
     with pytest.raises(ValueError, match="fast_accumulation: expected False for '1x128' and '128x128'"):

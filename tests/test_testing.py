@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_kernels import testing
+from moe_kernels import quantize, testing
 from moe_kernels.reference import grouped_gemm
 from moe_kernels.testing import (
     SizeKind,
     assert_grouped_gemm_close,
+    assert_scaled_grouped_gemm_close,
     assert_within_budget,
     byte_count,
     flop_count,
@@ -381,6 +382,18 @@ def test_assert_within_budget() -> None:
     with pytest.raises(AssertionError, match="exceeds the budget"):
         assert_within_budget(zeros + 1e-30, zeros, zeros.double())
     assert assert_within_budget(zeros[:0], zeros[:0], zeros[:0].double()) == 0
+
+
+def test_results_that_are_no_tensors() -> None:
+    wrong: Any = [1.0]
+    offsets, x = torch.tensor([0, 2]), torch.ones(2, 8)
+    with pytest.raises(TypeError, match=r"^out: expected a tensor, got list"):
+        assert_grouped_gemm_close(wrong, x, torch.ones(1, 8, 4), offsets)
+    rows, weight = quantize(x, "rowwise"), quantize(torch.ones(1, 4, 8), "rowwise").mT
+    with pytest.raises(TypeError, match=r"^out: expected a tensor, got list"):
+        assert_scaled_grouped_gemm_close(wrong, rows, weight, offsets)
+    with pytest.raises(TypeError, match=r"^group_offsets: expected a torch\.Tensor"):
+        assert_scaled_grouped_gemm_close(torch.ones(2, 4), rows, weight, wrong)
 
 
 def test_tokens_under_another_default_device() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference, rules
-from moe_kernels.ops.library import define, needs, use_kernels
+from moe_kernels.ops.library import check_rows, define, needs, use_kernels
 from moe_kernels.rules import varied as varied_rules
 from moe_kernels.runtime import cache, targets, torch_internals
 from moe_kernels.runtime.signature import Counts, Operator
@@ -166,6 +166,7 @@ class VariedLaunch:
         wait: bool = False,  # block until the table is on the device, so that launches from any stream see it
     ):
         shapes = tuple((a.size(0), b.size(1), a.size(1)) for a, b in zip(group_A, group_B, strict=True))
+        check_rows("group_A", max(M for M, _, _ in shapes))
         self.kept = group_A, group_B, outs  # kept alive, because the table holds their addresses
         lists, first = (group_A, group_B, outs), outs[0]
         bases = [next((tensor for tensor in tensors if tensor.numel()), first) for tensors in lists]

@@ -44,8 +44,11 @@ _FUNCTIONALIZE = getattr(getattr(_functorch, "TransformType", None), "Functional
 jit_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _missing(None))
 _key_included: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_included", _missing(False))
 CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that autocast converts
+_key_excluded: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_excluded", _missing(False))
+_parsed_key: Callable[[str], Any] = getattr(_C, "_dispatch_key_parse", _missing(None))
 # The mode in which torch.autograd.grad(is_grads_batched=True) runs a backward pass. It is no transform of torch.func.
-_VMAP_MODE = getattr(_C, "_dispatch_key_parse", _missing(None))("VmapMode")
+_VMAP_MODE = _parsed_key("VmapMode")
+_VIEWS = _parsed_key("ADInplaceOrView")
 unpack_dual: Callable[..., Any] = _forward_ad.unpack_dual
 # Autograd does not see views that are taken there either, so results may be changed in place.
 below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowADInplaceOrView", torch.no_grad)
@@ -163,8 +166,11 @@ def forward_level() -> int:
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether forward mode differentiates with respect to one of these tensors, outside of torch.compile."""
-    if forward_level() < 0 or torch.compiler.is_dynamo_compiling():
+    """Whether forward mode differentiates with respect to one of these tensors, outside of torch.compile.
+
+    False below autograd, where operators run and tensors cannot be asked.
+    """
+    if forward_level() < 0 or torch.compiler.is_dynamo_compiling() or (_VIEWS is not None and _key_excluded(_VIEWS)):
         return False
     return any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
 
