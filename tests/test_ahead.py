@@ -435,6 +435,14 @@ def test_a_layer_with_hooks_that_was_compiled(training: bool) -> None:
     assert [one.signature for one in found] == [one.signature for one in plain] != []
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("compute", [None, "fp8_rowwise", "fp8_block"])
+def test_no_tokens(compute: str | None, training: bool) -> None:
+    """Nothing may read values, of which meta tensors have none: on a GPU the host would wait."""
+    layer = MoE(64, 32, 4, 2, renormalize=True, compute=compute, device="meta", dtype=torch.bfloat16)
+    ahead.collect(ahead._calls(layer, [0], training))
+
+
 @pytest.mark.parametrize("compute", [None, "fp8_rowwise", "fp8_block"])
 def test_training_steps_whose_hidden_states_need_no_gradient(compute: str | None) -> None:
     """Their plans are made, too: such a layer is the first one of a model, or follows frozen ones."""

@@ -85,7 +85,9 @@ def _quantized_grouped_gemm(
     if B.dtype == torch.float8_e4m3fn:
         B = along_rows(B.mT).mT
     tensors = (A, scales_A, B, scales_B, group_offsets, slot_to_row, bias)
-    if not use_kernels(A) or 0 in (M, *A.shape, *B.shape):
+    if use_kernels(A) and 0 in (M, B.size(2)):
+        return A.new_empty((M, B.size(2)), dtype=out_dtype)
+    if not use_kernels(A) or 0 in (*A.shape, *B.shape):
         return reference.quantized_grouped_gemm(*tensors, rowwise, out_dtype)
     check_rows("A", M)
     top_k = M // A.size(0)
@@ -200,10 +202,15 @@ def _quantized_moe_mlp(
     """Return the results of `reference.quantized_moe_mlp` and the routing of `route`. Fp8 data are returned as uint8,
     because autograd and vmap refuse fp8.
     """
+    if use_kernels(hidden) and topk_ids.numel() == 0:  # without a read on the host, as the reference has
+        made = _quantized_results(hidden, topk_ids, w_gate_up, w_down, data_in is not None, rowwise, save)
+        made[0].zero_()
+        made[-3].zero_()
+        return made
     slots = (topk_ids, topk_weights)
     first = (w_gate_up, None) if data_in is None else (along_rows(data_in), scales_in)
     second = (w_down, None) if data_out is None else (along_rows(data_out), scales_out)
-    if not use_kernels(hidden) or 0 in (*topk_weights.shape, *w_gate_up.shape, *w_down.shape):
+    if not use_kernels(hidden) or 0 in (*w_gate_up.shape, *w_down.shape):
         routing = reference.route(*slots, w_gate_up.size(0))[:3]
         group_offsets, _, slot_to_row = routing
         rows = (hidden, topk_weights, group_offsets, slot_to_row)
@@ -215,10 +222,17 @@ def _quantized_moe_mlp(
 
 
 def _quantized_moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    hidden, topk_ids, _, w_gate_up, w_down, _, _, given, *_ = inputs
+    hidden, topk_ids, _, w_gate_up, w_down, _, _, data_in, *_ = inputs
     rowwise, _, _, save = inputs[-SPEC_LENGTH - 4 : -SPEC_LENGTH]
+    return _quantized_results(hidden, topk_ids, w_gate_up, w_down, data_in is not None, rowwise, save)
+
+
+def _quantized_results(
+    hidden: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor, given: bool, rowwise: bool, save: bool
+) -> tuple[Tensor, ...]:
+    """Allocate the results of `_quantized_moe_mlp`; `given` if the weights were quantised before."""
     saved = [hidden.new_empty((topk_ids.numel(), w_gate_up.size(1)) if save else (0,))]
-    keeps = save and given is None
+    keeps = save and not given
     for w in (w_gate_up, w_down):
         E, N, K = w.shape
         data = w.new_empty((E, K, N) if keeps and not rowwise else (0,), dtype=torch.uint8)

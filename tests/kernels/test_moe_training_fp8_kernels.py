@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from training import COMPUTE, DIFFERENTIABLE, exactly, run
 
-from moe_kernels import QuantizedWeight, moe_mlp, quantize_weight, reference
+from moe_kernels import QuantizedWeight, moe_mlp, quantize, quantize_weight, reference
 from moe_kernels.ops import quantized_activate_backward, quantized_grouped_gemm, quantized_moe_mlp
 from moe_kernels.testing import make_experts, make_tokens
 
@@ -161,6 +161,26 @@ def test_weights_quantised_before(compute: str, device: str) -> None:
     out = moe_mlp(**(arguments | strided), compute=compute)
     assert torch.equal(out, right["out"])
     assert torch.equal(torch.autograd.grad(out, hidden, d_out.to(out.dtype))[0], right["hidden"])
+
+
+@pytest.mark.parametrize("format", ["plain", "rowwise", "block", *COMPUTE])
+def test_nothing_is_read_on_the_host_for_no_tokens(format: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = make(0, 64, 32, 4, 2, torch.float16, device, bias=True)
+    options: dict[str, Any] = {}
+    if format in COMPUTE:
+        options["compute"] = format
+    elif format != "plain":
+        scaled = "rowwise" if format == "rowwise" else "128x128"
+        arguments |= {name: quantize(arguments[name].float(), scaled) for name in ("w_gate_up", "w_down")}
+    grad = format not in ("rowwise", "block")
+    inputs = [x.requires_grad_() for name, x in arguments.items() if name in DIFFERENTIABLE and grad]
+    monkeypatch.setattr(Tensor, "tolist", lambda _: pytest.fail("the host reads a tensor"))
+    monkeypatch.setattr(Tensor, "item", lambda _: pytest.fail("the host reads a number"))
+    out = moe_mlp(**arguments, **options)
+    assert (out.shape, out.dtype) == ((0, 64), torch.float16)
+    if grad:
+        for x, gradient in zip(inputs, torch.autograd.grad(out, inputs, out.detach()), strict=True):
+            assert gradient.shape == x.shape and not gradient.any()
 
 
 def test_no_tokens(device: str) -> None:
