@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -135,9 +136,7 @@ def to_file(text: str, keeps: str | None = None) -> Path:
     file = Path(text)
     if file.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file, got the folder {text!r}")
-    parent = next(folder for folder in file.absolute().parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    _refuse_unwritable(file.parent, text)
     if keeps is not None and file.exists():
         try:
             _ = [record[keeps] for record in Results.read(file).records]
@@ -150,7 +149,16 @@ def to_folder(text: str) -> Path:
     """Parse the name of a folder to write to, for argparse."""
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"expected a folder, got the file {text!r}")
+    _refuse_unwritable(Path(text), text)
     return Path(text)
+
+
+def _refuse_unwritable(folder: Path, text: str) -> None:
+    """Refuse the argument `text` if no file can be made in a folder, or in the nearest one for a folder to be made."""
+    try:
+        tempfile.TemporaryFile(dir=next(one for one in (folder, *folder.absolute().parents) if one.exists())).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written ({error.strerror})") from error
 
 
 def folder(meta: dict[str, Any]) -> Path | None:

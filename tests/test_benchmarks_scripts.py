@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -168,14 +170,21 @@ def test_a_file_without_results_to_keep_is_refused(
     assert file.read_text() == content
 
 
-@pytest.mark.parametrize("option", ["--json", "--csv"])
+@pytest.mark.parametrize("option", ["--json", "--csv", "--plot"])
 def test_a_file_that_cannot_be_written_is_refused(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a file").write_text("")
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "read only")
     (tmp_path / "read only").mkdir()
-    for folder in ("a file", "read only"):
+    temporary = tempfile.TemporaryFile
+
+    def on_disk(dir: Path) -> Any:
+        if dir == tmp_path / "read only":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return temporary(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", on_disk)
+    for folder in ("a file", "read only", "/proc"):
         file = tmp_path / folder / "not there" / "results"
         with pytest.raises(SystemExit):
             main(["--suite", "smoke", option, str(file)])

@@ -33,6 +33,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from processes import python_path
 from triton import knobs
 
 from moe_kernels.runtime import emit, launch, store, targets
@@ -1500,3 +1501,22 @@ def test_building_ahead_leaves_triton_as_it_was(tmp_path: Path, compiler: Compil
     assert compiler.built == ["int launch;"]
     assert knobs.build.impl is None
     assert build(tmp_path / "1") == b"\x7fELF int launch;"
+
+
+def test_temporary_folders_end_with_the_process_that_made_them() -> None:
+    """And not with one forked from it, which would remove what the other still uses. Python warns of nothing."""
+    code = """
+import os, sys
+from moe_kernels.runtime import store
+folder = store.temporary_folder()
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert os.path.isdir(folder) and os.stat(folder).st_mode & 0o777 == 0o700
+print(folder)
+"""
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert not os.path.exists(done.stdout.strip()) and not done.stderr

@@ -8,13 +8,13 @@ of the arguments, and the divisibility of strides and extents. All plans with th
 from __future__ import annotations
 
 import ast
+import errno
 import functools
 import hashlib
 import importlib.util
 import json
 import os
 import sys
-import tempfile
 import threading
 import types
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -421,14 +421,16 @@ def _variant(kernel: Any, int64_index: bool, precision: str) -> Any:
     )
 
 
-_folder = tempfile.TemporaryDirectory(prefix="moe_kernels")
+_folder = store.temporary_folder()
 
 
 def _import(code: str) -> types.ModuleType:
     """Import generated code as a module, from a file because Triton reads the source there."""
     name = f"moe_kernels_{hashlib.sha256(code.encode()).hexdigest()[:32]}"
-    os.makedirs(_folder.name, exist_ok=True)  # a forked process that ends, or a cleaner of /tmp, removes it
-    path = os.path.join(_folder.name, f"{name}.py")
+    os.makedirs(_folder, mode=0o700, exist_ok=True)  # a cleaner of /tmp removes it
+    if os.stat(_folder).st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "belongs to another user", _folder)
+    path = os.path.join(_folder, f"{name}.py")
     with open(path, "w") as file:
         file.write(code)
     spec = importlib.util.spec_from_file_location(name, path)

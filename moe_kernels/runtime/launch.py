@@ -248,7 +248,7 @@ def libraries(records: Collection[store.Binary] = ()) -> Iterator[None]:
         return
     with scope:
         if not store.is_private(knobs.cache.dir):
-            knobs.cache.dir = _own_folder().name
+            knobs.cache.dir = _own_folder()
         with replaced(knobs.build, impl=functools.partial(_library, records, {})):
             yield
 
@@ -266,14 +266,14 @@ def leave_cache() -> bool:
     """Give Triton a cache folder for this process, as where its own is on a full disk. False if it has that already."""
     from triton import knobs
 
-    before, knobs.cache.dir = knobs.cache.dir, _own_folder().name
+    before, knobs.cache.dir = knobs.cache.dir, _own_folder()
     return bool(knobs.cache.dir != before)
 
 
 @functools.cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
+def _own_folder() -> str:
     """Cache folder for Triton in this process. It is kept, since other threads may use it in the meantime."""
-    return tempfile.TemporaryDirectory(prefix="moe_kernels")
+    return store.temporary_folder()
 
 
 def _library(

@@ -19,6 +19,7 @@ write stops a call.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import functools
 import grp
@@ -27,6 +28,7 @@ import json
 import os
 import pwd
 import re
+import shutil
 import stat
 import sysconfig
 import tempfile
@@ -475,6 +477,18 @@ def can_write() -> bool:
             return False
         _remove(str(folder() / name))
     return True
+
+
+def temporary_folder() -> str:
+    """Return a new folder for this user alone, which this process removes at its end; those forked from it do not."""
+    folder, process = tempfile.mkdtemp(prefix="moe_kernels"), os.getpid()
+
+    @atexit.register
+    def remove() -> None:
+        if os.getpid() == process:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return folder
 
 
 def make_folder(path: Path) -> None:

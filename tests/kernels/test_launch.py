@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -391,7 +392,12 @@ def test_the_stream_is_that_of_the_device(version: str) -> None:
     assert before[0] == "stream = stream(1)"
 
 
-def test_the_folder_of_generated_code_may_vanish() -> None:
-    """A forked process removes it when it ends, and so may a cleaner of /tmp."""
-    shutil.rmtree(compiler._folder.name)
+def test_the_folder_of_generated_code_may_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cleaner of /tmp may remove it. Code of another user, who made it again, is not run."""
+    shutil.rmtree(compiler._folder)
     assert compiler._import("number = 7").number == 7
+    assert os.stat(compiler._folder).st_mode & 0o777 == 0o700
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: os.stat(compiler._folder).st_uid + 1)
+        with pytest.raises(PermissionError, match="belongs to another user"):
+            compiler._import("number = 8")
