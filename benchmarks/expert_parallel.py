@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--tiny", action="store_true", help="a small layer, also on a CPU")
     parser.add_argument(
-        "--json", type=run.to_file, help="default: benchmarks/results/<gpu>/expert_parallel.json, on GPUs"
+        "--json",
+        type=partial(run.to_file, keeps="ranks"),
+        help="default: benchmarks/results/<gpu>/expert_parallel.json, on GPUs",
     )
     options = parser.parse_args(argv)
     if "RANK" not in os.environ:

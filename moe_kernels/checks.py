@@ -814,7 +814,8 @@ def check_varied(
         raise RuntimeError(
             "out: a result that is written to out= has no forward-mode derivatives, but a tensor has a tangent"
         )
-    if not reference and torch_internals.transformed() and torch_internals.forward_level() < 0:
+    transformed = torch_internals.transformed() and torch_internals.forward_level() < 0
+    if not reference and (transformed or torch_internals.wrapped(*group_A, *group_B, *out)):
         raise RuntimeError("out: expected None in torch.vmap and transforms of torch.func, got a list; omit out=")
     if torch.is_grad_enabled():
         for name, tensors in lists.items():
@@ -828,8 +829,7 @@ def check_varied(
 
 def check_planned(tensors: Sequence[Tensor]) -> None:
     """Refuse tensors whose values a plan would not read: those of transforms, or with a tangent."""
-    vectorized = torch_internals.transformed() and torch_internals.forward_level() < 0
-    if vectorized or torch_internals.has_tangent(*tensors):
+    if torch_internals.wrapped(*tensors) or torch_internals.has_tangent(*tensors):
         raise RuntimeError(
             "plan_varied_grouped_gemm: plans have no derivatives in forward mode, and none is made in torch.vmap and "
             "transforms of torch.func: call varied_grouped_gemm there"

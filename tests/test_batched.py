@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from functools import partial
 from typing import Any
 
 import pytest
@@ -247,6 +248,30 @@ def test_no_plans_of_transformed_tensors() -> None:
     x = torch.ones(2, 3, dtype=torch.float64)
     value, tangent = torch.func.jvp(lambda x: x * plan()[0], (x,), (2 * x,))
     assert torch.equal(value, A[0] @ B[0]) and torch.equal(tangent, 2 * value)
+
+
+def _planned(a: Tensor, B: list[Tensor]) -> Tensor:
+    return plan_varied_grouped_gemm([a], B)()[0].sum().square()
+
+
+def _to_out(a: Tensor, B: list[Tensor]) -> Tensor:
+    return varied_grouped_gemm([a], B, out=[a.new_empty(2, 3)])[0].sum().square()
+
+
+@pytest.mark.parametrize("function", [_planned, _to_out])
+def test_nested_transforms_get_no_zeros(function: Any) -> None:
+    """In forward mode, too, tensors that another transform has wrapped have no memory to read or write."""
+    [a], B = varied_inputs([(2, 3, 4)])
+    s = torch.ones(2, dtype=torch.float64)
+    f = partial(function, B=B)
+    for nested in (
+        lambda: torch.func.jvp(lambda s: torch.func.grad(f)(a) * s.sum(), (s,), (s,)),
+        lambda: torch.func.grad(lambda a: torch.func.jvp(lambda s: f(a) * s.sum(), (s,), (s,))[0])(a),
+        lambda: torch.func.jvp(lambda s: torch.vmap(f)(a[None]) * s.sum(), (s,), (s,)),
+        lambda: torch.func.hessian(f)(a),
+    ):
+        with pytest.raises(RuntimeError, match=r"^(plan_varied_grouped_gemm: plans|out: expected None in torch\.vmap)"):
+            nested()
 
 
 def test_the_schedules_example() -> None:

@@ -157,7 +157,9 @@ def test_start_up_asks_for_a_gpu(
     assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["convergence", "fp8", pytest.param("transformers_stack", marks=needs_transformers)])
+@pytest.mark.parametrize(
+    "name", ["convergence", "expert_parallel", "fp8", pytest.param("transformers_stack", marks=needs_transformers)]
+)
 @pytest.mark.parametrize("content", ["{broken", "[]", '{"meta": {}, "records": [{"suite": "table"}], "skipped": []}'])
 def test_a_file_without_results_to_keep_is_refused(
     name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -249,6 +249,12 @@ def test_constants_in_forward_mode(tokens: int) -> None:
     assert expected.any() == (tokens > 0)
     torch.testing.assert_close(value, 3 * expected)
     assert torch.equal(tangent, value)
+    hidden = given["hidden"][None]
+    by_vmap = torch.vmap(lambda h: moe_mlp(**{**given, "hidden": h}))
+    value, _ = torch.func.jvp(lambda x: by_vmap(hidden) * x.sum(), (x,), (x,))
+    torch.testing.assert_close(value[0], 3 * expected)
+    with pytest.raises(RuntimeError, match=r"hidden: .* has a tangent"):
+        torch.func.jvp(by_vmap, (hidden,), (hidden,))
 
 
 def layer(**options: Any) -> MoE:

@@ -8,7 +8,6 @@ of the arguments, and the divisibility of strides and extents. All plans with th
 from __future__ import annotations
 
 import ast
-import errno
 import functools
 import hashlib
 import importlib.util
@@ -426,10 +425,11 @@ _folder = store.temporary_folder()
 
 def _import(code: str) -> types.ModuleType:
     """Import generated code as a module, from a file because Triton reads the source there."""
+    global _folder
     name = f"moe_kernels_{hashlib.sha256(code.encode()).hexdigest()[:32]}"
-    os.makedirs(_folder, mode=0o700, exist_ok=True)  # a cleaner of /tmp removes it
-    if os.stat(_folder).st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "belongs to another user", _folder)
+    # A cleaner of /tmp removes it, and so does the process that this one was forked from, at its end.
+    if not os.path.isdir(_folder) or os.stat(_folder).st_uid != os.getuid():
+        _folder = store.temporary_folder()
     path = os.path.join(_folder, f"{name}.py")
     with open(path, "w") as file:
         file.write(code)

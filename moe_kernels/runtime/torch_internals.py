@@ -40,6 +40,9 @@ _dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", _m
 _functorch: Any = getattr(_C, "_functorch", None)
 _unknown_transform = SimpleNamespace(key=_missing(None))
 _functorch_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", _missing(_unknown_transform))
+_is_wrapped: Callable[[Any], bool] = getattr(_functorch, "is_functorch_wrapped_tensor", _missing(False))
+_is_batched: Callable[[Any], bool] = getattr(_functorch, "is_batchedtensor", _missing(False))
+_unwrapped: Callable[[Any], Any] = getattr(_functorch, "get_unwrapped", _missing(None))
 _FUNCTIONALIZE = getattr(getattr(_functorch, "TransformType", None), "Functionalize", "Functionalize")
 jit_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _missing(None))
 _key_included: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_included", _missing(False))
@@ -160,6 +163,15 @@ def transformed() -> bool:
     return forward_level() >= 0 or (level is not None and bool(level.key() != _FUNCTIONALIZE))
 
 
+def wrapped(*tensors: Tensor) -> bool:
+    """Whether a transform of torch.func has wrapped one of these tensors, which then has no memory of its own, outside
+    of torch.compile.
+    """
+    if torch.compiler.is_dynamo_compiling() or _functorch_level() is None:
+        return False
+    return any(map(_is_wrapped, tensors))
+
+
 def forward_level() -> int:
     """The level of forward-mode differentiation that a call is in; -1 outside."""
     return int(forward_ad._current_level)
@@ -172,7 +184,12 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     """
     if forward_level() < 0 or torch.compiler.is_dynamo_compiling() or (_VIEWS is not None and _key_excluded(_VIEWS)):
         return False
-    return any(x is not None and unpack_dual(x).tangent is not None for x in tensors)
+    for x in tensors:
+        while x is not None and _is_batched(x):  # torch.vmap cannot unpack it
+            x = _unwrapped(x)
+        if x is not None and unpack_dual(x).tangent is not None:
+            return True
+    return False
 
 
 # The devices that kernels or references run on. Not all versions of Dynamo can trace `is_autocast_available`.

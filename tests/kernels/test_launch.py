@@ -393,11 +393,11 @@ def test_the_stream_is_that_of_the_device(version: str) -> None:
 
 
 def test_the_folder_of_generated_code_may_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cleaner of /tmp may remove it. Code of another user, who made it again, is not run."""
+    """A cleaner of /tmp may remove it. One that another user has made again is not used."""
     shutil.rmtree(compiler._folder)
     assert compiler._import("number = 7").number == 7
     assert os.stat(compiler._folder).st_mode & 0o777 == 0o700
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getuid", lambda: os.stat(compiler._folder).st_uid + 1)
-        with pytest.raises(PermissionError, match="belongs to another user"):
-            compiler._import("number = 8")
+    before = compiler._folder
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(before).st_uid + 1)
+    assert compiler._import("number = 8").number == 8
+    assert compiler._folder != before
