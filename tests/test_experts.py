@@ -308,7 +308,8 @@ def test_offsets_that_start_late() -> None:
     options = arguments["options"] | {"gate_up_bias": arguments["tensors"]["gate_up_bias"]}
     out = swiglu_ffn(rows, arguments["tensors"]["w_gate_up"], offsets, **options).detach()
     shifted = swiglu_ffn(rows[2:], arguments["tensors"]["w_gate_up"], offsets - 2, **options).detach()
-    assert torch.equal(out[2:], shifted)
+    # Not the same bits: PyTorch rounds the last elements of a sigmoid on a CPU otherwise than the first.
+    torch.testing.assert_close(out[2:], shifted, rtol=1e-14, atol=1e-15)
     assert not out[:2].any()
 
 
