@@ -7,7 +7,6 @@ import datetime
 import gc
 import json
 import multiprocessing
-import os
 import re
 import shlex
 import sys
@@ -29,6 +28,7 @@ from benchmarks.operators import OPERATORS, Operator
 from benchmarks.suites import WARM_CALLS, Case, Suite
 from benchmarks.timing import captured, host_microseconds, in_turns
 from moe_kernels import requirements
+from moe_kernels.runtime import store
 from moe_kernels.timing import Call, gpu_is_lost, interleaved
 
 Record = dict[str, Any]
@@ -93,9 +93,7 @@ class Results:
 def replace_file(file: Path, text: str) -> None:
     """Write `text` to `file`, whose folder may be missing; an existing file is replaced atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, file)
+    store.write_file(file, text.encode())
 
 
 def command_line(script: str, argv: Sequence[str] | None) -> str:

@@ -760,11 +760,11 @@ def test_a_full_disk_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.M
     file = put(named(tmp_path), entry())
     content = file.read_bytes()
 
-    def full(path: Path, *_: Any, **__: Any) -> int:
-        path.write_bytes(b"part")
+    def full(descriptor: int, rest: memoryview, write: Callable[..., int] = os.write) -> int:
+        write(descriptor, rest[:4])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
         put(file, entry(DECODE))
     assert file.read_bytes() == content

@@ -440,21 +440,12 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
     file exists and `replace` is False.
     """
     root = folder()
-    temporary = None
     try:
         with suppress(FileNotFoundError):
             _check(root, name)
         make_folder((root / name).parent)
         _check(root, name)
-        temporary = f"{root / name}.{os.urandom(8).hex()}.tmp"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        finally:
-            os.close(descriptor)
-        if not _move(temporary, root / name, replace):
+        if not write_file(root / name, content, replace):
             return False
     except _Refused as error:
         _warn(error.path, str(error))
@@ -462,11 +453,33 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
     except OSError as error:
         _warn(root / name, f"cannot be written to ({error.strerror or error})")
         return False
-    finally:
-        if temporary is not None:
-            _remove(temporary)
     _keep_within_limit(len(content))
     return True
+
+
+def write_file(path: Path, content: bytes, replace: bool = True) -> bool:
+    """Write a file atomically. Return False if it exists and `replace` is False."""
+    temporary = f"{path}.{os.urandom(8).hex()}.tmp"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        finally:
+            os.close(descriptor)
+        if not replace:
+            try:
+                os.link(temporary, path)  # unlike os.replace, fails if `path` exists
+                return True
+            except FileExistsError:
+                return False
+            except OSError:  # the file system has no hard links
+                pass
+        os.replace(temporary, path)
+        return True
+    finally:
+        _remove(temporary)
 
 
 def can_write() -> bool:
@@ -496,20 +509,6 @@ def make_folder(path: Path) -> None:
     for part in reversed([part for part in (path, *path.parents) if not os.path.lexists(part)]):
         with suppress(FileExistsError):
             os.mkdir(part, 0o755)
-
-
-def _move(temporary: str, path: Path, replace: bool) -> bool:
-    """Give a file the name `path`. Return False if that exists and `replace` is False."""
-    if not replace:
-        try:
-            os.link(temporary, path)  # unlike os.replace, fails if `path` exists
-            return True
-        except FileExistsError:
-            return False
-        except OSError:  # the file system has no hard links
-            pass
-    os.replace(temporary, path)
-    return True
 
 
 def _remove(path: str) -> bool:

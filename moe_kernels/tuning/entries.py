@@ -186,12 +186,7 @@ def write(file: Path, gpu: str, entries: Sequence[Entry]) -> None:
         text = json.dumps(made, indent=2)
         # Write each list of numbers and words on one line.
         text = re.sub(r"\[\n[^\[\]{}]*\n\s*\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
-        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(text + "\n", encoding="utf-8")
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        store.write_file(file, f"{text}\n".encode())
 
 
 _warned: set[str] = set()  # files, and the names of GPUs whose files have a warning or need none
