@@ -27,3 +27,12 @@ def run_tests(files: list[Path], environment: dict[str, str]) -> None:
     result = subprocess.run(run, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert " passed" in result.stdout
+
+
+def forget_store() -> None:
+    """Forget the environment's name, checked folders and given warnings, as in a new process."""
+    from moe_kernels.runtime import store  # not before OMP_NUM_THREADS is set, which PyTorch reads once
+
+    for known in (store.environment, store._check_folder, store._is_of_user_alone):
+        known.cache_clear()
+    store._warned.clear()

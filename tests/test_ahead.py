@@ -27,7 +27,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from processes import python_path
+from processes import forget_store, python_path
 from torch import nn
 
 from moe_kernels import MoE, ahead, commands
@@ -370,11 +370,11 @@ def folder(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(made.folder))
     for name in ("_make", "ProcessPoolExecutor"):
         monkeypatch.setattr(ahead, name, Mock(side_effect=AssertionError("something is made")))
-    store.forget()
+    forget_store()
     ahead.rules.reload()
     yield made.folder
     ahead.rules.reload()
-    store.forget()
+    forget_store()
     assert listing(made.folder) == made.listings[-1]
 
 
@@ -886,7 +886,7 @@ def test_cache_show_and_clear(
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(mine))
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", os.pathsep.join([str(image), str(tmp_path / "nowhere")]))
     monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", "77")
-    store.forget()
+    forget_store()
     limit = "limit: 77 MiB (MOE_KERNELS_CACHE_LIMIT_MB)"
     nowhere = f"{tmp_path / 'nowhere'}: not there yet"
     assert cache_main() == cache_main("show") == [f"{mine}: not there yet", f"{image}: not there yet", nowhere, limit]
@@ -913,7 +913,7 @@ def test_cache_show_and_clear(
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(file))
-    store.forget()
+    forget_store()
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
     assert cache_main("show") == [f"{file}: is no folder", limit]
     assert commands.cache_main(parse(commands.add_cache_arguments, "clear")) == 1
@@ -928,7 +928,7 @@ def test_cache_shows_that_a_folder_is_not_used(
     store.write_library("a" * 64, bytes(1 << 20))
     for refused in (tmp_path / "libraries", tmp_path):
         refused.chmod(0o777)
-        store.forget()
+        forget_store()
         assert commands.cache_main(parse(commands.add_cache_arguments)) == 0
         shown = capsys.readouterr().out.splitlines()[:2]
         trouble = f"{refused} can be written to by others (chmod go-w)"

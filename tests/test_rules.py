@@ -22,6 +22,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from processes import forget_store
 
 from moe_kernels import requirements, rules
 from moe_kernels.ops.batched import varied_launch
@@ -708,7 +709,7 @@ def test_two_writers_lose_nothing_and_readers_see_whole_files(tmp_path: Path) ->
 def test_plans_can_be_stored_beside_entries_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The umask of many users is 002, and plans are not read where others may write to a folder above."""
     monkeypatch.delenv("MOE_KERNELS_CACHE_DIR", raising=False)
-    store.forget()
+    forget_store()
     before = os.umask(0o002)
     try:
         put(entries.file_in(entries.folders()[-1], GPU.name), entry())
@@ -1232,7 +1233,7 @@ class Machine:
     def begin_a_process(self) -> None:
         """Clear the memory, as in a new process, which has only the store and the files of entries."""
         rules.reload()
-        store.forget()
+        forget_store()
         self.monkeypatch.setattr(cache, "plans", cache.PlanCache())
         self.drawn.clear()
 

@@ -33,7 +33,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from processes import python_path
+from processes import forget_store, python_path
 from triton import knobs
 
 from moe_kernels.runtime import emit, launch, store, targets
@@ -193,11 +193,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(store, "_written", 0)
     umask = os.umask(0o022)
-    store.forget()
+    forget_store()
     yield tmp_path / "kept"
     monkeypatch.undo()
     os.umask(umask)
-    store.forget()
+    forget_store()
 
 
 def test_what_is_kept_is_found(root: Path) -> None:
@@ -340,12 +340,12 @@ def test_settings_of_the_compilers_have_an_environment_each(monkeypatch: pytest.
     settings |= {"TRITON_INSTRUMENTATION_MODE": "consan", "TRITON_SWAP_MIR": "/mir"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-        store.forget()
+        forget_store()
         found.add(store.environment())
     assert len(found) == 1 + len(settings)
     for name in ("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH"):  # torch.compile sets them for later calls
         monkeypatch.setenv(name, "/ptxas")
-        store.forget()
+        forget_store()
         assert store.environment() in found
 
 
@@ -354,7 +354,7 @@ def test_another_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     before = store.environment()
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "9.9.9" if name == "triton" else version(name))
-    store.forget()
+    forget_store()
     assert store.environment() != before
     with no_warning():
         assert read_all() == NOTHING | {"library": True}
@@ -367,7 +367,7 @@ def test_another_schema(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_all()
     before = store.environment()
     monkeypatch.setattr(store, "SCHEMA", store.SCHEMA + 1)
-    store.forget()
+    forget_store()
     assert store.environment() != before
     os.rename(root / before, root / store.environment())
     with one_warning("of another version"):
@@ -405,7 +405,7 @@ def test_files_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("function", ["stat", "lstat"])
 def test_folders_that_cannot_be_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     write_all()
-    store.forget()
+    forget_store()
     inner = root if function == "stat" else root / store.environment()
     with one_warning("cannot be read"):
         fail(monkeypatch, function, errno.EACCES, lambda path, *_: Path(path) == inner)
@@ -531,7 +531,7 @@ def unsafe_leaves(which: str) -> dict[str, bool]:
 def test_folders_that_others_may_write_to(root: Path, which: str, mode: int) -> None:
     """They are neither read nor written, with one warning for both."""
     write_all()
-    store.forget()
+    forget_store()
     before = files(root)
     unsafe = UNSAFE[which](root)
     unsafe.chmod(mode)
@@ -554,7 +554,7 @@ def test_folders_that_the_users_own_group_may_write_to(root: Path, which: str, m
     unsafe = UNSAFE[which](root)
     for mode in (0o775, 0o777):
         unsafe.chmod(mode)
-        store.forget()
+        forget_store()
         with no_warning() if mode == 0o775 else one_warning("can be written to by others"):
             assert read_all() == (ALL if mode == 0o775 else unsafe_leaves(which))
     unsafe.chmod(0o755)
@@ -597,7 +597,7 @@ def test_a_sticky_folder_above(root: Path) -> None:
         write_all()
         assert read_all() == ALL
     root.chmod(0o1777)  # but others may create files in it
-    store.forget()
+    forget_store()
     with one_warning("can be written to by others"):
         assert read_all() == NOTHING
     root.parent.chmod(0o700)
@@ -667,7 +667,7 @@ def test_the_folder_itself_may_be_a_link(root: Path, tmp_path: Path) -> None:
         write_all()
         assert read_all() == ALL
     (tmp_path / "elsewhere").chmod(0o777)
-    store.forget()
+    forget_store()
     with one_warning(f"{tmp_path / 'elsewhere'} can be written to by others"):
         assert read_all() == NOTHING
 
@@ -706,7 +706,7 @@ def owned(monkeypatch: pytest.MonkeyPatch, path: Path, uid: int) -> None:
 @pytest.mark.parametrize("which", UNSAFE)
 def test_folders_of_other_users(root: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     write_all()
-    store.forget()
+    forget_store()
     before = files(root)
     other = UNSAFE[which](root)
     with one_warning(f"{other} belongs to another user"):
@@ -720,7 +720,7 @@ def test_folders_of_other_users(root: Path, monkeypatch: pytest.MonkeyPatch, whi
 def test_a_sticky_folder_of_another_user(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner can rename the files in it."""
     write_all()
-    store.forget()
+    forget_store()
     root.parent.chmod(0o1777)
     owned(monkeypatch, root.parent, OTHER)
     with one_warning("belongs to another user"):
@@ -738,7 +738,7 @@ def test_files_of_other_users(root: Path, monkeypatch: pytest.MonkeyPatch, kind:
 
 def test_what_root_has_made_is_for_everybody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_all()
-    store.forget()
+    forget_store()
     for name in ("stat", "lstat", "fstat"):
         real = getattr(os, name)
 
@@ -896,7 +896,7 @@ def test_code_that_was_evicted_without_its_record(root: Path) -> None:
     ("text", "expected"), [(None, 2048), ("10", 10), ("1", 1), ("0", 2048), ("-3", 2048), ("many", 2048)]
 )
 def test_the_limit(monkeypatch: pytest.MonkeyPatch, text: str | None, expected: int) -> None:
-    store.forget()
+    forget_store()
     if text is not None:
         monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", text)
     with warnings.catch_warnings(record=True) as caught:
@@ -984,7 +984,7 @@ def test_folders_stand_in_for_each_other(root: Path, tmp_path: Path, monkeypatch
         assert read_all() == ALL
     shutil.rmtree(root)
     second.chmod(0o777)
-    store.forget()
+    forget_store()
     with one_warning("can be written to by others"):
         assert read_all() == NOTHING
 
@@ -1037,7 +1037,7 @@ def test_what_an_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
             return found
 
         monkeypatch.setattr(metadata, "version", version)
-        store.forget()
+        forget_store()
         return store.environment()
 
     here = environment()
@@ -1080,7 +1080,7 @@ def test_sources_are_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
     def changed(name: Path) -> bool:
         text = (package / name).read_text(encoding="utf-8")
         (package / name).write_text(text + "\n", encoding="utf-8")
-        store.forget()
+        forget_store()
         found = store.environment() != here
         (package / name).write_text(text, encoding="utf-8")
         return found
@@ -1088,7 +1088,7 @@ def test_sources_are_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_pat
     every = {file.relative_to(package) for file in package.rglob("*.py")}
     assert {name for name in every if changed(name)} == sources
     assert {Path("requirements.py"), Path("runtime/targets.py"), Path("scaled.py")} < sources < every
-    store.forget()
+    forget_store()
     assert store.environment() == here
 
 
@@ -1218,7 +1218,7 @@ def test_hostile_files_that_check_out(root: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "open", open_)
     for change in changes:
         put(root, record, good | change)
-        store.forget()
+        forget_store()
         with one_warning("is damaged"):
             assert store.read_binary(KEYS[0]) is None, change
     assert opened == {record, file_of(root, "code")}
@@ -1232,7 +1232,7 @@ def test_hostile_files_that_check_out(root: Path, monkeypatch: pytest.MonkeyPatc
         payload | {"plan": None},
     ):
         put(root, plan, changed)
-        store.forget()
+        forget_store()
         with one_warning("is damaged"):
             assert store.read_plan(PLAN_KEY, {}) is None, changed
 
@@ -1390,7 +1390,7 @@ def test_a_cache_of_triton_that_others_may_write_to(tmp_path: Path, monkeypatch:
         path.chmod(mode)
     for path in (private, private / "not there", shared, shared / "not there"):
         monkeypatch.setenv("TRITON_CACHE_DIR", str(path))
-        store.forget()
+        forget_store()
         get = triton.runtime.cache.get_cache_manager
         if path.exists():
             get("ab").put(b"a library", "launcher.so")
@@ -1432,7 +1432,7 @@ def test_launchers_that_cannot_be_loaded(
     if readonly:
         monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", str(root))
         monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(tmp_path / "own"))
-        store.forget()
+        forget_store()
     with no_warning():
         assert build(tmp_path / "1") == build(tmp_path / "2") == b"\x7fELF int launch;"
     assert compiler.built == ["int launch;"]

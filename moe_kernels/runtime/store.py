@@ -603,11 +603,3 @@ def _warn_once(text: str, subject: str | None = None) -> None:
     if (subject or text) not in _warned:
         _warned.add(subject or text)
         warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-
-def forget() -> None:
-    """Forget the environment's name, checked folders and given warnings: for tests."""
-    environment.cache_clear()
-    _check_folder.cache_clear()
-    _is_of_user_alone.cache_clear()
-    _warned.clear()
