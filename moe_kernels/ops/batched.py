@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference, rules
-from moe_kernels.ops.library import check_rows, define, needs, use_kernels
+from moe_kernels.ops.library import check_rows, define, save_operands, use_kernels
 from moe_kernels.rules import varied as varied_rules
 from moe_kernels.runtime import cache, targets, torch_internals
 from moe_kernels.runtime.signature import Counts, Operator
@@ -37,12 +37,6 @@ def _uniform_grouped_gemm(
     if not use_kernels(A, B):
         return reference.uniform_grouped_gemm(A, B, A.size(0), out_dtype=out_dtype)
     return cache.call(UNIFORM_GROUPED_GEMM, (A, B), (A.size(0), out_dtype))
-
-
-def _uniform_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    A, B, _ = inputs
-    ctx.save_for_backward(needs(ctx, 1, A), needs(ctx, 0, B))
-    ctx.dtypes = A.dtype, B.dtype
 
 
 def _uniform_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -101,7 +95,7 @@ def _varied_pair_by_pair(group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -
 uniform_grouped_gemm = define(
     _uniform_grouped_gemm,
     lambda A, B, out_dtype: A.new_empty((A.size(0), A.size(1), B.size(2)), dtype=out_dtype),
-    _uniform_setup,
+    lambda ctx, inputs, output: save_operands(ctx, *inputs[:2]),
     _uniform_backward,
 )
 varied_grouped_gemm = define(_varied_grouped_gemm, _varied_fake, _varied_setup, _varied_backward, _varied_pair_by_pair)

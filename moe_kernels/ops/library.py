@@ -232,6 +232,12 @@ def needs(ctx: Any, i: int, value: Tensor | None) -> Tensor | None:
     return value if ctx.needs_input_grad[i] else None
 
 
+def save_operands(ctx: Any, first: Tensor, second: Tensor | None, *others: Tensor) -> None:
+    """Save what the gradients of two operands need: each is needed for that of the other. Keep their dtypes."""
+    ctx.save_for_backward(needs(ctx, 1, first), needs(ctx, 0, second), *others)
+    ctx.dtypes = first.dtype, None if second is None else second.dtype
+
+
 def free_saved(ctx: Any) -> None:
     """Let saved tensors be freed before the backward ends, unless the graph is retained for another one."""
     if not torch.compiler.is_dynamo_compiling():  # Dynamo, which traces the backward for compiled autograd, refuses it

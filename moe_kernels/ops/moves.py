@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference
-from moe_kernels.ops.library import check_rows, define, needs, use_kernels
+from moe_kernels.ops.library import check_rows, define, save_operands, use_kernels
 from moe_kernels.rules.layer import sorts
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
@@ -84,10 +84,8 @@ def _move_fake(shape: Callable[[Tensor, int, int], tuple[int, int]]) -> Callable
 
 
 def _move_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    first, second, slot_to_row, group_offsets, top_k, _ = inputs
-    ctx.save_for_backward(needs(ctx, 1, first), needs(ctx, 0, second), slot_to_row, group_offsets)
-    ctx.top_k = top_k
-    ctx.dtypes = first.dtype, None if second is None else second.dtype
+    *tensors, ctx.top_k, _ = inputs
+    save_operands(ctx, *tensors)
 
 
 def _move_backward(of_first: Callable[..., Tensor], of_second: Callable[..., Tensor]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import reference
-from moe_kernels.ops.library import check_rows, define, needs, use_kernels
+from moe_kernels.ops.library import check_rows, define, save_operands, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
@@ -46,21 +46,21 @@ def _grouped_gemm(
 
 def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     A_packed, B, group_offsets, bias, _, variant = inputs
-    ctx.save_for_backward(needs(ctx, 1, A_packed), needs(ctx, 0, B), group_offsets)
-    ctx.dtypes = A_packed.dtype, B.dtype, None if bias is None else bias.dtype
+    save_operands(ctx, A_packed, B, group_offsets)
+    ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.shared, ctx.transposed, ctx.variant = B.dim() == 2, lies_transposed(B), variant
 
 
 def _grouped_gemm_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     A_packed, B, group_offsets = ctx.saved_tensors
-    a_dtype, b_dtype, bias_dtype = ctx.dtypes
+    a_dtype, b_dtype = ctx.dtypes
     dA = dB = d_bias = None
     if ctx.needs_input_grad[0]:
         dA = grouped_gemm(d_out, B.transpose(-2, -1), group_offsets, None, a_dtype, ctx.variant)
     if ctx.needs_input_grad[1]:
         dB = grouped_gemm_wgrad(A_packed, d_out, group_offsets, ctx.shared, ctx.transposed, b_dtype)
     if ctx.needs_input_grad[3]:
-        d_bias = bias_gradient(d_out, group_offsets, bias_dtype)
+        d_bias = bias_gradient(d_out, group_offsets, ctx.bias_dtype)
     return dA, dB, None, d_bias, None, None
 
 
@@ -103,12 +103,6 @@ def wgrad_fake(
     return A_packed.new_empty((*groups, K, N), dtype=out_dtype)
 
 
-def _wgrad_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    A_packed, d_out, group_offsets, _, _, _ = inputs
-    ctx.save_for_backward(needs(ctx, 1, A_packed), needs(ctx, 0, d_out), group_offsets)
-    ctx.dtypes = A_packed.dtype, d_out.dtype
-
-
 def _wgrad_backward(ctx: Any, dd_B: Tensor) -> tuple[Tensor | None, ...]:
     A_packed, d_out, group_offsets = ctx.saved_tensors
     a_dtype, d_dtype = ctx.dtypes
@@ -126,4 +120,6 @@ grouped_gemm = define(
     _grouped_gemm_setup,
     _grouped_gemm_backward,
 )
-grouped_gemm_wgrad = define(_grouped_gemm_wgrad, wgrad_fake, _wgrad_setup, _wgrad_backward)
+grouped_gemm_wgrad = define(
+    _grouped_gemm_wgrad, wgrad_fake, lambda ctx, inputs, output: save_operands(ctx, *inputs[:3]), _wgrad_backward
+)
