@@ -15,11 +15,9 @@ from the same GPU and versions. --tiny checks on a CPU that the script works.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -157,21 +155,10 @@ def compile_some(operator: str, dtypes: tuple[torch.dtype, torch.dtype], seed: i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.accuracy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = run.parser_of("accuracy", __doc__, tiny="small cases", file="accuracy.json", keeps="part")
     parser.add_argument("--part", choices=PARTS, help="default: all")
     parser.add_argument("--cases", type=positive, default=40, help="random cases of each operator and dtype")
     parser.add_argument("--jobs", type=positive, help="first compile all kernels of random cases in so many processes")
-    parser.add_argument("--tiny", action="store_true", help="small cases, also on a CPU")
-    parser.add_argument(
-        "--json",
-        type=partial(run.to_file, keeps="part"),
-        help="default: benchmarks/results/<gpu>/accuracy.json, on a GPU",
-    )
     options = parser.parse_args(argv)
     device = run.device_of(parser, options)
     begun = time.monotonic()

@@ -207,21 +207,12 @@ def pair(text: str) -> tuple[int, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = run.parser_of(
+        "convergence", __doc__, tiny="a small model and little text", file="convergence.json", keeps="case"
     )
     parser.add_argument("--steps", type=positive, help="default: 2000, or 3 with --tiny")
     every = [(seed, compute) for seed in SEEDS for compute in COMPUTES]
     parser.add_argument("--only", type=pair, nargs="+", default=every, metavar="SEED:COMPUTE", help="default: all")
-    parser.add_argument("--tiny", action="store_true", help="a small model and little text, also on a CPU")
-    parser.add_argument(
-        "--json",
-        type=partial(run.to_file, keeps="case"),
-        help="default: benchmarks/results/<gpu>/convergence.json, on a GPU",
-    )
     options = parser.parse_args(argv)
     device = run.device_of(parser, options)
     sizes, steps = (TINY, options.steps or 3) if options.tiny else (Sizes(), options.steps or 2000)

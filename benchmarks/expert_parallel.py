@@ -14,12 +14,10 @@ to benchmarks/results/<gpu>/expert_parallel.json. --tiny also runs on a CPU, wit
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -147,18 +145,8 @@ def measure(x: dict[str, Tensor], E: int, rounds: int, device: torch.device) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.expert_parallel",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = run.parser_of("expert_parallel", __doc__, tiny="a small layer", file="expert_parallel.json", keeps="ranks")
     parser.add_argument("--rounds", type=positive, default=21)
-    parser.add_argument("--tiny", action="store_true", help="a small layer, also on a CPU")
-    parser.add_argument(
-        "--json",
-        type=partial(run.to_file, keeps="ranks"),
-        help="default: benchmarks/results/<gpu>/expert_parallel.json, on GPUs",
-    )
     options = parser.parse_args(argv)
     if "RANK" not in os.environ:
         parser.error("start this with: torchrun --nproc-per-node N -m benchmarks.expert_parallel")

@@ -16,7 +16,6 @@ if they are from the same GPU and versions. --tiny checks on a CPU that the scri
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -380,22 +379,11 @@ def speedups(record: run.Record) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fp8",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = run.parser_of("fp8", __doc__, tiny="small cases", file="fp8[-load].json", keeps="part")
     parser.add_argument("--part", choices=PARTS, help="default: all")
     parser.add_argument("--rounds", type=positive, default=21)
     parser.add_argument("--jobs", type=positive, help="first compile all kernels in so many processes")
     parser.add_argument("--load", action="store_true", help="with dense products in turns: sustained clocks")
-    parser.add_argument("--tiny", action="store_true", help="small cases, also on a CPU")
-    parser.add_argument(
-        "--json",
-        type=partial(run.to_file, keeps="part"),
-        help="default: benchmarks/results/<gpu>/fp8[-load].json, on a GPU",
-    )
     options = parser.parse_args(argv)
     device = run.device_of(parser, options)
     begun = time.monotonic()

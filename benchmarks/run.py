@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from itertools import cycle, groupby, islice, repeat
 from pathlib import Path
@@ -99,6 +100,16 @@ def replace_file(file: Path, text: str) -> None:
 def command_line(script: str, argv: Sequence[str] | None) -> str:
     """Return the command of a script in this folder; `argv` are its arguments, None for those of this process."""
     return shlex.join(["python", "-m", f"benchmarks.{script}", *(sys.argv[1:] if argv is None else argv)])
+
+
+def parser_of(script: str, text: str | None, *, tiny: str, file: str, keeps: str) -> argparse.ArgumentParser:
+    """Return a parser with --tiny and --json for a script in this folder, whose results in `file` have `keeps`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{script}", description=text, formatter_class=raw)
+    parser.add_argument("--tiny", action="store_true", help=f"{tiny}, also on a CPU")
+    written = f"default: benchmarks/results/<gpu>/{file}, on a GPU"
+    parser.add_argument("--json", type=partial(to_file, keeps=keeps), help=written)
+    return parser
 
 
 def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:

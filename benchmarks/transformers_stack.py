@@ -16,7 +16,6 @@ On a GPU this writes benchmarks/results/<gpu>/transformers.json. --tiny checks o
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -138,19 +137,11 @@ def measure(model: Any, part: str, batch: int, length: int, rounds: int) -> list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transformers_stack",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = run.parser_of(
+        "transformers_stack", __doc__, tiny="a few small tokens", file="transformers.json", keeps="part"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--rounds", type=positive, default=21)
-    parser.add_argument("--tiny", action="store_true", help="a few small tokens, also on a CPU")
-    parser.add_argument(
-        "--json",
-        type=partial(run.to_file, keeps="part"),
-        help="default: benchmarks/results/<gpu>/transformers.json, on a GPU",
-    )
     options = parser.parse_args(argv)
     device = run.device_of(parser, options)
     begun = time.monotonic()
