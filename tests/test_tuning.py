@@ -6,6 +6,7 @@ import argparse
 import errno
 import math
 import os
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -313,27 +314,70 @@ def test_spent_time_leaves_the_rest(
     assert "1 problems are left" in capsys.readouterr().out
 
 
-def test_weights_that_are_too_large_are_tuned_with_fewer_groups(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert search.fitting_groups(search.Task(256, 65536, 4096, 7168, "bfloat16", True), CPU) == (64, 16384)
-    assert search.fitting_groups(search.Task(8, 16384, 4096, 7168, "bfloat16", True), CPU) == (8, 16384)
+def test_weights_that_are_too_large_are_searched_with_fewer_groups(bench: Bench) -> None:
+    task = search.Task(256, 65536, 4096, 7168, "bfloat16", True)
+    assert search.fitting_part(task, CPU) == replace(task, G=64, M=16384)
+    task = search.Task(8, 16384, 4096, 7168, "bfloat16", True)
+    assert search.fitting_part(task, CPU) == task
 
 
-def test_entries_that_were_timed_with_fewer_groups_are_for_all(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("variant", ["basic", "persistent"])
+def test_configs_searched_with_fewer_groups_are_timed_and_stored_for_all(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], variant: str
 ) -> None:
-    task = search.Task(32, 128, 96, 64, "float32", False)
-    monkeypatch.setattr(search, "fitting_groups", lambda *_: (4, 16))
-    bench.speed = lambda choice: 10.0 if choice.variant == "basic" else 100.0
+    task = search.Task(32, 2048, 96, 64, "float32", False)
+    monkeypatch.setattr(search, "fitting_part", lambda task, _: replace(task, G=4, M=256))
+    bench.find = found_with_9_stages
+    bench.speed = lambda choice: (5.0 if stages(choice) == 9 else 10.0) if choice.variant == variant else 100.0
+    timed = set()
+    calls = bench.calls
+    bench.calls = lambda inputs, choice: timed.add(inputs.tensors[0][1].size(0)) or calls(inputs, choice)  # type: ignore
     monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path))
     file = entries.file_in(tmp_path, GPU.name)
     assert run(file, todo=[task]) == 0
-    assert "timed with G=4 M=16" in capsys.readouterr().out
+    assert "searched with G=4 M=256" in capsys.readouterr().out and timed == {32}
+    [(kernel, _, _)] = bench.searches
+    if variant == "basic":
+        assert {seed.config["block_sizes"][2] for seed in Bench.seeds(kernel)} == {rules.offsets_block(4)}
     [made] = entries.read(file, GPU.name)
-    assert (made.bucket, made.M, made.config["block_sizes"][2]) == (search.bucket(task), 16, rules.offsets_block(32))
+    assert (made.bucket, made.M, made.kernel, made.config["num_stages"]) == (search.bucket(task), 2048, variant, 9)
+    if variant == "basic":
+        assert made.config["block_sizes"][2] == rules.offsets_block(32)
     rules.reload()
-    problem = problem_of(4, 128, 96, 64, 32, torch.float32, gpu=GPU)
+    problem = problem_of(64, 2048, 96, 64, 32, torch.float32, gpu=GPU)
     assert (grouped.bucket_of(problem), grouped.choose(problem).source) == (made.bucket, str(file))
     assert run(file, todo=[task]) == 0 and len(bench.searches) == 1
+
+
+def test_configs_that_fewer_groups_cannot_use_are_not_searched(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 2 rows TMA reads no A. The entry is then of a config for 16 rows all the same, timed beside their rule's."""
+    task = search.Task(128, 16, 96, 64, "float16", True)
+    monkeypatch.setattr(search, "fitting_part", lambda task, _: replace(task, G=16, M=2))
+    bench.speed = lambda choice: 10.0 if choice.config.config["l2_groupings"] == [1] else 20.0
+    monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path))
+    file = entries.file_in(tmp_path, GPU.name)
+    assert run(file, todo=[task]) == 0 and not bench.searches
+    assert "only neighbours of that config" in capsys.readouterr().out
+    [made] = entries.read(file, GPU.name)
+    rules.reload()
+    problem = problem_of(0, 16, 96, 64, 128, torch.float16, gpu=GPU, transposed=True)
+    by_rule = grouped.rule(problem)
+    assert by_rule.addressing.tma_A and by_rule in bench.made.values()
+    choice = grouped.choose(problem)
+    assert (made.us, made.rule_us, choice.source) == (10.0, 20.0, str(file))
+    assert choice.config.config["l2_groupings"] == [1] and choice.addressing.tma_A
+
+
+def test_tuned_problems_take_none_of_the_time(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.json"
+    run(file, todo=TASKS[:1])
+    capsys.readouterr()
+    run(file, todo=[*TASKS, replace(TASKS[0], K=128)], budget=600)
+    told = capsys.readouterr().out
+    assert "[2/3]" in told and "4 min 60 s" not in told
+    assert re.search(r"\[2/3\] .*: 5 min 0 s of the remaining 10 min 0 s", told)
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -389,6 +433,7 @@ def test_durations(text: str, expected: float) -> None:
         ["--shapes", "1,2,3,2147483648"],
         ["--model", "olmoe", "--budget", "soon"],
         ["--model", "olmoe", "--budget", "0m"],
+        ["--model", "olmoe", "--budget", "9" * 400],
     ],
     ids=str,
 )
@@ -483,7 +528,6 @@ def test_check_close_sees_one_wrong_element_and_changes_nothing(dtype: torch.dty
 def workload(choices: Sequence[int], calls: Callable[[int], list[Callable[[], torch.Tensor]]]) -> search.Workload:
     """Return a workload whose choices are numbers."""
     return search.Workload(
-        rows=1,
         choices=choices,
         calls=calls,
         near=lambda best, until: [],

@@ -80,7 +80,7 @@ UNSPLIT = 384  # Up to this many rows, reading a group's weight once more for a 
 
 def choose(problem: Problem, variant: str = "auto") -> Choice:
     """Return the kernel and config for `problem`. A `variant` other than "auto" restricts the choice of the kernel."""
-    return chosen(problem, bucket_of(problem), partial(_adapted, variant=variant), partial(rule, variant=variant))
+    return chosen(problem, bucket_of(problem), partial(adapted, variant=variant), partial(rule, variant=variant))
 
 
 def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) -> Choice:
@@ -364,7 +364,7 @@ def bucket_of(problem: Problem) -> entries.Bucket:
     return entries.Bucket(dtype, problem.transposed, problem.rows, problem.N, problem.K, problem.G)
 
 
-def _adapted(entry: entries.Entry, problem: Problem, variant: str = "auto") -> Choice | None:
+def adapted(entry: entries.Entry, problem: Problem, variant: str = "auto") -> Choice | None:
     """The choice of an entry, tuned without a bias and perhaps for another number of groups, None if it cannot be used
     for `problem`.
     """

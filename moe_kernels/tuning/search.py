@@ -63,9 +63,10 @@ another folder, set MOE_KERNELS_CONFIG_DIR to it. Needs a CUDA GPU that nothing 
 The remaining time is divided evenly between the remaining problems. A problem first tries neighbours of the rule's
 config, then Helion's autotuner from the best of them, under softmax-skewed, zipf-skewed and uniform routing at once. At
 the end the winner and the rule's config are timed in turns. Helion checks the clock only between rounds, so a problem
-may take a minute longer than its share. Entries of the file for these versions of triton and helion are skipped
-(--force tunes them again). Ctrl-C keeps what is done, and the same command continues. With --op uniform or varied,
-a grid of configs (and torch.bmm) is timed in turns, without a search.
+may take a minute longer than its share. It searches with fewer groups if weights have 2**31 elements or more, but all
+times are of all groups. Entries of the file for these versions of triton and helion are skipped (--force tunes them
+again). Ctrl-C keeps what is done, and the same command continues. With --op uniform or varied, a grid of configs (and
+torch.bmm) is timed in turns, without a search.
 
 Exits with 0 if all is done or the time is over, 2 without a GPU or for wrong arguments, 130 after Ctrl-C, otherwise
 with 1."""
@@ -172,16 +173,17 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
     print(f"Tuning {len(todo)} problems for {gpu} within {_duration(budget)}, into {file}", flush=True)
     failed = 0
     try:
-        for i, task in enumerate(todo):
+        tuned = [None if force else _known(task, file, gpu) for task in todo]
+        for i, (task, known) in enumerate(zip(todo, tuned, strict=True)):
             name = f"[{i + 1}/{len(todo)}] {task}"
-            if not force and (known := _known(task, file, gpu)) is not None:
+            if known is not None:
                 print(f"{name}: already tuned with M={known.M}, {known.us:.1f} us (--force tunes it again)", flush=True)
                 continue
-            left = deadline - time.monotonic()
+            left, remaining = deadline - time.monotonic(), tuned[i:].count(None)
             if left <= 0:
-                print(f"The time is over; {len(todo) - i} problems are left. The same command continues.")
+                print(f"The time is over; {remaining} problems are left. The same command continues.")
                 break
-            share = left / (len(todo) - i)
+            share = left / remaining
             print(f"{name}: {_duration(share)} of the remaining {_duration(left)}", flush=True)
             try:
                 entries.write(file, gpu, [])  # what would fail after the search fails before it
@@ -213,7 +215,6 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
 class Workload:
     """The parts of an operator that tuning needs. A choice is a `Choice` of the operator's rules."""
 
-    rows: int  # in total
     choices: Sequence[Any]  # to try; the first is the rule's
     calls: Callable[[Any], Sequence[Call]]  # choice -> its calls, one per routing; each returns the result
     near: Callable[[Sequence[Any], float], Iterable[Any]]  # working choices, fastest first, and deadline -> more
@@ -240,15 +241,20 @@ def tune_one(task: Task, device: torch.device, share: float) -> Entry:
     rule_us = times.get(rule, times[winner])
     if rule in times and times[winner] * GAIN > rule_us:
         winner = rule
+    return entry_for(task, work.stored(winner), round(times[winner], 2), round(rule_us, 2))
+
+
+def entry_for(task: Task, chosen: dict[str, Any], us: float = math.nan, rule_us: float = math.nan) -> Entry:
+    """Return the entry of `task` with the fields of a choice, as `stored` returns them, and its times if it has any."""
     return Entry(
         bucket=bucket(task),
-        us=round(times[winner], 2),
-        rule_us=round(rule_us, 2),
-        M=work.rows,
+        us=us,
+        rule_us=rule_us,
+        M=task.M if task.op == "grouped_gemm" else task.G * task.M,
         versions=entries.installed_versions(),
         date=datetime.date.today().isoformat(),
         command=command(task),
-        **work.stored(winner),
+        **chosen,
     )
 
 
@@ -371,10 +377,7 @@ def grouped_inputs(task: Task, device: torch.device) -> Inputs:
 
 def grouped_workload(task: Task, device: torch.device) -> Workload:
     """Return the workload of `grouped_gemm`."""
-    G, M = fitting_groups(task, device)
-    if (G, M) != (task.G, task.M):
-        print(f"  timed with G={G} M={M}: Helion's autotuner needs weights of fewer elements than 2**31, and memory")
-    inputs = grouped_inputs(replace(task, G=G, M=M), device)
+    inputs = grouped_inputs(task, device)
     problem = inputs.problem()
 
     def near(best: Sequence[rules.Choice], until: float) -> list[rules.Choice]:
@@ -389,28 +392,43 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
         if budget < _LEAST_SEARCH:
             print("  too little time for Helion's autotuner: only neighbours of that config")
             return seeds
-        print(f"  Helion's autotuner, from {len(seeds)} configs: {_duration(budget)}", flush=True)
+        found = None
         try:
-            return [search(problem, seeds, inputs, budget)]
+            found = search_a_part(task, inputs, seeds, budget, device)
         except Exception as error:
             print(f"  Helion's autotuner failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             if gpu_is_lost(device):
                 raise
-            return seeds
-
-    def for_all_groups(choice: rules.Choice) -> dict[str, Any]:
-        if choice.variant == "basic" and G != task.G:
-            block_m, block_n, _, block_k = choice.config.config["block_sizes"]
-            choice = _with(choice, block_sizes=[block_m, block_n, rules.offsets_block(task.G), block_k])
-        return stored(choice)
+        return seeds if found is None else [found]
 
     return Workload(
-        rows=M,
         choices=[grouped.rule(problem), grouped.choose(problem), *alternatives(problem)],
         calls=inputs.calls,
         near=near,
-        stored=for_all_groups,
+        stored=stored,
     )
+
+
+def search_a_part(
+    task: Task, inputs: Inputs, seeds: Sequence[rules.Choice], budget: int, device: torch.device
+) -> rules.Choice | None:
+    """Return the result of Helion's autotuner for as many groups of `task` as it can take, in a form for all of them.
+
+    None if the config of seeds[0] cannot be used for so few groups, or the result not for all.
+    """
+    part = fitting_part(task, device)
+    searched = inputs
+    if part != task:
+        print(f"  searched with G={part.G} M={part.M}: Helion's autotuner needs weights of fewer elements than 2**31")
+        searched = grouped_inputs(part, device)
+    problem = searched.problem()
+    starts = [grouped.adapted(entry_for(task, stored(seed)), problem) for seed in seeds]
+    if starts[0] is None:
+        print("  so few groups need another kind of config: only neighbours of that config")
+        return None
+    print(f"  Helion's autotuner, from {len(seeds)} configs: {_duration(budget)}", flush=True)
+    found = search(problem, [start for start in starts if start is not None], searched, budget)
+    return grouped.adapted(entry_for(part, stored(found)), inputs.problem())
 
 
 def stored(choice: rules.Choice) -> dict[str, Any]:
@@ -596,7 +614,6 @@ def uniform_workload(task: Task, device: torch.device) -> Workload:
     inputs = Inputs(UNIFORM_GROUPED_GEMM, [_operands(task, device)], (task.G, DTYPES[task.dtype]))
     problem = inputs.problem()
     return Workload(
-        rows=task.G * task.M,
         choices=[uniform.rule(problem), uniform.choose(problem), *uniform_grid(problem)],
         calls=inputs.calls,
         near=lambda best, until: [
@@ -647,7 +664,6 @@ def varied_workload(task: Task, device: torch.device) -> Workload:
         return [call]
 
     return Workload(
-        rows=task.G * task.M,
         choices=[varied.rule(problem), varied.choose(problem), *varied_grid(problem)],
         calls=calls,
         near=lambda best, until: [],
@@ -699,26 +715,29 @@ def _known(task: Task, file: Path, gpu: str) -> Entry | None:
     return next((entry for entry in found if entry.bucket == wanted and entry.versions.minor == minor), None)
 
 
-def fitting_groups(task: Task, device: torch.device) -> tuple[int, int]:
-    """Return G and M, both halved until B has at most INT32_MAX elements, which Helion's autotuner needs for TMA, and a
-    search fits into memory.
+def fitting_part(task: Task, device: torch.device) -> Task:
+    """Return `task` with G and M halved until B has at most INT32_MAX elements, which Helion's autotuner needs for TMA,
+    and a search fits into memory.
     """
     memory = torch.cuda.get_device_properties(device).total_memory
+
+    def size(G: int, M: int) -> int:
+        return DTYPES[task.dtype].itemsize * (G * task.N * task.K + M * (task.K + 3 * task.N))
+
     G, M = task.G, task.M
-    while G > 1:
-        # Helion keeps a copy of the arguments for each routing.
-        needed = (2 + len(ROUTINGS)) * DTYPES[task.dtype].itemsize * (G * task.N * task.K + M * (task.K + 3 * task.N))
-        if G * task.N * task.K <= INT32_MAX and needed < 0.8 * memory:
-            break
+    # Helion keeps a copy of the arguments for each routing.
+    while G > 1 and not (
+        G * task.N * task.K <= INT32_MAX and size(task.G, task.M) + (2 + len(ROUTINGS)) * size(G, M) < 0.8 * memory
+    ):
         G, M = G // 2, max(1, M // 2)
-    return G, M
+    return replace(task, G=G, M=M)
 
 
 def seconds(text: str) -> float:
     """Parse "90s", "10m", "2h" or "90" as seconds, for argparse."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"expected a time such as 90s, 10m or 2h, got {text!r}")
+    if match is None or not 0 < float(match[1]) < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a time such as 90s, 10m or 2h, got {text[:40]!r}")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
