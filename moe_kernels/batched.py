@@ -94,17 +94,28 @@ def varied_grouped_gemm(
     if out is None and isinstance(group_A, (list, tuple)) and isinstance(group_B, (list, tuple)):
         cast = autocast(*group_A, *group_B)
         group_A, group_B = cast[: len(group_A)], cast[len(group_A) :]
+    if out is not None:
+        return torch_internals.outside_graphs(_READS_ADDRESSES, _varied_to, group_A, group_B, out)
+    checks.check_varied(group_A, group_B, None)
+    return ops.varied_grouped_gemm(list(group_A), list(group_B)) if group_A else []
+
+
+_READS_ADDRESSES = (
+    "varied_grouped_gemm(out=) and its plans read addresses on the host, which fullgraph=True and torch.export rule "
+    "out: call varied_grouped_gemm without out= there"
+)
+
+
+def _varied_to(group_A: Sequence[Tensor], group_B: Sequence[Tensor], out: Sequence[Tensor]) -> list[Tensor]:
     checks.check_varied(group_A, group_B, out)
     if not group_A:
         return []
-    if out is not None:
-        if use_kernels(group_A[0]):
-            varied_launch(group_A, group_B, out)()
-            torch.autograd.graph.increment_version(out)  # with which autograd detects writes to what it has saved
-        else:
-            reference.varied_grouped_gemm(group_A, group_B, out=out)
-        return list(out)
-    return ops.varied_grouped_gemm(list(group_A), list(group_B))
+    if use_kernels(group_A[0]):
+        varied_launch(group_A, group_B, out)()
+        torch.autograd.graph.increment_version(out)  # with which autograd detects writes to what it has saved
+    else:
+        reference.varied_grouped_gemm(group_A, group_B, out=out)
+    return list(out)
 
 
 def plan_varied_grouped_gemm(
@@ -117,9 +128,19 @@ def plan_varied_grouped_gemm(
 
     A call of the plan reads the current values of the tensors. It costs one launch and, without `out`, the allocation
     of one buffer for all results. It can be captured in a CUDA graph, which it has to outlive, as it keeps the tensors
-    alive. It gives no gradients. Arguments and errors are those of `varied_grouped_gemm`; ValueError also if autocast
-    would cast an operand, and RuntimeError if an operand has a forward-mode tangent or a transform of torch.func.
+    alive. It gives no gradients, and torch.compile runs it outside of its graphs. Arguments and errors are those of
+    `varied_grouped_gemm`; ValueError also if autocast would cast an operand, and RuntimeError if an operand has a
+    forward-mode tangent, or in a transform of torch.func.
     """
+    planned: Callable[[], list[Tensor]] = torch_internals.outside_graphs(
+        _READS_ADDRESSES, _planned, group_A, group_B, out
+    )
+    return planned
+
+
+def _planned(
+    group_A: Sequence[Tensor], group_B: Sequence[Tensor], out: Sequence[Tensor] | None
+) -> Callable[[], list[Tensor]]:
     checks.check_varied(group_A, group_B, out)
     checks.check_planned((*group_A, *group_B))
     if not group_A:
@@ -129,19 +150,19 @@ def plan_varied_grouped_gemm(
             "plan_varied_grouped_gemm: autocast would convert the operands, and a plan reads the tensors that it was "
             f"given: convert them with .to({torch.get_autocast_dtype(group_A[0].device.type)}), or leave autocast"
         )
-    group_A, group_B = [a.detach() for a in group_A], [b.detach() for b in group_B]
-    out = None if out is None else list(out)
-    if not use_kernels(group_A[0]):
-        return partial(without_autocast(reference.varied_grouped_gemm), group_A, group_B, out=out)
-    return _Plan(group_A, group_B, out)
+    return _Plan([a.detach() for a in group_A], [b.detach() for b in group_B], None if out is None else list(out))
 
 
 class _Plan:
-    """A launch for fixed tensors, and the layout of the results in one buffer."""
+    """A launch for fixed tensors, and the layout of the results in one buffer; or the tensors for the reference."""
 
     def __init__(self, group_A: Sequence[Tensor], group_B: Sequence[Tensor], out: list[Tensor] | None):
         self.tensors = group_A, group_B
         self.out = out
+        self.run: Callable[[], list[Tensor]] = self._launched
+        if not use_kernels(group_A[0]):
+            self.run = partial(without_autocast(reference.varied_grouped_gemm), group_A, group_B, out=out)
+            return
         self.shapes = [(a.size(0), b.size(1)) for a, b in zip(group_A, group_B, strict=True)]
         unit = 16 // group_A[0].element_size()
         sizes = [M * N + -M * N % unit for M, N in self.shapes]  # padded: each result begins at a multiple of 16 bytes
@@ -156,6 +177,18 @@ class _Plan:
             return [buffer.as_strided((M, N), (max(N, 1), 1), start) for (M, N), start in places]
 
     def __call__(self) -> list[Tensor]:
+        out: list[Tensor] = torch_internals.outside_graphs(_READS_ADDRESSES, self._checked)
+        return out
+
+    def _checked(self) -> list[Tensor]:
+        if self.out is not None:
+            checks.check_out({"out": self.out})
+        if not torch_internals.wrapped():
+            return self.run()
+        with torch_internals.without_transforms():  # in which a buffer would have no memory of its own
+            return self.run()
+
+    def _launched(self) -> list[Tensor]:
         if self.out is not None:
             self.launch()
             torch.autograd.graph.increment_version(self.out)

@@ -817,6 +817,11 @@ def check_varied(
     transformed = torch_internals.transformed() and torch_internals.forward_level() < 0
     if not reference and (transformed or torch_internals.wrapped(*group_A, *group_B, *out)):
         raise RuntimeError("out: expected None in torch.vmap and transforms of torch.func, got a list; omit out=")
+    check_out(lists)
+
+
+def check_out(lists: Mapping[str, Sequence[Tensor]]) -> None:
+    """Check that the tensors of `lists`, of which "out" is one, are not for autograd or inference mode alone."""
     if torch.is_grad_enabled():
         for name, tensors in lists.items():
             for p, tensor in enumerate(tensors):
@@ -825,14 +830,18 @@ def check_varied(
                         f"{name}[{p}]: out= has no gradients, but this tensor requires grad: omit out=, detach "
                         "the tensor, or call under torch.no_grad()"
                     )
+    if not torch.is_inference_mode_enabled():
+        for p, tensor in enumerate(lists["out"]):
+            if tensor.is_inference():
+                raise RuntimeError(f"out[{p}]: a tensor of inference mode cannot be written to outside of it: clone it")
 
 
 def check_planned(tensors: Sequence[Tensor]) -> None:
     """Refuse tensors whose values a plan would not read: those of transforms, or with a tangent."""
     if torch_internals.wrapped(*tensors) or torch_internals.has_tangent(*tensors):
         raise RuntimeError(
-            "plan_varied_grouped_gemm: plans have no derivatives in forward mode, and none is made in torch.vmap and "
-            "transforms of torch.func: call varied_grouped_gemm there"
+            "plan_varied_grouped_gemm: plans have no derivatives in forward mode, and none is made in transforms of "
+            "torch.func: call varied_grouped_gemm there"
         )
 
 

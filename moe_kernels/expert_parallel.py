@@ -171,14 +171,11 @@ def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: An
 
     PyTorch 2.11 gives zeros as the gradient of a collective in an autograd.Function that it compiles, and says nothing.
     """
-    torch_internals.break_graph(
+    reason = (
         "dispatch and combine exchange rows outside of compiled graphs, which fullgraph=True and torch.export rule "
         "out: call them outside"
     )
-    apply: Any = _AllToAll.apply
-    if torch.compiler.is_dynamo_compiling():  # after the end of a graph, Dynamo goes on with the next one
-        apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
-    out: Tensor = apply(rows, sent, received, group)
+    out: Tensor = torch_internals.outside_graphs(reason, _AllToAll.apply, rows, sent, received, group)
     return out
 
 

@@ -250,11 +250,10 @@ def quantize(
 def dequantize(scaled: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return `data * scale` in float32, rounded once to `dtype`; see `moe_kernels.dequantize`."""
     checks.check_dequantize(scaled, dtype)
-    data, scales, _ = scaled
-    for dim in (-2, -1):
-        n = data.shape[dim]
-        if scales.shape[dim] not in (1, n):
-            scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, 0, n)
+    data, scales, format = scaled
+    along_k = -1 if scales.shape == scales_shape(data.shape, format) else -2  # -2 for `ScaledTensor.mT`
+    for dim in {"rowwise": (), "1x128": (along_k,), "128x128": (-2, -1)}[format]:
+        scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, 0, data.shape[dim])
     return (data.float() * scales).to(dtype)
 
 

@@ -250,6 +250,40 @@ def test_no_plans_of_transformed_tensors() -> None:
     assert torch.equal(value, A[0] @ B[0]) and torch.equal(tangent, 2 * value)
 
 
+@varied_functions
+def test_out_of_inference_mode(function: Any) -> None:
+    A, B = varied_inputs([(2, 3, 4)])
+    with torch.inference_mode():
+        out = [torch.zeros(2, 3, dtype=torch.float64)]
+        plan = plan_varied_grouped_gemm(A, B, out=out)
+        assert torch.equal(plan()[0], A[0] @ B[0])
+        out[0].zero_()
+    for call in (lambda: function(A, B, out=out), plan):
+        with pytest.raises(RuntimeError, match=r"^out\[0\]: a tensor of inference mode cannot be written to"):
+            call()
+    assert not out[0].any()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_plans_in_compiled_functions(backend: str) -> None:
+    """They run outside of graphs; the results are those of eager calls."""
+    A, B = varied_inputs([(2, 3, 4), (5, 1, 2)])
+    plan = plan_varied_grouped_gemm(A, B)
+    out = [torch.zeros(2, 3, dtype=torch.float64), torch.zeros(5, 1, dtype=torch.float64)]
+    to_out = plan_varied_grouped_gemm(A, B, out=out)
+    expected = 2 * A[0] @ B[0]
+    for function in (
+        lambda A, B: plan()[0] * 2,
+        lambda A, B: to_out()[0] * 2,
+        lambda A, B: plan_varied_grouped_gemm(A, B)()[0] * 2,
+        lambda A, B: varied_grouped_gemm(A, B, out=out)[0] * 2,
+    ):
+        torch.testing.assert_close(torch.compile(function, backend=backend)(A, B), expected)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"_gemm\(out=\) and its plans read addresses"):
+            torch.compile(function, backend=backend, fullgraph=True)(A, B)
+
+
 def _planned(a: Tensor, B: list[Tensor]) -> Tensor:
     return plan_varied_grouped_gemm([a], B)()[0].sum().square()
 

@@ -210,3 +210,20 @@ def test_the_default_dtype_changes_nothing(format: str, default: torch.dtype) ->
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found.scales, expected.scales)
     assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("format", ["rowwise", "1x128", "128x128"])
+def test_rows_that_only_the_data_tells_in_export(format: str, transposed: bool, strict: bool) -> None:
+    class Chosen(torch.nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            scaled = quantize(x[mask], format)
+            return dequantize(scaled.mT if transposed else scaled)
+
+    x = torch.randn(9, 300)
+    exported = torch.export.export(Chosen(), (x, torch.arange(9) < 5), strict=strict).module()
+    for rows in (9, 2, 1, 0):
+        mask = torch.arange(9) < rows
+        out = exported(x, mask)
+        assert torch.equal(out, Chosen()(x, mask)) and bool(out.any()) == (rows > 0)

@@ -105,10 +105,6 @@ def varied_launch(
     group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor], wait: bool = False
 ) -> Callable[..., None]:
     """Return the function that writes the products to `outs`, or to the same parts of a buffer passed to it."""
-    torch_internals.break_graph(
-        "varied_grouped_gemm(out=) and its plans read addresses on the host, which fullgraph=True and torch.export "
-        "rule out: call varied_grouped_gemm without out= there"
-    )
     for name, tensors in {"group_A": group_A, "group_B": group_B, "out": outs}.items():
         for p, tensor in enumerate(tensors):
             if tensor.is_neg():

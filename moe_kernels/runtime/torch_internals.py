@@ -91,6 +91,14 @@ def break_graph(reason: str) -> None:
         raise RuntimeError(reason)
 
 
+def outside_graphs(reason: str, run: Callable[..., Any], *args: Any) -> Any:
+    """Return `run(*args)`, called outside of compiled graphs. Errors are those of `break_graph`."""
+    break_graph(reason)
+    if torch.compiler.is_dynamo_compiling():  # after the end of a graph, Dynamo goes on with the next one
+        run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    return run(*args)
+
+
 def on_current_device(tensor: Tensor) -> bool:
     """Whether `tensor` is on the CUDA device that launches go to."""
     return tensor.is_cuda and tensor.get_device() == current_device()
@@ -164,12 +172,12 @@ def transformed() -> bool:
 
 
 def wrapped(*tensors: Tensor) -> bool:
-    """Whether a transform of torch.func has wrapped one of these tensors, which then has no memory of its own, outside
-    of torch.compile.
+    """Whether a transform of torch.func has wrapped one of these tensors, or wraps new ones, outside of torch.compile.
+    These have no memory of their own.
     """
     if torch.compiler.is_dynamo_compiling() or _functorch_level() is None:
         return False
-    return any(map(_is_wrapped, tensors))
+    return any(map(_is_wrapped, (*tensors, torch.empty(0))))
 
 
 def forward_level() -> int:
@@ -237,6 +245,12 @@ def without_modes() -> Any:
     """A context in which no dispatch mode is active."""
     (disabled,) = _imported("torch.utils._python_dispatch", "_disable_current_modes")
     return disabled()
+
+
+def without_transforms() -> Any:
+    """A context in which no transform of torch.func is active."""
+    (cleared,) = _imported("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")
+    return cleared()
 
 
 @contextmanager

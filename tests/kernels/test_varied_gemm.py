@@ -391,3 +391,56 @@ def test_out_in_one_graph(function: Any, device: str) -> None:
     out = [A[0].new_empty(4, 5)]
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"_gemm\(out=\) and its plans read addresses"):
         torch.compile(lambda: function(A, B, out=out), fullgraph=True, backend="eager")()
+
+
+@pytest.mark.parametrize("function", ["plan", "plan with out", "new plan", "out"])
+def test_outside_of_graphs(function: str, device: str) -> None:
+    A, B = make([(4, 5, 6), (3, 2, 1)], device)
+    out = [a.new_zeros(a.size(0), b.size(1)) for a, b in zip(A, B, strict=True)]
+    plan = plan_varied_grouped_gemm(A, B, out=out if function == "plan with out" else None)
+    calls = {
+        "new plan": lambda A, B: plan_varied_grouped_gemm(A, B)(),
+        "out": lambda A, B: varied_grouped_gemm(A, B, out=out),
+    }
+    call = calls.get(function, lambda A, B: plan())
+    eager = [o.clone() for o in call(A, B)]
+    for o in out:
+        o.zero_()
+    compiled = torch.compile(lambda A, B: [o * 2 for o in call(A, B)], backend="eager")
+    assert all(torch.equal(o, e * 2) and bool(e.any()) for o, e in zip(compiled(A, B), eager, strict=True))
+
+
+@pytest.mark.parametrize("to", ["new", "out"])
+def test_a_plan_in_transforms(to: str, device: str) -> None:
+    """Its tensors are constants to them; a buffer that a transform wraps would have no memory."""
+    A, B = make([(4, 5, 6)], device)
+    plan = plan_varied_grouped_gemm(A, B, out=None if to == "new" else [A[0].new_zeros(4, 5)])
+    [product] = [o.clone() for o in plan()]
+    assert bool(product.any())
+    x = torch.ones_like(product)
+    assert torch.equal(torch.func.grad(lambda x: (plan()[0] * x).sum())(x), product)
+    value, tangent = torch.func.jvp(lambda x: plan()[0] * x, (x,), (2 * x,))
+    assert torch.equal(value, product) and torch.equal(tangent, 2 * product)
+    rows = torch.func.vmap(torch.func.grad(lambda x: (plan()[0] * x).sum()))(torch.stack([x, x]))
+    assert torch.equal(rows, torch.stack([product, product]))
+    for transform in (torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
+        with pytest.raises(RuntimeError, match=r"^plan_varied_grouped_gemm: .* call varied_grouped_gemm there"):
+            transform(lambda x: (plan_varied_grouped_gemm(A, B)()[0] * x).sum())(x)
+        with pytest.raises(RuntimeError, match=r"^out: expected None in torch\.vmap and transforms of torch\.func"):
+            transform(lambda x: (varied_grouped_gemm(A, B, out=[product])[0] * x).sum())(x)
+
+
+@pytest.mark.parametrize("written", ["leaf", "inference"])
+def test_plans_write_what_calls_may_write(written: str, device: str) -> None:
+    A, B = make([(4, 5, 6)], device)
+    with torch.inference_mode(written == "inference"), torch.no_grad():
+        out = [torch.zeros(4, 5, dtype=A[0].dtype, device=device)]
+        if written == "leaf":
+            out[0].requires_grad_()
+        plan = plan_varied_grouped_gemm(A, B, out=out)
+    for call in (plan, lambda: varied_grouped_gemm(A, B, out=out)):
+        with pytest.raises(RuntimeError, match=r"^out\[0\]: (out= has no gradients|a tensor of inference mode)"):
+            call()
+    assert not out[0].any()
+    with torch.inference_mode(written == "inference"), torch.no_grad():
+        torch.testing.assert_close(plan()[0], A[0] @ B[0])
