@@ -15,6 +15,7 @@ from the same GPU and versions. --tiny checks on a CPU that the script works.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -123,11 +124,12 @@ class Case(NamedTuple):
 
 @torch.no_grad()
 def share(out: Tensor, A: Tensor, B: Tensor) -> float:
-    """Return the largest error of `out`, the product of two matrices, as a share of the tests' budget."""
+    """Return the largest error of `out`, the product of two matrices, as a share of the tests' budget; inf for NaN."""
     A_exact, B_exact = A.double(), B.double()
     exact, plain = A_exact @ B_exact, plain_product(A, B, out.dtype)
     error, plain_error = ((x.double() - exact).abs().amax().item() for x in (out, plain))
-    return error / error_budget(plain_error, (A_exact.abs() @ B_exact.abs()).amax().item())
+    found = error / error_budget(plain_error, (A_exact.abs() @ B_exact.abs()).amax().item())
+    return math.inf if math.isnan(found) else found
 
 
 @torch.no_grad()
@@ -140,7 +142,7 @@ def random_cases(
         case = Case(operator, *dtypes, seed)
         most = max(share(*product) for product in case.products(tiny, device))
         over += most > 1
-        if not most <= worst:
+        if most > worst:
             sizes, N, K = case.sizes(tiny)
             worst, where = most, {"sizes": sizes, "N": N, "K": K, "seed": seed}
     names = dict(zip(("dtype", "result"), (str(dtype).removeprefix("torch.") for dtype in dtypes), strict=True))
@@ -163,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = run.device_of(parser, options)
     begun = time.monotonic()
     meta = run.meta(device, run.command_line("accuracy", argv))
-    file = run.file_of(options, meta, "accuracy.json")
+    file = run.file_of(options, meta, "accuracy.json", adds=bool(options.part))
     results = run.Results(meta)
     parts = [part for part in PARTS if options.part in (None, part)]
     if options.jobs and "random" in parts and device.type == "cuda":

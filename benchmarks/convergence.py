@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     del meta["ceilings"]  # not reliable while other processes share the GPU
     training = asdict(sizes) | {"steps": steps, "bytes": len(text), "held_out_bytes": len(held_out)}
     meta |= {"python": platform.python_version(), "training": training}
-    file = run.file_of(options, meta, "convergence.json")
+    file = run.file_of(options, meta, "convergence.json", adds=True)
     results = run.Results(meta)
     for seed, compute in options.only:
         if file is not None:

@@ -161,6 +161,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     P, rank = dist.get_world_size(), dist.get_rank()
     H, I, E, T = SIZES[options.tiny]  # noqa: E741
+    if E % P:
+        parser.error(f"needs a number of ranks by which its {E} experts can be divided, got {P}")
+    if rank == 0:
+        words = f" --rounds {options.rounds}{' --tiny' * options.tiny}"
+        command = f"NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N -m benchmarks.expert_parallel{words}"
+        meta = run.meta(device, command)
+        file = run.file_of(options, meta, "expert_parallel.json", adds=True)
     worst = torch.tensor(check(device, dtype), device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     x = make(2 * T, H, I, E // P, rank, device, dtype)
@@ -177,10 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             | {"error_share": round(worst.item(), 3)}
         )
     if rank == 0:
-        words = f" --rounds {options.rounds}{' --tiny' * options.tiny}"
-        command = f"NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N -m benchmarks.expert_parallel{words}"
-        results = run.Results(run.meta(device, command), records)
-        if (file := run.file_of(options, results.meta, "expert_parallel.json")) is not None:
+        results = run.Results(meta, records)
+        if file is not None:
             results.keep(file, "ranks")
             results.write(file)
         print(tables.markdown(results), flush=True)

@@ -280,6 +280,9 @@ def check_of(layer: ffn.Layer | None = None) -> Callable[[str, Any], None]:
     return check
 
 
+_SEEN: dict[tuple[Any, ...], set[int]] = {}  # numbers of rows that this process has called a function with
+
+
 def host_times(calls: Mapping[str, Any], rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
     """Return the host microseconds of eager calls of `grouped_gemm` and `moe_mlp`, and with new numbers of rows."""
     found: dict[str, dict[str, float]] = {"host_us": {}, "host_new_rows_us": {}}
@@ -287,13 +290,25 @@ def host_times(calls: Mapping[str, Any], rounds: int, device: torch.device) -> d
         if not label.startswith(("grouped_gemm", "moe_mlp")):
             continue
         found["host_us"][label] = round(host_microseconds(repeat(call, 3 * rounds), device), 1)
-        numbers = range(1, min(call.args[0].shape[0], run.WARM_ROWS[-1] + 1))
-        for n in set(run.WARM_ROWS).intersection(numbers):  # these have the plans of the classes
+        had = call.args[0].shape[0]
+        numbers = range(1, min(had, run.WARM_ROWS[-1] + 1))
+        warm = [n for n in run.WARM_ROWS if n in numbers]  # these have the plans of the classes
+        for n in warm:
             with_fewer_rows(call, n)()
-        new = [with_fewer_rows(call, n) for n in numbers if n not in run.WARM_ROWS][: 3 * rounds]
+        count = with_rows(call)
+        shapes = [tuple(x.shape[i < count :]) for i, x in enumerate(call.args) if hasattr(x, "shape")]
+        seen = _SEEN.setdefault((label, *shapes), set())
+        new = [n for n in numbers if n not in warm and had - n not in seen][: 3 * rounds]
+        seen.update(had - n for n in (0, *warm, *new))
         if new:
-            found["host_new_rows_us"][label] = round(host_microseconds(new, device), 1)
+            calls_of_new = [with_fewer_rows(call, n) for n in new]
+            found["host_new_rows_us"][label] = round(host_microseconds(calls_of_new, device), 1)
     return found
+
+
+def with_rows(call: Any) -> int:
+    """Return how many of the first arguments have rows: hidden, topk_ids and topk_weights, or A_packed."""
+    return 3 if call.func is moe_mlp else 1
 
 
 def with_fewer_rows(call: Any, n: int) -> Call:
@@ -302,7 +317,7 @@ def with_fewer_rows(call: Any, n: int) -> Call:
     def without_last(x: Tensor | ScaledTensor) -> Tensor | ScaledTensor:
         return x[:-n] if isinstance(x, Tensor) else x._replace(data=x.data[:-n], scales=x.scales[:-n])
 
-    count = 3 if call.func is moe_mlp else 1  # hidden, topk_ids and topk_weights, or A_packed
+    count = with_rows(call)
     return partial(call.func, *map(without_last, call.args[:count]), *call.args[count:], **call.keywords)
 
 
@@ -388,6 +403,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = run.device_of(parser, options)
     begun = time.monotonic()
     meta = run.meta(device, run.command_line("fp8", argv), options.load)
+    name = "fp8-load.json" if options.load else "fp8.json"
+    results, file = run.Results(meta), run.file_of(options, meta, name, adds=bool(options.part))
     cases = dict(
         zip(
             PARTS,
@@ -402,8 +419,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.jobs and device.type == "cuda":
         run.in_processes(options.jobs, compile_one, jobs)
         print(f"compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
-    results = run.Results(meta)
-    file = run.file_of(options, meta, "fp8-load.json" if options.load else "fp8.json")
     measures = {"product": measure_product, "layer": measure_layer, "training": measure_training}
     for part, case in jobs:
         record = measures[part](case, options.rounds, device, options.load)

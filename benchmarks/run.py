@@ -80,8 +80,7 @@ class Results:
         if not file.exists():
             return
         other = Results.read(file)
-        names = {*self.meta, *other.meta} - {*_OF_A_RUN, "ceilings", "kept"}
-        if all(other.meta.get(name) == self.meta.get(name) for name in names):
+        if not unlike(other.meta, self.meta):
             ours = {record[field] for record in self.records}
             kept = [record for record in other.records if record[field] not in ours]
             self.records = kept + self.records
@@ -89,6 +88,12 @@ class Results:
             runs = {key: other.meta.get("kept", {}).get(key, theirs) for key in (str(r[field]) for r in kept)}
             if earlier := {key: run for key, run in runs.items() if run != mine}:
                 self.meta["kept"] = self.meta.get("kept", {}) | earlier
+
+
+def unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the names of metadata by which the results of two runs do not belong into one file."""
+    names = dict.fromkeys((*one, *other))
+    return [n for n in names if n not in (*_OF_A_RUN, "ceilings", "kept") and one.get(n) != other.get(n)]
 
 
 def replace_file(file: Path, text: str) -> None:
@@ -176,10 +181,18 @@ def folder(meta: dict[str, Any]) -> Path | None:
     return None if meta["gpu"] == NO_GPU else Path(__file__).parent / "results" / name
 
 
-def file_of(options: argparse.Namespace, meta: dict[str, Any], name: str) -> Path | None:
-    """Return --json of a script, by default the file `name` for results of this GPU; None on a CPU or with --tiny."""
+def file_of(options: argparse.Namespace, meta: dict[str, Any], name: str, adds: bool = False) -> Path | None:
+    """Return --json of a script, by default the file `name` for results of this GPU; None on a CPU or with --tiny.
+
+    If the run `adds` its results to those in the file, and they do not belong together, the process exits with 2.
+    """
     place = None if options.tiny else folder(meta)
-    return options.json or (place and place / name)
+    file: Path | None = options.json or (place and place / name)
+    if adds and file is not None and file.exists() and (names := unlike(old := Results.read(file).meta, meta)):
+        theirs = ", ".join(f"{name} {old.get(name)}" for name in names)
+        print(f"{file} has results of {theirs}: move it, or name another file with --json", file=sys.stderr)
+        raise SystemExit(2)
+    return file
 
 
 def _version_of(package: str, distributions: Mapping[str, list[str]]) -> str | None:

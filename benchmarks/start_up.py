@@ -196,16 +196,14 @@ def main() -> None:
     )
     parser.add_argument("--part", choices=PARTS, help="run this part in this process, and print what it took")
     parser.add_argument("--compiled", help="a folder that `python -m moe_kernels compile` made")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--json", type=_to_file, help="write the results to this file")
     options = parser.parse_args()
-    if options.json and options.json.is_dir():
-        parser.error(f"argument --json: expected a file, got the folder {str(options.json)!r}")
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     if options.part:
         print(json.dumps(PARTS[options.part]()))
         return
-    from benchmarks.run import command_line  # imports moe_kernels, which a part's process does within its clock
+    from benchmarks.run import command_line, replace_file
     from moe_kernels.requirements import nvidia_driver
 
     versions = {name: metadata.version(name) for name in ("torch", "triton", "helion")}
@@ -224,8 +222,13 @@ def main() -> None:
             for part in ("layer", "training"):
                 _note(results, f"{part}, compiled on a machine without a GPU", part, folders)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        replace_file(options.json, json.dumps(results, indent=1) + "\n")
+
+
+def _to_file(text: str) -> Path:
+    from benchmarks.run import to_file  # imports moe_kernels, which a part's process does within its clock
+
+    return to_file(text)
 
 
 def _note_others(results: dict[str, Any], folders: dict[str, str]) -> None:

@@ -628,8 +628,9 @@ def _convergence_table(results: Results) -> list[str]:
         there = [loss for loss in losses if loss is not None]
         row = [f"`{compute}`", *(_number(loss, 4) for loss in losses), _number(means[compute], 4)]
         row.append(_number(max(there) - min(there), 4))
-        above = means[compute] - means[computes[0]] if compute != computes[0] else None
-        rows.append([*row, "-" if above is None else f"{above:+.4f}"])
+        pairs = [(final.get((compute, seed)), final.get((computes[0], seed))) for seed in seeds]
+        above = [loss - base for loss, base in pairs if loss is not None and base is not None]
+        rows.append([*row, f"{statistics.mean(above):+.4f}" if above and compute != computes[0] else "-"])
     t = results.meta["training"]
     head = ["compute", *(f"seed {seed}" for seed in seeds), "mean", "highest - lowest"]
     return [
@@ -638,7 +639,7 @@ def _convergence_table(results: Results) -> list[str]:
         f"{results.meta['python']}. The model is a transformer with {t['layers']} layers of {t['experts']} experts, "
         f"top_k = {t['top_k']}, H = {t['width']}, I = {t['inner']}.",
         "",
-        *_markdown_rows([*head, f"mean - `{computes[0]}` mean"], rows),
+        *_markdown_rows([*head, f"mean difference from `{computes[0]}`"], rows),
     ]
 
 

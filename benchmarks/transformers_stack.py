@@ -149,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = "tiny layers" if options.tiny else qwen3
     meta = run.meta(device, run.command_line("transformers_stack", argv))
     meta |= {"transformers": transformers.__version__, "model": size}
+    file = run.file_of(options, meta, "transformers.json", adds=set(options.parts) < set(PARTS))
     results = run.Results(meta)
     integration.register()
     model = make_model(options.tiny, device)
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for r in records:
                 said = r["error"] or f"{r['tokens_per_s']:.0f} tokens/s, first call {r['first_s']} s"
                 print(f"[{run.elapsed(begun)}] {part} {batch} x {length}, {r['implementation']}: {said}", flush=True)
-    if (file := run.file_of(options, meta, "transformers.json")) is not None:
+    if file is not None:
         results.keep(file, "part")
         results.write(file)
     print(f"\n{tables.markdown(results)}")

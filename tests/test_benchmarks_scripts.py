@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib.util
 import json
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import python_path
+from torch import Tensor
 
 from benchmarks import accuracy, convergence, fp8, plots, report, run, start_up, tables, wide
 from benchmarks.__main__ import main
@@ -251,6 +253,30 @@ def test_calls_with_fewer_rows() -> None:
     torch.testing.assert_close(fp8.with_fewer_rows(layer, 1)(), layer()[:2], rtol=1e-4, atol=1e-4)
 
 
+def test_new_numbers_of_rows_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_SEEN", {})
+    called: list[list[int]] = [[]]
+
+    def product(A: Tensor, B: Tensor) -> Tensor:
+        called[-1].append(len(A))
+        return A @ B
+
+    cases = [torch.randn(rows, 8) for rows in (40, 40, 40, 38)]
+    for A in cases:
+        fp8.host_times({"grouped_gemm": partial(product, A, torch.randn(8, 4))}, 4, torch.device("cpu"))
+        called.append([])
+    earlier, counts = set[int](), []
+    for A, rows in zip(cases, called, strict=False):
+        warm = {len(A) - n for n in (0, *run.WARM_ROWS)}
+        new = [n for n in dict.fromkeys(rows) if n not in warm]
+        assert not earlier.intersection(new)
+        counts.append(len(new))
+        earlier |= {*new, *warm}
+    assert counts == [12, 12, 9, 0]
+    fresh = fp8.host_times({"grouped_gemm": partial(product, cases[0], torch.randn(8, 5))}, 1, torch.device("cpu"))
+    assert fresh["host_new_rows_us"]
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 def test_expert_parallel(tmp_path: Path) -> None:
     """The records of two ranks are added to the existing ones of one rank."""
@@ -303,6 +329,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(fp8, "_SEEN", {})
     monkeypatch.setattr(fp8, "use_kernels", lambda *_: True)
     monkeypatch.setattr(fp8, "launch_alone", alone)
     peers = {"one scale": Provider("broken", broken), "1x128 by 128x128": Provider("peer", broken, "no_such_package")}
@@ -409,7 +436,8 @@ def test_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("operator", "scale", "over"), [(name, *case) for name in accuracy.OPERATORS for case in ((1, 0), (1.1, 4), (0, 4))]
+    ("operator", "scale", "over"),
+    [(name, *case) for name in accuracy.OPERATORS for case in ((1, 0), (1.1, 4), (0, 4), (torch.nan, 4))],
 )
 def test_wrong_results_are_over_the_budget(
     operator: str, scale: float, over: int, monkeypatch: pytest.MonkeyPatch
@@ -452,8 +480,11 @@ def test_convergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     finals = [f"{runs[case]['final']:.4f}" for case in ("0:bfloat16", "1:bfloat16")]
     assert f"| `bfloat16` | {finals[0]} | {finals[1]} |" in text and "| `fp8_block` | - |" in text
     assert "![convergence](convergence.png)" in text
-    assert convergence.main([*arguments[:2], "4", *arguments[3:], "0:bfloat16"]) == 0  # other steps: nothing kept
-    assert len(run.Results.read(file).records) == 1
+    before, trained = file.read_text(), len(asked)
+    with pytest.raises(SystemExit, match="2"):
+        convergence.main([*arguments[:2], "4", *arguments[3:], "0:bfloat16"])
+    assert f"{file} has results of training {{" in capsys.readouterr().err
+    assert file.read_text() == before and len(asked) == trained
 
 
 def test_a_model_learns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,6 +512,19 @@ def test_results_under_another_load_are_not_kept(tmp_path: Path) -> None:
         results = run.Results(here)
         results.keep(file, "part")
         assert results.records == []
+
+
+def test_results_that_a_run_cannot_add_to_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, meta = tmp_path / "fp8.json", {"gpu": "A", "torch": "2.11", "date": "1"}
+    run.Results(meta, [{"part": "layer"}]).write(file)
+    options = argparse.Namespace(tiny=False, json=file)
+    for same in (meta, meta | {"date": "2"}):
+        assert run.file_of(options, same, "fp8.json", adds=True) == file
+    for other, text in (({"torch": "2.12"}, "torch 2.11"), ({"load": True}, "load None")):
+        assert run.file_of(options, meta | other, "fp8.json") == file
+        with pytest.raises(SystemExit, match="2"):
+            run.file_of(options, meta | other, "fp8.json", adds=True)
+        assert capsys.readouterr().err == f"{file} has results of {text}: move it, or name another file with --json\n"
 
 
 def test_results_of_another_gpu_are_not_kept(tmp_path: Path) -> None:

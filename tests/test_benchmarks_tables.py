@@ -292,15 +292,16 @@ def convergence_results() -> run.Results:
 
 
 def test_markdown_of_convergence() -> None:
+    """A difference is that of runs with the same seeds."""
     lines = tables.markdown(convergence_results()).splitlines()
     assert "after 150 training steps with batches of 32 x 64 bytes from the source" in lines[0]
     assert "of the standard library of Python 3.12.1." in lines[0]
-    head = "| compute | seed 0 | seed 1 | mean | highest - lowest | mean - `bfloat16` mean |"
+    head = "| compute | seed 0 | seed 1 | mean | highest - lowest | mean difference from `bfloat16` |"
     assert [line for line in lines if line.startswith("| ")] == [
         head,
         "| `bfloat16` | 1.5000 | 1.5300 | 1.5150 | 0.0300 | - |",
         "| `fp8_block` | 1.5200 | 1.5400 | 1.5300 | 0.0200 | +0.0150 |",
-        "| `fp8_rowwise` | 1.6000 | - | 1.6000 | 0.0000 | +0.0850 |",
+        "| `fp8_rowwise` | 1.6000 | - | 1.6000 | 0.0000 | +0.1000 |",
     ]
 
 

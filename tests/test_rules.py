@@ -330,6 +330,12 @@ def test_the_digest_is_that_of_the_entries_in_use(tmp_path: Path) -> None:
     assert len(entries.load(GPU)) == 2 and entries.digest(GPU) != digest
 
 
+def test_a_folder_that_is_named_twice_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path / "moe_kernels" / "configs"))
+    assert entries.folders() == [tmp_path / "moe_kernels" / "configs"]
+
+
 def test_the_cache_folder_without_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))

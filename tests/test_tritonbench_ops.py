@@ -204,6 +204,11 @@ def test_the_command_says_how_to_install_tritonbench(capsys: pytest.CaptureFixtu
         (["--op", "grouped_gemm", "--device", "cpu", "--cudagraph"], "no CUDA graphs with --device cpu"),
         (["--op", "a,b", "--device", "cpu", "--output-json", "x"], "--output-dir takes a file of each"),
         (["--op", "a", "--device", "cpu", "--output-dir", __file__], "--output-dir: expected a folder, got the file"),
+        (["--op", "a", "--device", "cpu", "--output", "no/x.csv"], "--output: expected a file in a folder that exists"),
+        (
+            ["--op", "a", "--device", "cpu", "--output-json", "/"],
+            "--output-json: expected a file in a folder that exis",
+        ),
     ),
 )
 def test_the_command_refuses(

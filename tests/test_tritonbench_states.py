@@ -164,7 +164,23 @@ moe_kernels.moe_mlp = twice
 def test_products_have_no_backward(checkout: Path, tmp_path: Path) -> None:
     options = ["--op", "moe_grouped_gemm", "--device", "cpu", "--mode", "bwd", "--num-inputs", "1"]
     done = python(checkout, tmp_path, "-m", "tritonbench_ops", *options)
-    assert done.returncode == 1 and "moe_grouped_gemm has fwd and fwd_no_grad, got bwd" in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "tritonbench_ops: --mode: moe_grouped_gemm has fwd and fwd_no_grad, got bwd" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--op", "grouped_gemm,nothing"], "--op: TritonBench has no nothing"),
+        (["--op", "moe_ffn", "--precision", "fp8"], "--precision: expected bf16, fp16, fp32 or tf32, got fp8"),
+        (["--op", "moe_ffn", "--output-dir", "/proc/nothing"], "--output-dir: '/proc/nothing': No such file"),
+    ],
+    ids=["operator", "precision", "folder"],
+)
+def test_wrong_arguments(options: list[str], error: str, checkout: Path, tmp_path: Path) -> None:
+    done = python(checkout, tmp_path, "-m", "tritonbench_ops", *options, "--device", "cpu")
+    assert done.returncode == 2 and f"python -m tritonbench_ops: {error}" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_peers_join_where_they_are_installed(checkout: Path, tmp_path: Path) -> None:

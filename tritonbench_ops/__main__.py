@@ -23,7 +23,7 @@ import torch
 
 from moe_kernels.commands import run_and_exit
 from moe_kernels.runtime.attributes import replaced
-from tritonbench_ops.registration import OPERATORS, register
+from tritonbench_ops.registration import OPERATORS, Refused, register
 
 
 def run(args: Sequence[str] | None = None) -> int:
@@ -56,6 +56,9 @@ def run(args: Sequence[str] | None = None) -> int:
         problem = "--cudagraph: there are no CUDA graphs with --device cpu"
     elif known.output_dir and os.path.exists(known.output_dir) and not os.path.isdir(known.output_dir):
         problem = f"--output-dir: expected a folder, got the file {known.output_dir!r}"
+    for option, file in (("--output", known.output), ("--output-json", known.output_json)):
+        if file and (os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or ".")):
+            problem = f"{option}: expected a file in a folder that exists, got {file!r}"
     if problem:
         print(f"python -m tritonbench_ops: {problem}", file=sys.stderr)
         return 2
@@ -64,8 +67,16 @@ def run(args: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(error, file=sys.stderr)
         return 2
-    if known.output_dir:
-        os.makedirs(known.output_dir, exist_ok=True)
+    try:
+        if known.output_dir:
+            os.makedirs(known.output_dir, exist_ok=True)
+    except OSError as error:
+        print(f"python -m tritonbench_ops: --output-dir: {known.output_dir!r}: {error.strerror}", file=sys.stderr)
+        return 2
+    listed = {name.lower() for name in importlib.import_module("tritonbench.operators.op").list_operators()}
+    if unknown := [name for name in operators if name.lower() not in listed]:
+        print(f"python -m tritonbench_ops: --op: TritonBench has no {', '.join(unknown)}", file=sys.stderr)
+        return 2
     failed = 0
     for name in operators or [""]:
         command = [*(["--op", name] if name else []), "--keep-going", *theirs]
@@ -77,6 +88,9 @@ def run(args: Sequence[str] | None = None) -> int:
                 _tritonbench_run()(command)
         except BrokenPipeError:
             raise
+        except Refused as error:
+            print(f"python -m tritonbench_ops: {error}", file=sys.stderr)
+            return 2
         except Exception:
             traceback.print_exc()
             failed += 1

@@ -17,6 +17,7 @@ from tritonbench.utils.triton_op import BenchmarkOperator, Mode
 from moe_kernels import rules
 from moe_kernels.runtime.cache import isolated
 from tritonbench_ops import plots
+from tritonbench_ops.registration import Refused
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +52,10 @@ class Operator(BenchmarkOperator):  # type: ignore[misc]
     def __init__(self, tb_args: Any, extra_args: list[str] | None = None):
         super().__init__(tb_args, extra_args)
         if self.FWD_ONLY and self.mode not in (Mode.FWD, Mode.FWD_NO_GRAD):
-            raise ValueError(f"--mode: {self.name} has fwd and fwd_no_grad, got {self.mode.value}")
+            raise Refused(f"--mode: {self.name} has fwd and fwd_no_grad, got {self.mode.value}")
         self.chosen: dict[str, Any] = {}  # by provider, the choice of its first call, or None
         if self.dtype is None:
-            raise ValueError(f"--precision: expected bf16, fp16, fp32 or tf32, got {tb_args.precision}")
+            raise Refused(f"--precision: expected bf16, fp16, fp32 or tf32, got {tb_args.precision}")
 
     @property
     def cases(self) -> Sequence[Any]:

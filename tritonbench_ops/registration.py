@@ -24,6 +24,10 @@ INSTALL = (
 _log = logging.getLogger(__name__)
 
 
+class Refused(ValueError):
+    """An argument that an operator does not take."""
+
+
 def register() -> None:
     """Add our operators to TritonBench, and our providers to its `grouped_gemm`. Further calls change nothing.
 

@@ -114,7 +114,7 @@ def folders() -> list[Path]:
     found = [Path(named)] if named else []
     with suppress(RuntimeError):  # the user has no home directory
         found.append(store.user_folder() / "configs")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def file_in(folder: Path, gpu: str) -> Path:
