@@ -9,8 +9,8 @@ along the contraction. Each group's largest error is a share of the budget of th
 PyTorch plus `2 * eps(float32) * max(|A| @ |B|)`; a case has the share of its worst group. Operands are normally
 distributed.
 
-On a GPU this writes benchmarks/results/<gpu>/accuracy.json. With --part, the file's other parts are kept if they are
-from the same GPU and versions. --tiny checks on a CPU that the script works.
+On a GPU this writes benchmarks/results/<gpu>/accuracy.json. With --part, the file's other parts are kept; a file of
+other versions is refused. --tiny checks on a CPU that the script works.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Weights are float32 and are rounded to bfloat16 in each step. COMPUTE is "bfloat
 "fp8_rowwise_fast" adds `fast_accumulation`. All runs of a seed start with the same weights and get the same batches.
 The held-out batches are the same for all runs.
 
-On a GPU this writes benchmarks/results/<gpu>/convergence.json after each run. Runs in the file are not repeated, and
-several processes that share a GPU may write to it at once:
+On a GPU this writes benchmarks/results/<gpu>/convergence.json after each run. Runs in the file are not repeated; a
+file of other versions or steps is refused. Several processes that share a GPU may write to it at once:
 
     for run in {0,1,2}:{bfloat16,fp8_rowwise,fp8_rowwise_fast,fp8_block}; do
         python -m benchmarks.convergence --only $run &

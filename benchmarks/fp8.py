@@ -10,8 +10,8 @@ those of eager calls. First the replay's result is checked: of each product agai
 operands, of layers and training steps in bfloat16 against float64, and others against those in bfloat16; wrong ones are
 not timed. `torch._scaled_grouped_mm` has scales per row, DeepGEMM 1x128 and 128x128, triton_kernels one per tensor.
 
-On a GPU this writes benchmarks/results/<gpu>/fp8.json, or fp8-load.json. With --part, the file's other parts are kept
-if they are from the same GPU and versions. --tiny checks on a CPU that the script works.
+On a GPU this writes benchmarks/results/<gpu>/fp8.json, or fp8-load.json. With --part, the file's other parts are kept;
+a file of other versions is refused. --tiny checks on a CPU that the script works.
 """
 
 from __future__ import annotations
