@@ -889,6 +889,8 @@ def check_number(name: str, value: object) -> None:
     """Check that `value` is a float or an int."""
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: expected a number, got {_type_name(value)}")
+    if isinstance(value, int) and value.bit_length() > 1023:
+        raise ValueError(f"{name}: expected a number in the range of float, got an int of {value.bit_length()} bits")
 
 
 def check_index_vector(

@@ -103,6 +103,11 @@ def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> nn.Parameter:  
             error += f", which may compute more than hidden @ weight.T: {_ROUTER_WEIGHT}"
         raise TypeError(error)
     weight = router if isinstance(router, Tensor) else router.weight
+    if isinstance(router, nn.Linear) and not isinstance(weight, nn.Parameter):
+        raise ValueError(
+            "router: expected a parameter as its weight, which prune.remove and remove_weight_norm make of it, got one "
+            f"computed at each call, as with a hook: {_ROUTER_WEIGHT}"
+        )
     if getattr(router, "bias", None) is not None:
         raise ValueError("router: MoE's has no bias; add it to the logits, and pass topk_softmax's choice to moe_mlp")
     _check_alike("router", weight, tuple(w_down.shape[:2]), w_down, "the experts")
@@ -248,4 +253,7 @@ def _layout(where: str, expert: nn.Module) -> Layout:
 
 
 def _weight(expert: nn.Module, name: str) -> Tensor:
-    return expert.get_parameter(f"{name}.weight")
+    weight = expert.get_parameter(f"{name}.weight")
+    if nn.parameter.is_lazy(weight):
+        raise ValueError(f"experts: {name}.weight of one is not initialised: call the experts, which gives it a shape")
+    return weight

@@ -64,6 +64,7 @@ def dispatch(
 
     Args:
         hidden: `[T, H]`, this rank's tokens; T may differ between ranks and may be 0, H and the dtype may not differ.
+            If it requires grad on one rank, gradients are recorded on all.
         topk_ids: `[T, top_k]` int32 or int64, among the experts of all ranks; an id outside `0..num_experts - 1` drops
             its slot.
         topk_weights: `[T, top_k]`; they stay on this rank, and `combine` applies them.
@@ -81,7 +82,8 @@ def dispatch(
         TypeError, ValueError: as for `route` and `permute`; `num_experts` is not a multiple of the number of ranks; a
             `DeviceMesh` of several dimensions, or a group without this rank; rows of different sizes or dtypes on the
             ranks; `topk_ids` is a meta or fake tensor.
-        RuntimeError: `torch.vmap` vectorizes the call, or forward mode differentiates it.
+        RuntimeError: `torch.vmap` vectorizes the call, or forward mode differentiates it; or `hidden` requires grad on
+            one rank, and gradients are disabled on another.
         ImportError: as for `grouped_gemm`.
     """
     checks.check_int("num_experts", num_experts, 0)
@@ -113,14 +115,16 @@ def dispatch(
     to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
     # An exchange of rows of different sizes would hang or abort, and of other dtypes give wrong values.
     kind = rows.size(1) * len(checks.DTYPES) + checks.DTYPES.index(rows.dtype)
-    message = F.pad(to_send, (0, 1), value=2 * kind)
+    recording = torch.is_grad_enabled() + (torch.is_grad_enabled() and rows.requires_grad)
+    message = F.pad(to_send, (0, 1), value=6 * kind + 2 * recording)
     if validates:  # an error here is one on all ranks, which would wait for this one
         message[:, -1] += to_send.sum() < routing.slot_to_row.size(0)
     answer = torch.empty_like(message)
     dist.all_to_all_single(answer, message, group=group)
     to_receive = answer[:, :-1]
     sent, received, last = torch.stack((to_send.sum(1), to_receive.sum(1), answer[:, -1])).tolist()
-    kinds, wrong = [n // 2 for n in last], [rank for rank, n in enumerate(last) if n % 2]
+    kinds, recorded = [n // 6 for n in last], [n % 6 // 2 for n in last]
+    wrong = [rank for rank, n in enumerate(last) if n % 2]
     if kinds != [kind] * P:
         each = [(k // len(checks.DTYPES), checks.DTYPES[k % len(checks.DTYPES)]) for k in kinds]
         raise ValueError(
@@ -134,7 +138,14 @@ def dispatch(
         raise ValueError(
             f"topk_ids: expected 0 to {num_experts - 1}, got other ids on ranks {wrong} of the group{checks.DROPS}"
         )
-    rows = _exchange_rows(rows[: sum(sent)], sent, received, group)
+    records = max(recorded) == 2
+    if records and min(recorded) == 0:  # the backward pass, which is collective, would wait for these ranks
+        raise RuntimeError(
+            "hidden: gradients are recorded on ranks "
+            f"{[rank for rank, n in enumerate(recorded) if n == 2]} of the group, and disabled, as by torch.no_grad(), "
+            f"on ranks {[rank for rank, n in enumerate(recorded) if n == 0]}: enable them on all ranks or on none"
+        )
+    rows = _exchange_rows(rows[: sum(sent)], sent, received, group, records)
 
     local_ids = torch.arange(num_experts // P, device=hidden.device).repeat(P)
     ids = local_ids.repeat_interleave(to_receive.flatten(), output_size=sum(received))[:, None]
@@ -166,8 +177,10 @@ def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
     return unpermute(F.pad(rows, (0, 0, 0, dropped)) if dropped else rows, routing)
 
 
-def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any, records: bool = False) -> Tensor:
     """Exchange rows `[sum(sent), H]` among the ranks for `[sum(received), H]`, outside of compiled graphs.
+
+    If it `records`, as some rank does, autograd does so here even if `rows` need no gradient.
 
     PyTorch 2.11 gives zeros as the gradient of a collective in an autograd.Function that it compiles, and says nothing.
     """
@@ -175,8 +188,14 @@ def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: An
         "dispatch and combine exchange rows outside of compiled graphs, which fullgraph=True and torch.export rule "
         "out: call them outside"
     )
-    out: Tensor = torch_internals.outside_graphs(reason, _AllToAll.apply, rows, sent, received, group)
+    out: Tensor = torch_internals.outside_graphs(reason, _exchange, rows, sent, received, group, records)
     return out
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any, records: bool) -> Any:
+    if records and not rows.requires_grad:
+        rows.requires_grad_()
+    return _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
 
 
 class _AllToAll(torch.autograd.Function):

@@ -31,7 +31,7 @@ class ScaledTensor(NamedTuple):
     """
 
     data: Tensor  # [..., R, K], or [..., K, R] for `mT`; float8_e4m3fn or float8_e5m2
-    scales: Tensor  # float32, with the dimensions of data in the same order
+    scales: Tensor  # float32, finite or NaN, with the dimensions of data in the same order
     format: str
 
     @property

@@ -616,6 +616,17 @@ def test_options_that_are_no_numbers(value: Any, kind: str) -> None:
         topk_sigmoid(torch.randn(3, 4), 2, renormalize=True, scale=value)
 
 
+def test_options_that_are_no_floats() -> None:
+    layer = layer_in(None)
+    for name in ("alpha", "limit"):
+        with pytest.raises(
+            ValueError, match=f"^{name}: expected a number in the range of float, got an int of 1329 bits"
+        ):
+            layer(**{name: 10**400})
+    with pytest.raises(ValueError, match=r"^scale: expected a number in the range of float"):
+        topk_sigmoid(torch.randn(3, 4), 2, renormalize=True, scale=-(10**400))
+
+
 @pytest.mark.parametrize("offsets", [torch.zeros(0).int(), torch.zeros(1, 3).int(), torch.tensor(3).int()], ids=str)
 def test_a_routing_with_other_offsets(offsets: Tensor) -> None:
     routing = route(IDS, WEIGHTS, G)._replace(group_offsets=offsets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from moe_kernels import MoE
 
@@ -142,6 +144,39 @@ def test_a_transposed_router_is_copied_contiguously() -> None:
     router = torch.randn(H, E, dtype=torch.float64).T
     layer = MoE.from_experts([ffn() for _ in range(E)], router, top_k=1, renormalize=False)
     assert layer.router.is_contiguous() and torch.equal(layer.router, router)
+
+
+@pytest.mark.parametrize(
+    "changed", [lambda router: prune.l1_unstructured(router, "weight", amount=0.5), nn.utils.weight_norm]
+)
+def test_a_router_whose_weight_a_hook_computes(changed: Callable[[nn.Module], nn.Module]) -> None:
+    experts, router = [ffn() for _ in range(E)], nn.Linear(H, E, bias=False, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of weight_norm
+        router = changed(router)  # type: ignore[assignment]
+    with pytest.raises(
+        ValueError, match=r"^router: expected a parameter as its weight, .*prune\.remove .* pass router\.weight"
+    ):
+        MoE.from_experts(experts, router, top_k=1, renormalize=False)
+    layer = MoE.from_experts(experts, router.weight, top_k=1, renormalize=False)
+    assert torch.equal(layer.router, router.weight)
+
+
+def test_experts_that_are_not_initialised() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.LazyLinear(I, bias=False), nn.LazyLinear(H, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(F.relu(self.fc1(x)))  # type: ignore[no-any-return]
+
+    experts = [Lazy() for _ in range(E)]
+    with pytest.raises(ValueError, match=r"^experts: fc\d\.weight of one is not initialised: call the experts"):
+        MoE.from_experts(experts, top_k=1, renormalize=False)
+    for expert in experts:
+        expert(torch.randn(1, H))
+    assert MoE.from_experts(experts, top_k=1, renormalize=False).w_down.shape == (E, H, I)
 
 
 def test_a_router_of_its_own() -> None:

@@ -146,6 +146,19 @@ def in_fp8(x: dict[str, Tensor], w_gate_up: Tensor, w_down: Tensor) -> list[Tens
     return [out.detach(), *torch.autograd.grad(out, inputs, x["upstream"].float())]
 
 
+def check_gradients_for_rank_0_alone(case: str, rank: int, expected: list[Tensor]) -> None:
+    """Let only the tokens of rank 0 require grad, and compare with the result and gradients where all do."""
+    weights, ranks = make(case)
+    w_gate_up, w_down = (w.chunk(P)[rank].clone().requires_grad_() for w in weights)
+    x, topk_weights = ranks[rank], ranks[rank]["topk_weights"].requires_grad_()
+    hidden = x["hidden"].requires_grad_(rank == 0)
+    out = spread(x["topk_ids"], None, hidden, topk_weights, w_gate_up, w_down)
+    out.backward(x["upstream"])
+    d_hidden = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+    wanted = [expected[0], expected[1] * (rank == 0), *expected[2:]]
+    torch.testing.assert_close([out.detach(), d_hidden, topk_weights.grad, w_gate_up.grad, w_down.grad], wanted)
+
+
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=P)
@@ -162,7 +175,12 @@ def run_rank(rank: int, folder: str) -> None:
         out, pullback = torch.func.vjp(layer, *(v.detach() for v in inputs))
         results[f"{case}, torch.func"] = [out, *pullback(x["upstream"])]
         results[f"{case}, fp8"] = in_fp8(x, w_gate_up, w_down)
+    for case in ("uneven", "rank 1 has no tokens"):
+        check_gradients_for_rank_0_alone(case, rank, results[case])
     routed = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+    disabled = r"hidden: gradients are recorded on ranks \[1\] .* and disabled, .* on ranks \[0\]: enable them"
+    with pytest.raises(RuntimeError, match=disabled), torch.set_grad_enabled(rank == 1):
+        dispatch(torch.ones(1, H, requires_grad=True), *routed, E)
     with pytest.raises(ValueError, match=r"num_experts: expected a multiple of the group's 2 ranks, got 7"):
         dispatch(torch.ones(1, H), *routed, 7)
     with pytest.raises(ValueError, match=rf"hidden: expected H = {H + rank} and .* have \[{4 * H}, {4 * (H + 1)}\]"):

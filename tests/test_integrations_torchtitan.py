@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from processes import python_path
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ def derive(config, made):
 def override(**options):
     return lambda function: function
 """,
+    "distributed/spmd_types": "def spmd_mesh_size(axis): ...",
+    "distributed/utils": "def get_spmd_backend(): ...",
     "models/common/moe": """
 import dataclasses
 from torch import nn
@@ -61,6 +64,7 @@ def with_standins(folder: Path, modules: dict[str, str], program: str) -> subpro
         path = folder / "torchtitan" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
+    (folder / "spmd_types.py").touch()
     env = os.environ | {"PYTHONPATH": python_path(folder)}
     return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
 
@@ -212,6 +216,46 @@ def test_experts_that_a_converter_has_made_keep_their_forward() -> None:
     )
     assert apply_overrides(OverrideConfig(imports=[NAME]), whole) == []
     assert type(whole.inner_experts.build()) is Float8GroupedExperts
+
+
+def experts_with_types(rank: int, folder: str) -> None:
+    """Compute with types of spmd_types on tokens that differ between ranks, by torchtitan's experts and ours."""
+    import spmd_types
+    import torch.distributed as dist
+    from spmd_types._checker import typecheck
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed import utils
+    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+    from torchtitan.models.common.moe import GroupedExperts
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
+    utils.set_spmd_backend("spmd_types")
+    torch.manual_seed(0)
+    config = GroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E)
+    plain, ours = config.build(), integration.grouped_experts(config).build()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    ours.load_state_dict(plain.state_dict())
+    x, sizes, results = torch.randn(R, D), torch.tensor(SIZES), []
+    for experts in (plain, ours):
+        tokens, counts = x.clone(), sizes.clone()
+        with typecheck(strict_mode="strict", local=True), set_current_spmd_mesh(mesh):
+            spmd_types.assert_type(tokens, {"dp": spmd_types.V})
+            spmd_types.assert_type(counts, {"dp": spmd_types.P})
+            for parameter in experts.parameters():
+                spmd_types.assert_type(parameter, {"dp": spmd_types.R})
+            results.append(experts(tokens, counts))
+    plain_rows, our_rows = (rows.detach()[: sum(SIZES)] for rows in results)
+    assert bool(plain_rows.any())
+    torch.testing.assert_close(our_rows, plain_rows, rtol=0.02, atol=0.02)
+    dist.barrier()
+    os._exit(0)
+
+
+@needs_torchtitan
+def test_types_of_data_parallel_tokens(tmp_path: Path) -> None:
+    mp.spawn(experts_with_types, (str(tmp_path),), nprocs=2)
 
 
 @needs_torchtitan

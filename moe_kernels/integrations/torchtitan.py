@@ -9,20 +9,24 @@ from dataclasses import dataclass
 from importlib import util
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe_kernels import requirements
 from moe_kernels.experts import swiglu_ffn
 from moe_kernels.grouped_gemm import grouped_gemm
-from moe_kernels.packing import group_offsets_from_sizes
+from moe_kernels.packing import group_offsets_from_offs
 
 TESTED = ("0.3", "0.3")  # the oldest and the newest minor version that the tests were run with
 
 if util.find_spec("torchtitan") is not None:
     _VERSION = requirements.installed("torchtitan") or "an unknown version"  # a checkout need not be installed
     try:
+        import spmd_types
         from torchtitan.config import derive, override
+        from torchtitan.distributed.spmd_types import spmd_mesh_size
+        from torchtitan.distributed.utils import get_spmd_backend
         from torchtitan.models.common.moe import GroupedExperts
     except ImportError as error:
         raise ImportError(
@@ -47,7 +51,11 @@ if util.find_spec("torchtitan") is not None:
                 (w.to_local() if isinstance(w, DTensor) else w).bfloat16()
                 for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
             )
-            group_offsets = group_offsets_from_sizes(num_tokens_per_expert_E)
+            offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+            if get_spmd_backend() == "spmd_types" and spmd_types.is_type_checking() and spmd_mesh_size("ep") == 1:
+                for axis in ("dp", "cp"):  # a partial sum of counts, but here the offsets of these rows
+                    spmd_types.mutate_type(offs, axis, src=spmd_types.P, dst=spmd_types.V)
+            group_offsets = group_offsets_from_offs(offs)
             act = swiglu_ffn(x_RD.bfloat16(), w1, group_offsets, w_up=w3)
             return grouped_gemm(act, w2.mT, group_offsets).type_as(x_RD)
 
