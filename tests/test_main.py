@@ -278,7 +278,13 @@ class BenchmarkOperator:
     "utils/run_utils.py": "def tritonbench_run(args):\n    print(args, flush=True)\n",
     "operators/__init__.py": "",
     "operators/grouped_gemm.py": "class Operator:\n    def get_input_iter(self): ...\n",
-    "operators/op.py": "def _list_opbench_paths():\n    return []\n",
+    "operators/op.py": """
+import os
+def _list_opbench_paths():
+    return []
+def list_operators():
+    return [os.path.basename(path) for path in _list_opbench_paths()]
+""",
 }
 
 

@@ -1182,7 +1182,7 @@ def test_bundled_files_are_read_and_legal() -> None:
                 dtype=torch.float32 if bucket.dtype == "tf32" else getattr(torch, bucket.dtype),
                 tf32=bucket.dtype == "tf32",
             )
-            choice = grouped._adapted(made, problem)
+            choice = grouped.adapted(made, problem)
             assert choice is not None and choice.addressing.tma == made.tma
             assert grouped.why_illegal(choice, problem) is None
 

@@ -149,7 +149,7 @@ def test_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, 
         work = search.WORKLOADS[op](task, where)
     problem, _ = made_for[-1]
     if op == "grouped_gemm":
-        choice: Any = grouped._adapted(made, problem)
+        choice: Any = grouped.adapted(made, problem)
         assert choice.addressing.tma == made.tma and grouped.why_illegal(choice, problem) is None
         assert grouped.bucket_of(problem) == made.bucket
     else:

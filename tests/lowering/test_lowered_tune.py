@@ -160,7 +160,7 @@ def test_bundled_configs(monkeypatch: pytest.MonkeyPatch, file: Path, entry: ent
     M = rules.floor_power_of_2(entry.M)
     flags = {"tf32": bucket.dtype == "tf32", "transposed": bucket.transposed}
     problem = problem_of(bucket.rows, M, bucket.N, bucket.K, bucket.G, dtype, **flags)
-    choice = grouped._adapted(entry, problem)
+    choice = grouped.adapted(entry, problem)
     assert choice is not None and choice.addressing.tma == entry.tma
     assert grouped.why_illegal(choice, problem) is None
     shape = (bucket.G, entry.M, bucket.N, bucket.K)
