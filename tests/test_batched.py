@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import weakref
 from functools import partial
 from typing import Any
 
@@ -248,6 +249,14 @@ def test_no_plans_of_transformed_tensors() -> None:
     x = torch.ones(2, 3, dtype=torch.float64)
     value, tangent = torch.func.jvp(lambda x: x * plan()[0], (x,), (2 * x,))
     assert torch.equal(value, A[0] @ B[0]) and torch.equal(tangent, 2 * value)
+
+
+@pytest.mark.parametrize("to", ["new", "out"])
+def test_a_plan_is_freed_with_its_last_reference(to: str) -> None:
+    """Not by the garbage collector later, as it keeps its tensors."""
+    A, B = varied_inputs([(2, 3, 4)])
+    kept = weakref.ref(plan_varied_grouped_gemm(A, B, out=[A[0].new_empty(2, 3)] if to == "out" else None))
+    assert kept() is None
 
 
 @varied_functions
