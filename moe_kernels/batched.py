@@ -159,6 +159,7 @@ class _Plan:
     def __init__(self, group_A: Sequence[Tensor], group_B: Sequence[Tensor], out: list[Tensor] | None):
         self.tensors = group_A, group_B
         self.out = out
+        self.of_inference = any(o.is_inference() for o in out or ())
         self.reference: Callable[[], list[Tensor]] | None = None
         if not use_kernels(group_A[0]):
             self.reference = partial(without_autocast(reference.varied_grouped_gemm), group_A, group_B, out=out)
@@ -181,8 +182,11 @@ class _Plan:
         return out
 
     def _checked(self) -> list[Tensor]:
-        if self.out is not None:
-            checks.check_out({"out": self.out})
+        if self.out is not None and (
+            (self.of_inference and not torch.is_inference_mode_enabled())
+            or (torch.is_grad_enabled() and any([o.requires_grad for o in self.out]))
+        ):
+            checks.check_out({"out": self.out})  # raises
         run = self.reference or self._launched
         if not torch_internals.wrapped():
             return run()

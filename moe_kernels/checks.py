@@ -814,7 +814,7 @@ def check_varied(
         raise RuntimeError(
             "out: a result that is written to out= has no forward-mode derivatives, but a tensor has a tangent"
         )
-    transformed = torch_internals.transformed() and torch_internals.forward_level() < 0
+    transformed = torch_internals.transformed(unknown=False) and torch_internals.forward_level() < 0
     if not reference and (transformed or torch_internals.wrapped(*group_A, *group_B, *out)):
         raise RuntimeError("out: expected None in torch.vmap and transforms of torch.func, got a list; omit out=")
     check_out(lists)
@@ -830,7 +830,7 @@ def check_out(lists: Mapping[str, Sequence[Tensor]]) -> None:
                         f"{name}[{p}]: out= has no gradients, but this tensor requires grad: omit out=, detach "
                         "the tensor, or call under torch.no_grad()"
                     )
-    if not torch.is_inference_mode_enabled():
+    if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
         for p, tensor in enumerate(lists["out"]):
             if tensor.is_inference():
                 raise RuntimeError(f"out[{p}]: a tensor of inference mode cannot be written to outside of it: clone it")
@@ -889,7 +889,7 @@ def check_number(name: str, value: object) -> None:
     """Check that `value` is a float or an int."""
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: expected a number, got {_type_name(value)}")
-    if isinstance(value, int) and value.bit_length() > 1023:
+    if isinstance(value, int) and value.bit_length() > 1024:
         raise ValueError(f"{name}: expected a number in the range of float, got an int of {value.bit_length()} bits")
 
 

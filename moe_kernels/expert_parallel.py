@@ -64,7 +64,8 @@ def dispatch(
 
     Args:
         hidden: `[T, H]`, this rank's tokens; T may differ between ranks and may be 0, H and the dtype may not differ.
-            If it requires grad on one rank, gradients are recorded on all.
+            If it requires grad on one rank, gradients are recorded on all. With `torch.autograd.grad`, ask for its
+            gradient on all ranks or on none.
         topk_ids: `[T, top_k]` int32 or int64, among the experts of all ranks; an id outside `0..num_experts - 1` drops
             its slot.
         topk_weights: `[T, top_k]`; they stay on this rank, and `combine` applies them.
@@ -115,7 +116,9 @@ def dispatch(
     to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
     # An exchange of rows of different sizes would hang or abort, and of other dtypes give wrong values.
     kind = rows.size(1) * len(checks.DTYPES) + checks.DTYPES.index(rows.dtype)
-    recording = torch.is_grad_enabled() + (torch.is_grad_enabled() and rows.requires_grad)
+    recording = 0  # 1: could record gradients, 2: does
+    if torch.is_grad_enabled():
+        recording = 2 if rows.requires_grad else int(not torch_internals.wrapped(rows))
     message = F.pad(to_send, (0, 1), value=6 * kind + 2 * recording)
     if validates:  # an error here is one on all ranks, which would wait for this one
         message[:, -1] += to_send.sum() < routing.slot_to_row.size(0)
@@ -141,9 +144,9 @@ def dispatch(
     records = max(recorded) == 2
     if records and min(recorded) == 0:  # the backward pass, which is collective, would wait for these ranks
         raise RuntimeError(
-            "hidden: gradients are recorded on ranks "
-            f"{[rank for rank, n in enumerate(recorded) if n == 2]} of the group, and disabled, as by torch.no_grad(), "
-            f"on ranks {[rank for rank, n in enumerate(recorded) if n == 0]}: enable them on all ranks or on none"
+            f"hidden: gradients are recorded on ranks {[rank for rank, n in enumerate(recorded) if n == 2]} of the "
+            "group, and disabled, as by torch.no_grad() or in a transform of torch.func for other tensors, on ranks "
+            f"{[rank for rank, n in enumerate(recorded) if n == 0]}: enable them on all ranks or on none"
         )
     rows = _exchange_rows(rows[: sum(sent)], sent, received, group, records)
 
@@ -193,22 +196,22 @@ def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: An
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any, records: bool) -> Any:
-    if records and not rows.requires_grad:
-        rows.requires_grad_()
-    return _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    # Autograd keeps what requires grad, and its gradient, until the graph is freed; so `rows` do not.
+    required = torch.empty(0, requires_grad=True) if records and not rows.requires_grad else None
+    return _AllToAll.apply(rows, sent, received, group, required)  # type: ignore[no-untyped-call]
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    def forward(rows: Tensor, sent: list[int], received: list[int], group: Any, required: Tensor | None) -> Tensor:
         out = rows.new_empty(sum(received), rows.size(1))
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group)
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.sent, ctx.received, ctx.group = inputs
+        _, ctx.sent, ctx.received, ctx.group, _ = inputs
 
     @staticmethod
-    def backward(ctx: Any, *d_out: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange_rows(d_out[0], ctx.received, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, *d_out: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _exchange_rows(d_out[0], ctx.received, ctx.sent, ctx.group), None, None, None, None

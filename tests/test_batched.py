@@ -24,6 +24,7 @@ from moe_kernels import (
     varied_schedule,
 )
 from moe_kernels.ops.batched import VariedLaunch, _on_device
+from moe_kernels.runtime import torch_internals
 from moe_kernels.schedule import Tile, tile_counts
 
 sizes = st.integers(0, 5)
@@ -291,6 +292,26 @@ def test_plans_in_compiled_functions(backend: str) -> None:
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"_gemm\(out=\) and its plans read addresses"):
             torch.compile(function, backend=backend, fullgraph=True)(A, B)
+
+
+def test_the_reference_in_one_graph() -> None:
+    A, B = varied_inputs([(2, 3, 4)])
+    out = [torch.zeros(2, 3, dtype=torch.float64)]
+    for to in (None, out):
+        compiled = torch.compile(
+            lambda A, B, to=to: reference.varied_grouped_gemm(A, B, out=to), fullgraph=True, backend="eager"
+        )
+        torch.testing.assert_close(compiled(A, B)[0], A[0] @ B[0])
+    assert bool(out[0].any())
+
+
+def test_out_where_nothing_tells_of_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    A, B = varied_inputs([(2, 3, 4)])
+    monkeypatch.setattr(torch_internals, "_functorch_level", lambda: torch_internals._unknown_transform)
+    out = [torch.zeros(2, 3, dtype=torch.float64)]
+    for call in (lambda: varied_grouped_gemm(A, B, out=out), plan_varied_grouped_gemm(A, B, out=out)):
+        out[0].zero_()
+        assert torch.equal(call()[0], A[0] @ B[0]) and bool(out[0].any())
 
 
 def _planned(a: Tensor, B: list[Tensor]) -> Tensor:

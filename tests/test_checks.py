@@ -625,6 +625,7 @@ def test_options_that_are_no_floats() -> None:
             layer(**{name: 10**400})
     with pytest.raises(ValueError, match=r"^scale: expected a number in the range of float"):
         topk_sigmoid(torch.randn(3, 4), 2, renormalize=True, scale=-(10**400))
+    layer(limit=2**1023)
 
 
 @pytest.mark.parametrize("offsets", [torch.zeros(0).int(), torch.zeros(1, 3).int(), torch.tensor(3).int()], ids=str)

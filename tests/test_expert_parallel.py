@@ -153,6 +153,12 @@ def check_gradients_for_rank_0_alone(case: str, rank: int, expected: list[Tensor
     x, topk_weights = ranks[rank], ranks[rank]["topk_weights"].requires_grad_()
     hidden = x["hidden"].requires_grad_(rank == 0)
     out = spread(x["topk_ids"], None, hidden, topk_weights, w_gate_up, w_down)
+    leaves, nodes = [], [out.grad_fn]
+    for node in nodes:
+        nodes += [one for one, _ in node.next_functions if one is not None and one not in nodes]
+        leaves += [node.variable] if hasattr(node, "variable") else []
+    given = {id(leaf) for leaf in (hidden, topk_weights, w_gate_up, w_down)}
+    assert all(leaf.numel() == 0 for leaf in leaves if id(leaf) not in given)  # autograd would keep its gradient
     out.backward(x["upstream"])
     d_hidden = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
     wanted = [expected[0], expected[1] * (rank == 0), *expected[2:]]
@@ -181,6 +187,12 @@ def run_rank(rank: int, folder: str) -> None:
     disabled = r"hidden: gradients are recorded on ranks \[1\] .* and disabled, .* on ranks \[0\]: enable them"
     with pytest.raises(RuntimeError, match=disabled), torch.set_grad_enabled(rank == 1):
         dispatch(torch.ones(1, H, requires_grad=True), *routed, E)
+    hidden = torch.ones(1, H, requires_grad=rank == 1)
+    with pytest.raises(RuntimeError, match=disabled):
+        if rank == 1:
+            dispatch(hidden, *routed, E)
+        else:
+            torch.func.grad(lambda scale: (dispatch(hidden, *routed, E)[0] * scale).sum())(torch.ones(()))
     with pytest.raises(ValueError, match=r"num_experts: expected a multiple of the group's 2 ranks, got 7"):
         dispatch(torch.ones(1, H), *routed, 7)
     with pytest.raises(ValueError, match=rf"hidden: expected H = {H + rank} and .* have \[{4 * H}, {4 * (H + 1)}\]"):

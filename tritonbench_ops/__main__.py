@@ -77,11 +77,12 @@ def run(args: Sequence[str] | None = None) -> int:
     if unknown := [name for name in operators if name.lower() not in listed]:
         print(f"python -m tritonbench_ops: --op: TritonBench has no {', '.join(unknown)}", file=sys.stderr)
         return 2
-    failed = 0
+    failed, refused = 0, False
     for name in operators or [""]:
         command = [*(["--op", name] if name else []), "--keep-going", *theirs]
         if options.isolate:
-            failed += subprocess.run([sys.executable, "-m", "tritonbench_ops", *command], check=False).returncode != 0
+            code = subprocess.run([sys.executable, "-m", "tritonbench_ops", *command], check=False).returncode
+            failed, refused = failed + (code != 0), refused or code == 2
             continue
         try:
             with replaced(sys, argv=[sys.argv[0], *command]), failures_shown():
@@ -90,11 +91,11 @@ def run(args: Sequence[str] | None = None) -> int:
             raise
         except Refused as error:
             print(f"python -m tritonbench_ops: {error}", file=sys.stderr)
-            return 2
+            refused = True
         except Exception:
             traceback.print_exc()
             failed += 1
-    return int(failed > 0)
+    return 2 if refused else int(failed > 0)
 
 
 @contextmanager

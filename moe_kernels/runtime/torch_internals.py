@@ -163,11 +163,16 @@ def in_vmap_mode() -> bool:
     return _VMAP_MODE is not None and _key_included(_VMAP_MODE)
 
 
-def transformed() -> bool:
-    """Whether a call is in forward mode, or torch.func differentiates or vectorizes it, outside of torch.compile."""
+def transformed(unknown: bool = True) -> bool:
+    """Whether a call is in forward mode, or torch.func differentiates or vectorizes it, outside of torch.compile.
+
+    `unknown` is the answer with versions of PyTorch that cannot be asked for transforms.
+    """
     if torch.compiler.is_dynamo_compiling():
         return False
     level = _functorch_level()
+    if level is _unknown_transform:
+        return unknown or forward_level() >= 0
     return forward_level() >= 0 or (level is not None and bool(level.key() != _FUNCTIONALIZE))
 
 

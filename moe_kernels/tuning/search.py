@@ -173,13 +173,13 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
     print(f"Tuning {len(todo)} problems for {gpu} within {_duration(budget)}, into {file}", flush=True)
     failed = 0
     try:
-        tuned = [None if force else _known(task, file, gpu) for task in todo]
-        for i, (task, known) in enumerate(zip(todo, tuned, strict=True)):
+        for i, task in enumerate(todo):
             name = f"[{i + 1}/{len(todo)}] {task}"
-            if known is not None:
+            tuned = [None if force else _known(one, file, gpu) for one in todo[i:]]  # another process may add some
+            if (known := tuned[0]) is not None:
                 print(f"{name}: already tuned with M={known.M}, {known.us:.1f} us (--force tunes it again)", flush=True)
                 continue
-            left, remaining = deadline - time.monotonic(), tuned[i:].count(None)
+            left, remaining = deadline - time.monotonic(), tuned.count(None)
             if left <= 0:
                 print(f"The time is over; {remaining} problems are left. The same command continues.")
                 break
@@ -419,7 +419,8 @@ def search_a_part(
     part = fitting_part(task, device)
     searched = inputs
     if part != task:
-        print(f"  searched with G={part.G} M={part.M}: Helion's autotuner needs weights of fewer elements than 2**31")
+        limits = "weights of fewer elements than 2**31, and memory"
+        print(f"  searched with G={part.G} M={part.M}: Helion's autotuner needs {limits}")
         searched = grouped_inputs(part, device)
     problem = searched.problem()
     starts = [grouped.adapted(entry_for(task, stored(seed)), problem) for seed in seeds]
@@ -724,12 +725,12 @@ def fitting_part(task: Task, device: torch.device) -> Task:
     def size(G: int, M: int) -> int:
         return DTYPES[task.dtype].itemsize * (G * task.N * task.K + M * (task.K + 3 * task.N))
 
-    G, M = task.G, task.M
+    G, M, others = task.G, task.M, 0  # others: bytes of the inputs with all groups beside those with fewer
     # Helion keeps a copy of the arguments for each routing.
-    while G > 1 and not (
-        G * task.N * task.K <= INT32_MAX and size(task.G, task.M) + (2 + len(ROUTINGS)) * size(G, M) < 0.8 * memory
-    ):
-        G, M = G // 2, max(1, M // 2)
+    while G > 1:
+        if G * task.N * task.K <= INT32_MAX and others + (2 + len(ROUTINGS)) * size(G, M) < 0.8 * memory:
+            break
+        G, M, others = G // 2, max(1, M // 2), size(task.G, task.M)
     return replace(task, G=G, M=M)
 
 
