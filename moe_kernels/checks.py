@@ -822,7 +822,7 @@ def check_varied(
 
 def check_out(lists: Mapping[str, Sequence[Tensor]]) -> None:
     """Check that the tensors of `lists`, of which "out" is one, are not for autograd or inference mode alone."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensors in lists.values() for tensor in tensors]):
         for name, tensors in lists.items():
             for p, tensor in enumerate(tensors):
                 if tensor.requires_grad:
@@ -830,10 +830,11 @@ def check_out(lists: Mapping[str, Sequence[Tensor]]) -> None:
                         f"{name}[{p}]: out= has no gradients, but this tensor requires grad: omit out=, detach "
                         "the tensor, or call under torch.no_grad()"
                     )
-    if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
-        for p, tensor in enumerate(lists["out"]):
-            if tensor.is_inference():
-                raise RuntimeError(f"out[{p}]: a tensor of inference mode cannot be written to outside of it: clone it")
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return
+    if True in (of_inference := [tensor.is_inference() for tensor in lists["out"]]):
+        p = of_inference.index(True)
+        raise RuntimeError(f"out[{p}]: a tensor of inference mode cannot be written to outside of it: clone it")
 
 
 def check_planned(tensors: Sequence[Tensor]) -> None:

@@ -191,8 +191,7 @@ def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: An
         "dispatch and combine exchange rows outside of compiled graphs, which fullgraph=True and torch.export rule "
         "out: call them outside"
     )
-    out: Tensor = torch_internals.outside_graphs(reason, _exchange, rows, sent, received, group, records)
-    return out
+    return torch_internals.outside_graphs(reason, _exchange, rows, sent, received, group, records)
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any, records: bool) -> Any:

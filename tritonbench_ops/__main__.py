@@ -57,7 +57,7 @@ def run(args: Sequence[str] | None = None) -> int:
     elif known.output_dir and os.path.exists(known.output_dir) and not os.path.isdir(known.output_dir):
         problem = f"--output-dir: expected a folder, got the file {known.output_dir!r}"
     for option, file in (("--output", known.output), ("--output-json", known.output_json)):
-        if file and (os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or ".")):
+        if not problem and file and (os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or ".")):
             problem = f"{option}: expected a file in a folder that exists, got {file!r}"
     if problem:
         print(f"python -m tritonbench_ops: {problem}", file=sys.stderr)

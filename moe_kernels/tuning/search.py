@@ -175,11 +175,11 @@ def tune(todo: Sequence[Task], file: Path, gpu: str, device: torch.device, budge
     try:
         for i, task in enumerate(todo):
             name = f"[{i + 1}/{len(todo)}] {task}"
-            tuned = [None if force else _known(one, file, gpu) for one in todo[i:]]  # another process may add some
-            if (known := tuned[0]) is not None:
+            tuned = {} if force else _tuned(file, gpu)  # each time, as another process may add entries
+            if (known := tuned.get(bucket(task))) is not None:
                 print(f"{name}: already tuned with M={known.M}, {known.us:.1f} us (--force tunes it again)", flush=True)
                 continue
-            left, remaining = deadline - time.monotonic(), tuned.count(None)
+            left, remaining = deadline - time.monotonic(), sum(bucket(one) not in tuned for one in todo[i:])
             if left <= 0:
                 print(f"The time is over; {remaining} problems are left. The same command continues.")
                 break
@@ -394,7 +394,7 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
             return seeds
         found = None
         try:
-            found = search_a_part(task, inputs, seeds, budget, device)
+            found = search_a_part(task, inputs, problem, seeds, budget, device)
         except Exception as error:
             print(f"  Helion's autotuner failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             if gpu_is_lost(device):
@@ -410,26 +410,31 @@ def grouped_workload(task: Task, device: torch.device) -> Workload:
 
 
 def search_a_part(
-    task: Task, inputs: Inputs, seeds: Sequence[rules.Choice], budget: int, device: torch.device
+    task: Task,
+    inputs: Inputs,
+    problem: grouped.Problem,
+    seeds: Sequence[rules.Choice],
+    budget: int,
+    device: torch.device,
 ) -> rules.Choice | None:
     """Return the result of Helion's autotuner for as many groups of `task` as it can take, in a form for all of them.
 
     None if the config of seeds[0] cannot be used for so few groups, or the result not for all.
     """
     part = fitting_part(task, device)
-    searched = inputs
+    searched, problem_of_part = inputs, problem
     if part != task:
         limits = "weights of fewer elements than 2**31, and memory"
         print(f"  searched with G={part.G} M={part.M}: Helion's autotuner needs {limits}")
         searched = grouped_inputs(part, device)
-    problem = searched.problem()
-    starts = [grouped.adapted(entry_for(task, stored(seed)), problem) for seed in seeds]
+        problem_of_part = searched.problem()
+    starts = [grouped.adapted(entry_for(task, stored(seed)), problem_of_part) for seed in seeds]
     if starts[0] is None:
         print("  so few groups need another kind of config: only neighbours of that config")
         return None
     print(f"  Helion's autotuner, from {len(seeds)} configs: {_duration(budget)}", flush=True)
-    found = search(problem, [start for start in starts if start is not None], searched, budget)
-    return grouped.adapted(entry_for(part, stored(found)), inputs.problem())
+    found = search(problem_of_part, [start for start in starts if start is not None], searched, budget)
+    return grouped.adapted(entry_for(part, stored(found)), problem)
 
 
 def stored(choice: rules.Choice) -> dict[str, Any]:
@@ -706,14 +711,14 @@ def bucket(task: Task) -> Bucket:
     return Bucket(name, task.transposed and task.K > 1, rows, task.N, task.K, task.G, task.op)
 
 
-def _known(task: Task, file: Path, gpu: str) -> Entry | None:
-    """Return the entry for `task` and the installed versions in `file`, or None."""
-    wanted, minor = bucket(task), entries.installed_versions().minor
+def _tuned(file: Path, gpu: str) -> dict[Bucket, Entry]:
+    """Return the entries in `file` for the installed versions."""
+    minor = entries.installed_versions().minor
     try:
         found = entries.read(file, gpu)
     except entries.Skipped:
-        return None  # `write` warns about it, and renames the file
-    return next((entry for entry in found if entry.bucket == wanted and entry.versions.minor == minor), None)
+        return {}  # `write` warns about it, and renames the file
+    return {entry.bucket: entry for entry in reversed(found) if entry.versions.minor == minor}
 
 
 def fitting_part(task: Task, device: torch.device) -> Task:
