@@ -165,8 +165,12 @@ class _Plan:
         sizes = [M * N + -M * N % unit for M, N in self.shapes]  # padded: each result begins at a multiple of 16 bytes
         self.starts = list(itertools.accumulate(sizes, initial=0))
         self.new_buffer = partial(torch.empty, self.starts[-1], dtype=group_A[0].dtype, device=group_A[0].device)
-        outs = self._parts(self.new_buffer()) if out is None else out
-        self.launch = varied_launch(group_A, group_B, outs, wait=True)
+        if out is not None:
+            self.launch = varied_launch(group_A, group_B, out, wait=True)
+            return
+        buffer = self.new_buffer()
+        self.launch = varied_launch(group_A, group_B, self._parts(buffer), wait=True)
+        buffer.untyped_storage().resize_(0)  # the launch keeps its parts, and each call has a buffer of its own
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         with torch_internals.below_autograd():  # which sees no views, so changing one part does not invalidate another

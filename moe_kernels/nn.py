@@ -23,11 +23,14 @@ _QUANTIZED = ("w_gate_up", "w_gate_up_scales", "w_down", "w_down_scales")
 
 
 class _Kept(NamedTuple):
-    """What `quantize_once` keeps of a layer."""
+    """What `quantize_once` keeps of a layer. Copied and pickled as None: a copy would not see the context's end."""
 
     compute: str
     weights: tuple[QuantizedWeight, QuantizedWeight]
     versions: list[tuple[int, int]]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 class MoE(nn.Module):
@@ -266,17 +269,14 @@ class MoE(nn.Module):
         load: Any = super()._load_from_state_dict
         load(state_dict, prefix, *rest)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what to copy and pickle: no fp8 weights of `quantize_once`, whose end a copy would not see."""
-        return {**self.__dict__, "_kept": None}
-
     def _weights(self) -> Sequence[Tensor | ScaledTensor | QuantizedWeight]:
         """Return both weights as `moe_mlp` takes them."""
         weights, kept = (self.w_gate_up, self.w_down), self._kept
         if self.format is not None:
             scales = self.get_buffer("w_gate_up_scales"), self.get_buffer("w_down_scales")
             return [ScaledTensor(*both, FP8_COMPUTE[self.format]) for both in zip(weights, scales, strict=True)]
-        if kept is None or kept.compute != self.compute:
+        # An exported program would have the kept weights as constants.
+        if kept is None or kept.compute != self.compute or torch.compiler.is_exporting():
             return weights
         if any(one.weight is not w for one, w in zip(kept.weights, weights, strict=True)):
             return weights

@@ -33,6 +33,6 @@ def forget_store() -> None:
     """Forget the environment's name, checked folders and given warnings, as in a new process."""
     from moe_kernels.runtime import store  # not before OMP_NUM_THREADS is set, which PyTorch reads once
 
-    for known in (store.environment, store._check_folder, store._is_of_user_alone):
+    for known in (store._versions, store._check_folder, store._is_of_user_alone):
         known.cache_clear()
     store._warned.clear()

@@ -291,6 +291,10 @@ def test_quantize_a_layer(format: str) -> None:
     with pytest.raises(RuntimeError, match=f"quantised before, as '{format}'"):
         made.quantize("fp8_block")
     assert torch.equal(copy.deepcopy(made)(hidden), out)
+    made.compile(backend="eager")
+    copied = copy.deepcopy(made)
+    copied.w_down_scales.zero_()
+    assert not copied(hidden).any() and torch.equal(made(hidden), out)
 
 
 @torch.no_grad()

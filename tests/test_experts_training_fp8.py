@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.library import opcheck
+from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from training import COMPUTE, DIFFERENTIABLE, exactly, run
@@ -474,6 +475,29 @@ def test_weights_are_quantised_once(compute: str) -> None:
     assert quantises(lambda: layer(tokens[0]))
     gc.collect()
     assert kept() is None
+
+
+def test_a_parametrised_layer_is_copied_without_kept_weights() -> None:
+    """The classes that PyTorch makes for such modules copy attributes themselves."""
+    layer, x = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_rowwise"), torch.randn(T, H)
+    parametrize.register_parametrization(layer, "w_down", torch.nn.Identity())
+    with parametrize.cached(), quantize_once(layer):
+        assert not quantises(lambda: layer(x))
+        copied = copy.deepcopy(layer)
+        assert quantises(lambda: copied(x))
+    assert quantises(lambda: copied(x))
+    with parametrize.cached(), quantize_once(copied):
+        assert not quantises(lambda: copied(x))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_has_no_kept_weights(strict: bool) -> None:
+    layer, other = (MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_rowwise") for _ in range(2))
+    x = torch.randn(T, H)
+    with quantize_once(layer):
+        program = torch.export.export(layer, (x,), strict=strict).module()
+    program.load_state_dict(other.state_dict(), strict=False)
+    assert torch.equal(program(x), other(x))
 
 
 def test_contexts_that_end_in_any_order() -> None:

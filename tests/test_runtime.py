@@ -715,7 +715,17 @@ def test_products_of_float32_are_not_repeated(name: str, calls: list[int]) -> No
     assert calls == [M, M] and not repeats()
 
 
-@pytest.mark.parametrize(("name", "multiplied"), [("scales_A", False), ("topk_weights", False), ("bias", True)])
+@pytest.mark.parametrize(
+    ("name", "multiplied"),
+    [
+        ("scales_A", False),
+        ("topk_weights", False),
+        ("bias", False),
+        ("b_in", False),
+        ("gate_up_bias", False),
+        ("B", True),
+    ],
+)
 def test_float32_that_is_not_multiplied_depends_on_no_setting(name: str, multiplied: bool) -> None:
     operator = Operator("op", "", ("A", name), ("A",), lambda *_: Counts(4))
     tensors = torch.zeros(4, 8, dtype=torch.float16), torch.zeros(4, 1)

@@ -123,7 +123,9 @@ def jagged_fields(
     group_offsets: SymbolicTensor,
     *vectors: SymbolicTensor | None,  # biases, scales and maps
 ) -> dict[str, Any]:
-    """Return the fields that the problems of all jagged products have: `rows`, `M`, and those of `rules.Access`."""
+    """Return the fields that the problems of all jagged products have: `rows` (the mean per group) and `M`, for the
+    fewest rows of the class, rounded down to powers of two; and those of `rules.Access`.
+    """
     results = [out for out in outs if out is not None]
     M, G = least(results[0].size(0)), group_offsets.size(0) - 1
     contracts, int64_vectors = A.size(1) > 0, needs_int64(group_offsets, *vectors)

@@ -15,7 +15,10 @@ BY_REGION = 1  # region by region: region r's first tile has number start_r // b
 
 
 def int32(n: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a number as int32, such as a loop index, since Triton may count the loop in 64 bits."""
+    """Return a number as int32, such as a loop index, since Triton may count the loop in 64 bits.
+
+    `like`: any int32 scalar; Helion takes the result's shape and type from it.
+    """
     return hl.inline_triton("tl.cast({0}, tl.int32)", args=(n,), output_like=like)
 
 

@@ -104,7 +104,12 @@ varied_grouped_gemm = define(_varied_grouped_gemm, _varied_fake, _varied_setup, 
 def varied_launch(
     group_A: Sequence[Tensor], group_B: Sequence[Tensor], outs: Sequence[Tensor], wait: bool = False
 ) -> Callable[..., None]:
-    """Return the function that writes the products to `outs`, or to the same parts of a buffer passed to it."""
+    """Return the function that writes the products to `outs`, or to the same parts of a buffer passed to it.
+
+    Raises:
+        ValueError: a tensor is a negated view.
+        RuntimeError: in the capture of a CUDA graph.
+    """
     for name, tensors in {"group_A": group_A, "group_B": group_B, "out": outs}.items():
         for p, tensor in enumerate(tensors):
             if tensor.is_neg():

@@ -210,7 +210,8 @@ _made: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("made", default=Non
 
 @contextmanager
 def force(choice: Any) -> Iterator[None]:
-    """Within the block, every problem gets `choice`, which must be of the operator that is called.
+    """Within the block, problems of `grouped_gemm` and of uniform and varied products get `choice`, which must be of
+    the operator that is called. Gradients of weights, `swiglu` and products in fp8 keep their rules.
 
     Existing plans are still found, unless `runtime.cache.isolated` hides them.
     """
@@ -252,7 +253,7 @@ def discard(choice: Any, reason: str) -> bool:
 
 
 def made_by_entry() -> bool:
-    """Whether a choice that the enclosing `record` lists is from a tuned entry."""
+    """Whether a choice that the innermost `record` lists is from a tuned entry."""
     return any(getattr(choice, "entry", None) is not None for _, choice in _made.get() or ())
 
 

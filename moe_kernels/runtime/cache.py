@@ -49,7 +49,7 @@ class _Entry:
 
 @dataclass
 class PlanCache:
-    """Plans by signature. The least recently used one is evicted."""
+    """Plans by signature. The least recently used one is evicted; its kernels and their generated code stay loaded."""
 
     limit: int = _MOST_PLANS
     entries: OrderedDict[tuple[Any, ...], _Entry] = field(default_factory=OrderedDict)
@@ -226,25 +226,25 @@ def plan_of(
     """Return a plan and its binaries for a GPU model, from the store, or new and then stored. The GPU may be absent.
 
     `load` is called with the binaries and, for a new plan, their sources. If it fails on a stored plan, other than for
-    lack of memory, the plan is made again, so that `rules.with_fallback` sees its choices. If it fails on a new plan,
-    the plan is not stored. Plans under a forced choice bypass the store.
+    lack of memory, the plan is made again and its binaries are compiled again, so that `rules.with_fallback` sees its
+    choices. If it fails on a new plan, the plan is not stored. Plans under a forced choice bypass the store.
     """
     kept = rules.forced() is None
 
     @_collector_paused()
-    def made() -> tuple[Plan, dict[str, store.Binary]]:
+    def made(stored: bool = True) -> tuple[Plan, dict[str, store.Binary]]:
         launch.ensure_cache()
         try:
-            return compiled()
+            return compiled(stored)
         except OSError as error:
             if error.errno not in _FULL or not launch.leave_cache():
                 raise
-            return compiled()
+            return compiled(stored)
 
-    def compiled() -> tuple[Plan, dict[str, store.Binary]]:
+    def compiled(stored: bool) -> tuple[Plan, dict[str, store.Binary]]:
         from moe_kernels.runtime import compile as compiler  # imports Helion
 
-        compiling = compiler.Compiling(gpu)
+        compiling = compiler.Compiling(gpu, stored)
         plan, sources = make_plan(operator, inputs, options, gpu, compiling.begin)
         # A tuned or forced choice that does not fit is an error, so that another one replaces it.
         binaries = compiling.binaries(fewer_stages=kept and not rules.made_by_entry())
@@ -262,7 +262,7 @@ def plan_of(
     except torch.OutOfMemoryError:
         raise
     except Exception:
-        return made()
+        return made(stored=False)
     return found
 
 
@@ -347,6 +347,8 @@ def reload() -> None:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Within the block, make new plans for all calls, as in a new process, without reading plans on disk."""
+    """Within the block, make new plans for all calls, without reading plans on disk. Binaries on disk and kernels that
+    are loaded are used as always.
+    """
     with replaced(plans, entries=OrderedDict(), recent={}, reads_store=False):
         yield

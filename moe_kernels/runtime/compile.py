@@ -87,7 +87,10 @@ def to_plan(
 
 
 def lower(request: Request, gpu: Gpu) -> tuple[Launch, Specialization]:
-    """Return the launch of `request` as data, and the source of its binary."""
+    """Return the launch of `request` as data, and the source of its binary.
+
+    Raises RuntimeError if Helion's code reads by pointers what only TMA reads without leaving it, `tma_clipped`.
+    """
     host = _host_function(request, gpu)
     made: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = []
     host(*request.arguments, _launcher=lambda fn, grid, *args, **options: made.append((fn, grid, args, options)))
@@ -156,9 +159,9 @@ def _type_of(x: Any) -> str:
     return "fp32" if isinstance(x, float) else "constexpr"
 
 
-def binary(specialized: Specialization, gpu: Gpu, fewer_stages: bool = False) -> store.Binary:
-    """Return a binary from the store, or else compile it by `within_shared_memory` and store it."""
-    if (known := store.read_binary(specialized.key)) is not None:
+def binary(specialized: Specialization, gpu: Gpu, fewer_stages: bool = False, stored: bool = True) -> store.Binary:
+    """Return a binary from the store if `stored`, or else compile it by `within_shared_memory` and store it."""
+    if stored and (known := store.read_binary(specialized.key)) is not None:
         return known
     compiled = within_shared_memory(specialized, gpu, fewer_stages)
     made = store.Binary(
@@ -169,7 +172,7 @@ def binary(specialized: Specialization, gpu: Gpu, fewer_stages: bool = False) ->
         extension={"cuda": "cubin", "hip": "hsaco"}.get(gpu.backend, "spv"),
         code=compiled.kernel,
     )
-    return store.write_binary(made)
+    return store.write_binary(made, replace=not stored)
 
 
 def within_shared_memory(specialized: Specialization, gpu: Gpu, fewer_stages: bool = True) -> Any:
@@ -209,16 +212,16 @@ def compiled_kernel(specialized: Specialization, gpu: Gpu) -> Any:
 
 class Compiling:
     """Compiles the binaries of a plan in parallel, while Helion generates the next kernel's code. Triton's compiler
-    mostly waits for its own threads and for ptxas.
+    mostly waits for its own threads and for ptxas. If not `stored`, binaries of the store are replaced.
     """
 
-    def __init__(self, gpu: Gpu):
-        self.gpu, self.pool = gpu, ThreadPoolExecutor(8)
+    def __init__(self, gpu: Gpu, stored: bool = True):
+        self.binary, self.pool = functools.partial(binary, gpu=gpu, stored=stored), ThreadPoolExecutor(8)
         self.begun: dict[str, tuple[Specialization, Future[store.Binary]]] = {}
 
     def begin(self, one: Specialization) -> None:
         if one.key not in self.begun:
-            self.begun[one.key] = one, self.pool.submit(binary, one, self.gpu)
+            self.begun[one.key] = one, self.pool.submit(self.binary, one)
 
     def binaries(self, fewer_stages: bool) -> dict[str, store.Binary]:
         """Wait for all compilations that have begun, and return the binaries by key. With `fewer_stages`, what needs
@@ -232,7 +235,7 @@ class Compiling:
                 except triton.OutOfResources:
                     if not fewer_stages:
                         raise
-                    made[key] = binary(one, self.gpu, fewer_stages)
+                    made[key] = self.binary(one, fewer_stages=fewer_stages)
             return made
         finally:
             self.pool.shutdown()

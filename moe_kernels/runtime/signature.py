@@ -28,7 +28,7 @@ class Counts(NamedTuple):
     """The numbers of rows in a call: `rows` is the first extent of the first of `Operator.rows`."""
 
     rows: int
-    others: tuple[int, ...] = ()  # multiples or divisors of `rows` that rules also use, such as slots beside tokens
+    others: tuple[int, ...] = ()  # proportional to `rows`, and used by rules as well, such as slots beside tokens
     groups: int = 1  # among which the largest of these counts is shared
 
 
@@ -49,7 +49,10 @@ class Operator:
     @functools.cached_property
     def multiplied(self) -> tuple[bool, ...]:
         """Which inputs tensor cores may multiply, in tf32 if they are float32 and PyTorch's settings allow it."""
-        return tuple(name != "topk_weights" and not name.startswith("scales_") for name in self.inputs)
+        return tuple(
+            not name.startswith(("scales_", "b_")) and not name.endswith(("bias", "topk_weights"))
+            for name in self.inputs
+        )
 
 
 _HALVES = {torch.float16, torch.bfloat16}  # a product of the two is one of float32
@@ -93,8 +96,9 @@ def rows_bounds(counts: Counts) -> tuple[int, int]:
 
 
 def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, ...]:
-    """Everything that a plan depends on, including the devices of the tensors. Rows appear by their class alone.
+    """What a plan depends on in a call, including the devices of the tensors. Rows appear by their class alone.
 
+    It does not contain tuned entries (`rules.tuned_digest`), nor settings of the compilers (`store.environment`).
     Every call that is no repeat computes it; reading an attribute of a tensor takes about 0.1 us.
     """
     key: list[Any] = [operator.name, options, rows_class(operator.counts(tensors, options))]

@@ -172,16 +172,21 @@ def public_version(package: str) -> str | None:
     return None if version is None else version.partition("+")[0]
 
 
-@functools.cache
 def environment() -> str:
-    """The name of this environment's folder."""
+    """The name of this environment's folder. The settings of the compilers may change while the process runs."""
+    settings = (f"{name}={os.environ[name]}" for name in _COMPILER_SETTINGS if name in os.environ)
+    return _sha256("\0".join((_versions(), *settings)).encode())[:16]
+
+
+@functools.cache
+def _versions() -> str:
+    """The compilers' versions, and a digest of the kernels' sources."""
     parts = [f"{SCHEMA}", str(public_version("triton")), public_version("helion") or HELION]
-    parts += [f"{name}={os.environ[name]}" for name in _COMPILER_SETTINGS if name in os.environ]
     for name in _SOURCES:
         path = _PACKAGE / name
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             parts += [file.name, file.read_text(encoding="utf-8")]
-    return _sha256("\0".join(parts).encode())[:16]
+    return _sha256("\0".join(parts).encode())
 
 
 def plan_key(signature: str, gpu: Gpu, tuned: str) -> str:
@@ -245,19 +250,21 @@ def read_binary(key: str, sha256: str | None = None) -> Binary | None:
     return _find(name, accept)
 
 
-def write_binary(binary: Binary) -> Binary:
+def write_binary(binary: Binary, replace: bool = False) -> Binary:
     """Store a binary, unless another process has stored one meanwhile. Return the one to use, which plans must name.
 
-    Two compilations of one kernel may differ in the paths of its debug information.
+    Two compilations of one kernel may differ in the paths of its debug information. With `replace`, a stored binary
+    does not count.
     """
     place = f"{environment()}/binaries"
     record = {"signature": binary.signature, "constants": binary.constants, "metadata": binary.metadata}
     if not _write_code(place, binary.code, binary.extension, record):
         return binary
-    if not _write_payload(f"{place}/{binary.key}.json", record, replace=False):
-        if (other := read_binary(binary.key)) is not None:
+    name = f"{place}/{binary.key}.json"
+    if replace or not _write_payload(name, record, replace=False):
+        if not replace and (other := read_binary(binary.key)) is not None:
             return other
-        _write_payload(f"{place}/{binary.key}.json", record)
+        _write_payload(name, record)
     return binary
 
 
@@ -575,9 +582,10 @@ def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
 def contents(root: Path) -> dict[str, tuple[int, int]]:
     """Return the number and bytes of plans, binaries and libraries in `root`, by kind; "other versions" is a kind."""
     found: dict[str, tuple[int, int]] = {}
+    present = environment()
     for path, status in _files(root):
         top, inner, _ = Path(path).relative_to(root).parts
-        kind = top if top == "libraries" else inner if top == environment() else "other versions"
+        kind = top if top == "libraries" else inner if top == present else "other versions"
         count, size = found.get(kind, (0, 0))
         found[kind] = (count + path.endswith(".json"), size + status.st_size)
     return found

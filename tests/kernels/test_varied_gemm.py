@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -237,6 +238,22 @@ def test_the_kernel_object_takes_the_rule(monkeypatch: pytest.MonkeyPatch, devic
         ((_, (layout, block_m, block_n, _), *_),) = plans.entries
     varied(*launch.tensors, *layout, block_m, block_n)
     assert_close([out], A, B)
+
+
+def test_a_plan_keeps_no_memory_for_results(device: str) -> None:
+    A, B = make([(300, 80, 16)], device)
+    plan = plan_varied_grouped_gemm(A, B)
+
+    def results() -> int:
+        tensors = [x for x in gc.get_objects() if type(x) is Tensor and x.layout is torch.strided]
+        return sum(x.untyped_storage().nbytes() == 300 * 80 * A[0].element_size() for x in tensors)
+
+    assert not results()
+    outs = plan()
+    assert results() and outs[0].untyped_storage().nbytes() >= outs[0].nbytes
+    assert_close(outs, A, B)
+    del outs
+    assert not results()
 
 
 @pytest.mark.gpu
