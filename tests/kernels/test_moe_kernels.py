@@ -274,17 +274,25 @@ def test_without_gradients_it_gives_the_same_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "up_bias"),
-    [("SwiGLU", True), ("gpt-oss", True), ("two weights, biases", True), ("two weights, biases", False)],
+    ("name", "up_bias", "biases"),
+    [
+        ("SwiGLU", True, torch.float16),
+        ("gpt-oss", True, torch.float16),
+        ("gpt-oss", True, torch.float32),
+        ("two weights, biases", True, torch.float16),
+        ("two weights, biases", False, torch.float16),
+    ],
 )
-def test_calls_like_an_earlier_one(name: str, up_bias: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_like_an_earlier_one(
+    name: str, up_bias: bool, biases: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each call has new tensors, perhaps with another number of tokens; without a second weight they are repeats."""
     monkeypatch.setattr(torch_internals, "on_current_device", lambda tensor: True)
     layer = LAYERS[name] | {"bias": True, "interleaved": False}
     with isolated():
         for T in (6, 6, 7, 5):
             tensors, ids, options = make(layer, T, 24, 40, 5, 2, device, torch.float16)
-            tensors = {key: value.half() if key.endswith("bias") else value for key, value in tensors.items()}
+            tensors = {key: value.to(biases) if key.endswith("bias") else value for key, value in tensors.items()}
             if not up_bias:
                 tensors.pop("up_bias", None)
             out = run(moe_mlp, tensors, ids, options)
