@@ -20,6 +20,10 @@ from moe_kernels.routing_maps import Routing
 from moe_kernels.runtime import torch_internals
 
 _NO_MEMBER = "group: expected a process group of which this rank is a member"
+_NOT_IN_GRAPHS = (
+    "dispatch and combine exchange rows outside of compiled graphs, which fullgraph=True and torch.export rule out: "
+    "call them outside"
+)
 
 
 class Exchange(NamedTuple):
@@ -114,8 +118,7 @@ def dispatch(
     rows = permute(hidden, routing)
 
     to_send = group_sizes(routing.group_offsets).to(torch.int64).view(P, num_experts // P)
-    # An exchange of rows of different sizes would hang or abort, and of other dtypes give wrong values.
-    kind = rows.size(1) * len(checks.DTYPES) + checks.DTYPES.index(rows.dtype)
+    kind = _kind(rows)
     recording = 0  # 1: could record gradients, 2: does
     if torch.is_grad_enabled():
         recording = 2 if rows.requires_grad else int(not torch_internals.wrapped(rows))
@@ -128,13 +131,7 @@ def dispatch(
     sent, received, last = torch.stack((to_send.sum(1), to_receive.sum(1), answer[:, -1])).tolist()
     kinds, recorded = [n // 6 for n in last], [n % 6 // 2 for n in last]
     wrong = [rank for rank, n in enumerate(last) if n % 2]
-    if kinds != [kind] * P:
-        each = [(k // len(checks.DTYPES), checks.DTYPES[k % len(checks.DTYPES)]) for k in kinds]
-        raise ValueError(
-            f"hidden: expected H = {rows.size(1)} and {rows.dtype} on all ranks as on this one; on ranks 0 to {P - 1} "
-            f"of the group, rows have {[H * dtype.itemsize for H, dtype in each]} bytes, in "
-            f"{', '.join(str(dtype).removeprefix('torch.') for _, dtype in each)}"
-        )
+    _check_kinds("hidden", rows, kinds)
     if wrong:
         if validates:
             checks.validate_ids(topk_ids, num_experts)
@@ -161,23 +158,51 @@ def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
     """Send the experts' rows back and add up each token's rows, weighted by its topk_weights. Collective.
 
     Args:
-        rows: `[R', H]`, in the order of the rows of `dispatch`.
+        rows: `[R', H]`, in the order of the rows of `dispatch`. H and the dtype may not differ between ranks, also
+            where R' is 0: the exchange would hang, or give wrong values. With `MOE_KERNELS_VALIDATE=1` all ranks raise
+            an error instead, and wait for the device once.
         exchange: the one that `dispatch` returned.
 
     Returns:
         `[T, H]` in the dtype of `rows`; dropped slots add nothing. Differentiable in `rows` and the topk_weights.
 
     Raises:
-        TypeError, ValueError, ImportError: as for `unpermute`; TypeError also if `exchange` is no Exchange.
+        TypeError, ValueError, ImportError: as for `unpermute`; TypeError also if `exchange` is no Exchange, ValueError
+            for rows of different sizes or dtypes on the ranks.
         RuntimeError: as for `dispatch`.
     """
     if not isinstance(exchange, Exchange):
         raise TypeError(f"exchange: expected the Exchange that dispatch returns, got {type(exchange).__name__}")
     routing, arrival, sent, received, group = exchange
     rows = unpermute(rows, arrival, weighted=False)
+    if checks.validation_enabled(None):
+        torch_internals.outside_graphs(_NOT_IN_GRAPHS, _check_alike, rows, group)
     rows = _exchange_rows(rows, received, sent, group)
     dropped = routing.slot_to_row.size(0) - sum(sent)
     return unpermute(F.pad(rows, (0, 0, 0, dropped)) if dropped else rows, routing)
+
+
+def _kind(rows: Tensor) -> int:
+    """A number for the size and dtype of a row."""
+    return rows.size(1) * len(checks.DTYPES) + checks.DTYPES.index(rows.dtype)
+
+
+def _check_kinds(name: str, rows: Tensor, kinds: list[int]) -> None:
+    """Check that rows are alike on all ranks. Otherwise their exchange would hang or abort, or give wrong values."""
+    if kinds != [_kind(rows)] * len(kinds):
+        each = [(k // len(checks.DTYPES), checks.DTYPES[k % len(checks.DTYPES)]) for k in kinds]
+        raise ValueError(
+            f"{name}: expected H = {rows.size(1)} and {rows.dtype} on all ranks as on this one; on ranks 0 to "
+            f"{len(kinds) - 1} of the group, rows have {[H * dtype.itemsize for H, dtype in each]} bytes, in "
+            f"{', '.join(str(dtype).removeprefix('torch.') for _, dtype in each)}"
+        )
+
+
+def _check_alike(rows: Tensor, group: Any) -> None:
+    message = torch.full((dist.get_world_size(group),), _kind(rows), device=rows.device)
+    answer = torch.empty_like(message)
+    dist.all_to_all_single(answer, message, group=group)
+    _check_kinds("rows", rows, answer.tolist())
 
 
 def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any, records: bool = False) -> Tensor:
@@ -187,11 +212,7 @@ def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: An
 
     PyTorch 2.11 gives zeros as the gradient of a collective in an autograd.Function that it compiles, and says nothing.
     """
-    reason = (
-        "dispatch and combine exchange rows outside of compiled graphs, which fullgraph=True and torch.export rule "
-        "out: call them outside"
-    )
-    return torch_internals.outside_graphs(reason, _exchange, rows, sent, received, group, records)
+    return torch_internals.outside_graphs(_NOT_IN_GRAPHS, _exchange, rows, sent, received, group, records)
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any, records: bool) -> Any:

@@ -51,6 +51,8 @@ class MoE(nn.Module):
 
     w_gate_up: Tensor
     w_down: Tensor
+    w_gate_up_scales: Tensor
+    w_down_scales: Tensor
     _kept: _Kept | None = None  # within `quantize_once`
 
     def __init__(
@@ -273,7 +275,7 @@ class MoE(nn.Module):
         """Return both weights as `moe_mlp` takes them."""
         weights, kept = (self.w_gate_up, self.w_down), self._kept
         if self.format is not None:
-            scales = self.get_buffer("w_gate_up_scales"), self.get_buffer("w_down_scales")
+            scales = self.w_gate_up_scales, self.w_down_scales
             return [ScaledTensor(*both, FP8_COMPUTE[self.format]) for both in zip(weights, scales, strict=True)]
         # An exported program would have the kept weights as constants.
         if kept is None or kept.compute != self.compute or torch.compiler.is_exporting():
@@ -295,9 +297,10 @@ class MoE(nn.Module):
             TypeError, ValueError, RuntimeError, ImportError: as for `moe_mlp`; also TypeError if `hidden` and the
                 router have different dtypes outside of autocast, and ValueError if they are on different devices.
         """
-        checks.check_layer(hidden, self.router)
+        router = self.router  # once, as a parametrisation may compute it
+        checks.check_layer(hidden, router)
         tokens = hidden.reshape(-1, hidden.size(-1))
-        topk_ids, topk_weights = topk_softmax(F.linear(tokens, self.router), self.top_k, renormalize=self.renormalize)
+        topk_ids, topk_weights = topk_softmax(F.linear(tokens, router), self.top_k, renormalize=self.renormalize)
         out = moe_mlp(
             tokens,
             topk_ids,
@@ -315,10 +318,12 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the sizes and options, for the module's repr."""
-        num_experts, hidden_size, intermediate_size = self.w_down.shape
+        sizes, shape = "", self.w_down.shape
+        if len(shape) == 3:  # FSDP1 leaves flat parts of weights
+            sizes = f"hidden_size={shape[1]}, intermediate_size={shape[2]}, num_experts={shape[0]}, "
         return (
-            f"hidden_size={hidden_size}, intermediate_size={intermediate_size}, num_experts={num_experts}, "
-            f"top_k={self.top_k}, renormalize={self.renormalize}, activation={self.activation}, gated={self.gated}"
+            f"{sizes}top_k={self.top_k}, renormalize={self.renormalize}, activation={self.activation}, "
+            f"gated={self.gated}"
             f"{f', alpha={self.alpha}, limit={self.limit}' if self.activation in CLAMPED else ''}"
             f"{'' if self.compute is None or self.format else f', compute={self.compute}, fp8_wgrad={self.fp8_wgrad}'}"
             f"{'' if self.format is None else f', format={self.format}'}"

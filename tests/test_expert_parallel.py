@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moe_kernels import MoE, grouped_gemm, moe_mlp, ops, quantize_once, swiglu_ffn
+from moe_kernels import MoE, checks, grouped_gemm, moe_mlp, ops, quantize_once, swiglu_ffn
 from moe_kernels.expert_parallel import combine, dispatch
 
 P, E, TOP_K, H, I = 2, 6, 2, 5, 4  # noqa: E741
@@ -200,6 +200,11 @@ def run_rank(rank: int, folder: str) -> None:
     halves = torch.float16, torch.bfloat16  # rows of one size, whose bits mean other values
     with pytest.raises(ValueError, match=rf"hidden: expected .*{halves[rank]} on all ranks .*, in float16, bfloat16$"):
         dispatch(torch.ones(1, H, dtype=halves[rank]), *routed, E)
+    rows, exchange = dispatch(torch.ones(1, H), *routed, E)  # rank 1 has no rows
+    with patch.object(checks, "_VALIDATE", True):
+        assert combine(rows, exchange).sum() == H
+        with pytest.raises(ValueError, match=rf"^rows: expected H = {H} and .*{halves[rank]} on .* in float16, bfloat"):
+            combine(rows.to(halves[rank]), exchange)
     unlike = torch.tensor([[0, -1 if rank else 3]]), torch.ones(1, 2)
     here = (
         r"topk_ids\[0, 1\]: expected 0 to .*, got -1; to drop" if rank else r"topk_ids: .* on ranks \[1\] of the group;"

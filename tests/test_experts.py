@@ -13,6 +13,7 @@ from torch._dynamo import compiled_autograd
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 
 from moe_kernels import (
@@ -506,6 +507,29 @@ def test_the_module() -> None:
                 layer(torch.zeros(2, H, dtype=dtype))
     with pytest.raises(TypeError, match=r"^hidden: .* torch.float32 .*, got torch.bfloat16; .*, or use autocast$"):
         layer.to("meta")(torch.zeros(2, H, dtype=torch.bfloat16, device="meta"))
+
+
+def test_a_router_is_computed_once_in_each_call() -> None:
+    """Spectral norms change their state whenever the weight is read, and random parametrisations draw again."""
+    calls: list[Tensor] = []
+
+    class Counted(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            calls.append(weight)
+            return weight
+
+    layer = MoE(H, I, E, TOP_K, renormalize=True)
+    parametrize.register_parametrization(layer, "router", Counted())
+    calls.clear()
+    layer(torch.randn(3, H))
+    assert len(calls) == 1
+
+
+def test_the_repr_of_a_layer_whose_weights_fsdp_has_flattened() -> None:
+    layer = MoE(H, I, E, TOP_K, renormalize=True)
+    assert f"hidden_size={H}, intermediate_size={I}, num_experts={E}, top_k={TOP_K}" in repr(layer)
+    layer.w_down = torch.nn.Parameter(torch.empty(0))
+    assert repr(layer).startswith(f"MoE(top_k={TOP_K}, renormalize=True")
 
 
 @pytest.mark.parametrize("activation", ["clamped_swiglu", "clamped_silu"])

@@ -1064,6 +1064,7 @@ OBSERVED: dict[str, Callable[[Tensor], bool]] = {
     "tracing": transformed(lambda f, x: torch.jit.trace(f, x, check_trace=False)),
     "a subclass": lambda x: can_bypass_dispatcher(x.as_subclass(Subclass)),
     "a negated view": lambda x: can_bypass_dispatcher(torch.complex(x, x).conj().imag),
+    "zeros without memory": lambda x: can_bypass_dispatcher(torch._efficientzerotensor(2, 3)),
     "a gradient": lambda x: can_bypass_dispatcher(x, x.clone().requires_grad_()),
 }
 

@@ -107,7 +107,7 @@ def varied_launch(
     """Return the function that writes the products to `outs`, or to the same parts of a buffer passed to it.
 
     Raises:
-        ValueError: a tensor is a negated view.
+        ValueError: a tensor is a negated view, or has no memory, such as one that wraps another.
         RuntimeError: in the capture of a CUDA graph.
     """
     for name, tensors in {"group_A": group_A, "group_B": group_B, "out": outs}.items():
@@ -115,6 +115,12 @@ def varied_launch(
             if tensor.is_neg():
                 raise ValueError(
                     f"{name}[{p}]: expected a tensor as it is in memory, got a negated view: resolve_neg()"
+                )
+            fake = not tensor.is_meta and torch_internals.has_no_values(tensor)
+            if fake or not torch_internals.has_memory(tensor):
+                raise ValueError(
+                    f"{name}[{p}]: expected a tensor with memory, which a plan and out= need, got "
+                    f"{type(tensor).__name__} without: pass the tensor that it wraps, or a copy"
                 )
     first = group_A[0]
     problems = [(a, b, o) for a, b, o in zip(group_A, group_B, outs, strict=True) if o.numel()]

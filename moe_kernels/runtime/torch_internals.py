@@ -135,8 +135,8 @@ def differentiated(*tensors: Tensor | None) -> bool:
 def eager(*tensors: Tensor | None) -> bool:
     """Whether nothing traces or transforms a call. Autograd may still record it, and a profiler show it.
 
-    False for tensor subclasses, and for views that PyTorch negates before an operator gets them, such as the imaginary
-    part of a conjugate.
+    False for tensor subclasses, and for tensors that PyTorch materialises before an operator gets them: negated views,
+    such as the imaginary part of a conjugate, and gradients that it knows to be zero.
 
     Raises:
         NotImplementedError: torch.compile traces in forward mode, whose tangents torch.library's operators would drop
@@ -153,7 +153,14 @@ def eager(*tensors: Tensor | None) -> bool:
         return False
     if _functorch_level() is not None or jit_tracing() is not None or in_vmap_mode():
         return False
-    return all([x is None or (type(x) in PLAIN and not x.is_neg()) for x in tensors])
+    return all([x is None or (type(x) in PLAIN and not x.is_neg() and has_memory(x)) for x in tensors])
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` are at its address, if it has any. PyTorch has no memory for gradients that it
+    knows to be zero, and wrappers have none of their own.
+    """
+    return bool(tensor.data_ptr()) or tensor.is_meta or not tensor.numel()
 
 
 def in_vmap_mode() -> bool:

@@ -56,6 +56,17 @@ def test_a_view_that_is_negated_when_it_is_read(device: str) -> None:
         assert_grouped_gemm_close(out, A.resolve_neg(), B, group_offsets)
 
 
+def test_operands_that_pytorch_knows_to_be_zero(device: str) -> None:
+    A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float32, device=device)
+    zeros = torch._efficientzerotensor(A.shape, device=device)
+    for _ in range(2):
+        assert grouped_gemm(A, B, group_offsets).any()
+        assert not grouped_gemm(zeros, B, group_offsets).any()
+    A.requires_grad_()
+    torch.sgn(grouped_gemm(A, B, group_offsets)).sum().backward()
+    assert A.grad is not None and not A.grad.any()
+
+
 def test_transforms_of_torch_func(device: str) -> None:
     A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float32, device=device)
 

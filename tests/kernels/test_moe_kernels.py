@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_kernels import group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
+from moe_kernels import MoE, group_offsets_from_sizes, moe_mlp, reference, route, swiglu_ffn
 from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
 from moe_kernels.kernels import layer as planners
 from moe_kernels.kernels import one_token
@@ -450,6 +450,17 @@ def test_at_the_size_of_models(name: str, T: int, kind: str, device: str) -> Non
         layer = layer | {"limit": 100.0}  # bfloat16 may round past a limit, where the gradient becomes zero
     for H, I, E, top_k in ((512, 384, 8, 4), (360, 720, 32, 2)) if T > 64 else ((1024, 384, 64, 8), (1440, 720, 16, 4)):  # noqa: E741
         assert_layer_close(*make(layer, T, H, I, E, top_k, device, dtype, kind))
+
+
+@pytest.mark.parametrize("compute", [None, "fp8_rowwise", "fp8_block"])
+def test_gradients_that_pytorch_knows_to_be_zero(compute: str | None, device: str) -> None:
+    """The derivative of `sgn` has no memory that kernels could read."""
+    layer = MoE(24, 40, 5, 2, renormalize=True, compute=compute, device=device, dtype=torch.float16)
+    x = torch.randn(7, 24, device=device, dtype=torch.float16, requires_grad=True)
+    for _ in range(2):
+        torch.sgn(layer(x)).sum().backward()
+    for leaf in (x, *layer.parameters()):
+        assert leaf.grad is not None and not leaf.grad.any()
 
 
 @pytest.mark.gpu

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from moe_kernels import plan_varied_grouped_gemm, varied_grouped_gemm
 from moe_kernels.kernels import varied
@@ -400,6 +402,32 @@ def test_views_that_are_negated_when_they_are_read(device: str) -> None:
             varied_grouped_gemm(*lists, out=[torch.empty_like(plain_A)])
     with pytest.raises(ValueError, match=r"out\[0\]: .*resolve_neg"):
         varied_grouped_gemm([plain_A], [plain_B], out=[out])
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "fake", "zeros"])
+def test_tensors_without_memory(kind: str, device: str) -> None:
+    """Functions that take addresses must refuse them."""
+    A, B = make([(3, 4, 5), (6, 7, 8)], device)
+    fake = FakeTensorMode()
+
+    def without_memory(x: Tensor) -> Tensor:
+        if kind == "zeros":
+            return torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device)
+        return TwoTensor(x, x.clone()) if kind == "wrapper" else fake.from_tensor(x)
+
+    outs = [torch.empty(a.size(0), b.size(1), dtype=a.dtype, device=device) for a, b in zip(A, B, strict=True)]
+    for p in range(2):
+        for name in ("group_A", "group_B", "out"):
+            lists = {"group_A": [*A], "group_B": [*B], "out": [*outs]}
+            lists[name][p] = without_memory(lists[name][p])
+            for function in (varied_grouped_gemm, plan_varied_grouped_gemm):
+                with pytest.raises(ValueError, match=rf"^{name}\[{p}\]: expected a tensor with memory"):
+                    function(**lists)
+    if kind == "fake":
+        return
+    found = varied_grouped_gemm([A[0], without_memory(A[1])], B)
+    exact = A if kind == "wrapper" else [A[0], torch.zeros_like(A[1])]
+    assert_close([x.a if isinstance(x, TwoTensor) else x for x in found], exact, B)
 
 
 @pytest.mark.parametrize("function", [varied_grouped_gemm, plan_varied_grouped_gemm])
