@@ -101,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refused("there are no CUDA graphs without a CUDA GPU")
     if on_cpu and options.json == Path():
         return _refused("--json: name a FILE; only results of a GPU have a folder")
+    if options.csv and options.json and options.csv.resolve() == options.json.resolve():
+        return _refused("--json and --csv name the same file")
     if options.plot and (reason := missing()) is not None:
         return _refused(reason)
     for suite in suites:

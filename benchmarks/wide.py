@@ -224,7 +224,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--json", type=run.to_file, metavar="FILE", help="default: benchmarks/results/<gpu>/wide.json, on a GPU"
     )
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.json is not None and options.json.resolve() == options.file.resolve():
+        parser.error("--json would replace FILE, which has the cases that are done: name another file")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:

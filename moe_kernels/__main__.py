@@ -194,7 +194,8 @@ def info() -> int:
         importlib.import_module("helion")
     except Exception as error:  # a broken installation may raise anything; this command reports it
         print(f"New plans cannot be made, because helion cannot be imported: {type(error).__name__}: {error}")
-        print(f"To fix it: {fix}")
+        if not isinstance(error, OSError):  # such as no folder for temporary files
+            print(f"To fix it: {fix}")
         return 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -273,6 +273,8 @@ def print_layer(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"info: {error}", file=sys.stderr)
         return 2
+    if options.model in NOT_SWIGLU:
+        print(f"{options.model}{_SIZES_ONLY}", file=sys.stderr)
     print(f"{options.model} {tuple(MODELS[options.model])} on {gpu.name}: launches by token counts")
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}  # constants of each launch, by kernel and config
     for (low, high), launches in by_tokens.items():

@@ -639,6 +639,7 @@ def test_a_peers_failure_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--shapes", "1,2,3,4"], "needs a CUDA GPU"),
         (["--suite", "smoke", "--shapes", "1,2,3,4"], "exclude each other"),
         (["--suite", "smoke", "--timing", "graph"], "no CUDA graphs"),
+        (["--suite", "smoke", "--json", "x", "--csv", "../" + Path.cwd().name + "/x"], "name the same file"),
         (["--suite", "smoke", "--providers", "mm"], "none of the providers mm"),
         (["--suite", "smoke", "--providers", "quack"], "needs other packages for the providers quack"),
     ],

@@ -175,6 +175,9 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "wide.jsonl").write_text("[]\n")
     assert wide.main(command(tmp_path)) == 2
     assert "wide.jsonl was not written by this command: name another file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        wide.main([*command(tmp_path), "--json", str(tmp_path / "wide.jsonl")])
+    assert "--json would replace FILE" in capsys.readouterr().err
 
 
 def test_cases_of_fewer_providers_are_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,10 +224,11 @@ def test_info_without_helion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_info_with_a_helion_that_cannot_be_imported(tmp_path: Path) -> None:
-    (tmp_path / "helion.py").write_text("raise RuntimeError('broken helion')\n")
-    done = run("info", first=[tmp_path])
-    assert done.returncode == 0, done.stderr
-    assert "RuntimeError: broken helion" in done.stdout and requirements.fix() in done.stdout
+    for error, helps in (("RuntimeError", True), ("FileNotFoundError", False)):
+        (tmp_path / "helion.py").write_text(f"raise {error}('broken helion')\n")
+        done = run("info", first=[tmp_path])
+        assert done.returncode == 0, done.stderr
+        assert f"{error}: broken helion" in done.stdout and (requirements.fix() in done.stdout) == helps
 
 
 @pytest.mark.parametrize("option", [["--gpu", "h100"], ["--tokens", "1:4"]])

@@ -1022,6 +1022,9 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("pwd.getpwuid", nobody)
     assert str(os.getuid()) in store.folder().name
+    monkeypatch.setattr("tempfile.gettempdir", Mock(side_effect=FileNotFoundError(errno.ENOENT, "no folder")))
+    assert store.folder() == Path(f"/tmp/moe_kernels-{os.getuid()}")
+    assert store.read_plan(PLAN_KEY, {}) is None
 
 
 def test_what_an_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1491,6 +1494,23 @@ def test_a_compiler_that_fails(
     with pytest.raises(RuntimeError, match=r"Python\.h, .*apt install python3-dev\) or .*compile --help") as caught:
         build(tmp_path / "1")
     assert str(error) in str(caught.value)
+
+
+def test_launchers_that_cannot_be_kept(root: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An OSError is raised, because storing them is the only purpose of building them ahead."""
+    fail(monkeypatch, "link", errno.ENOSPC)
+    fail(monkeypatch, "replace", errno.ENOSPC)
+    with one_warning("No space left"), pytest.raises(OSError, match=f"^{root}: launchers cannot be kept there$"):
+        launch.build_libraries([])
+    assert compiler.built
+
+
+@pytest.mark.parametrize("name", ["", "/nowhere/gcc", "false"])
+def test_a_wrong_name_of_the_compiler(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("CC", name)
+    with pytest.raises(RuntimeError, match=f"^moe_kernels: the C compiler that CC names, '{name}', could not build"):
+        launch.build_libraries([])
 
 
 def test_building_ahead_leaves_triton_as_it_was(tmp_path: Path, compiler: Compiler) -> None:

@@ -350,6 +350,14 @@ def _c_compiler() -> str:
     return compiler
 
 
+def _not_built(error: Exception) -> RuntimeError:
+    named = f" that CC names, {os.environ['CC']!r}," if "CC" in os.environ else ""
+    return RuntimeError(
+        f"moe_kernels: the C compiler{named} could not build a launcher of Triton's ({error}). If it did not find "
+        f"Python.h, install Python's headers (apt install python3-dev) {_ELSEWHERE}"
+    )
+
+
 def _build(sources: Collection[str], *options: Any) -> dict[str, bytes]:
     """Build C files with options of Triton's build, all at the same time; store the libraries, and return them by key.
 
@@ -367,11 +375,8 @@ def _build(sources: Collection[str], *options: Any) -> dict[str, bytes]:
             Path(path).write_text(source)
             try:
                 return Path(build._build("library", path, folder, *options)).read_bytes()
-            except (FileNotFoundError, subprocess.CalledProcessError) as error:
-                raise RuntimeError(
-                    f"moe_kernels: the C compiler could not build a launcher of Triton's ({error}). If it did not find "
-                    f"Python.h, install Python's headers (apt install python3-dev) {_ELSEWHERE}"
-                ) from error
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise _not_built(error) from error
 
     with replaced(knobs.build, impl=None), ThreadPoolExecutor() as pool:
         built = dict(zip(map(_key, sources), pool.map(library, sources), strict=True))
@@ -386,7 +391,8 @@ def build_libraries(records: Collection[store.Binary]) -> int:
     They are linked against a stub of libcuda, so no driver is needed: names are bound when a library is loaded.
 
     Raises:
-        RuntimeError: there is no C compiler, or this Triton builds its libraries in another way.
+        RuntimeError: there is no C compiler, or it fails; or this Triton builds its libraries in another way.
+        OSError: they cannot be stored.
     """
     try:
         return _build_libraries(records)
@@ -401,7 +407,10 @@ def _build_libraries(records: Collection[store.Binary]) -> int:
     with tempfile.TemporaryDirectory() as folder, knobs.nvidia.scope():
         source, stub = os.path.join(folder, "stub.c"), os.path.join(folder, "libcuda.so.1")
         Path(source).write_text("")
-        subprocess.run([_c_compiler(), "-shared", "-Wl,-soname,libcuda.so.1", source, "-o", stub], check=True)
+        try:
+            subprocess.run([_c_compiler(), "-shared", "-Wl,-soname,libcuda.so.1", source, "-o", stub], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise _not_built(error) from error
         knobs.nvidia.libcuda_path = folder
         nvidia.libcuda_dirs.cache_clear()
         nvidia.library_dirs.cache_clear()
@@ -410,6 +419,8 @@ def _build_libraries(records: Collection[store.Binary]) -> int:
             # The stub has no symbols. Some compilers, such as Ubuntu's, link only libraries that have one that is used.
             flags = ["-Wl,--no-as-needed", "-l:libcuda.so.1"]
             _build(_missing(sources), nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries, flags)
+            if _missing(sources):
+                raise OSError(f"{store.folder()}: launchers cannot be kept there")
             return len(sources)
         finally:
             nvidia.libcuda_dirs.cache_clear()

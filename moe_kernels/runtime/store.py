@@ -148,7 +148,11 @@ def folder() -> Path:
     try:
         return user_folder() / "compiled"
     except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"moe_kernels-{os.getuid()}"
+        try:
+            temporary = tempfile.gettempdir()
+        except OSError:  # no folder can be written to, but those that are only read may have what is needed
+            temporary = "/tmp"
+        return Path(temporary) / f"moe_kernels-{os.getuid()}"
 
 
 def user_folder() -> Path:
