@@ -159,8 +159,8 @@ def combine(rows: Tensor, exchange: Exchange) -> Tensor:  # [R', H] -> [T, H]
 
     Args:
         rows: `[R', H]`, in the order of the rows of `dispatch`. H and the dtype may not differ between ranks, also
-            where R' is 0: the exchange would hang, or give wrong values. With `MOE_KERNELS_VALIDATE=1` all ranks raise
-            an error instead, and wait for the device once.
+            where R' is 0: the exchange would hang, or give wrong values. With `MOE_KERNELS_VALIDATE=1` on all ranks,
+            all raise an error instead, and wait for the device once.
         exchange: the one that `dispatch` returned.
 
     Returns:

@@ -23,14 +23,14 @@ _QUANTIZED = ("w_gate_up", "w_gate_up_scales", "w_down", "w_down_scales")
 
 
 class _Kept(NamedTuple):
-    """What `quantize_once` keeps of a layer. Copied and pickled as None: a copy would not see the context's end."""
+    """What `quantize_once` keeps of a layer. No copy of a layer has it, because it would not see the context's end."""
 
     compute: str
     weights: tuple[QuantizedWeight, QuantizedWeight]
     versions: list[tuple[int, int]]
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+    def __deepcopy__(self, memo: Any) -> None:  # parametrised modules are copied without `__getstate__`
+        return None
 
 
 class MoE(nn.Module):
@@ -270,6 +270,11 @@ class MoE(nn.Module):
                 return
         load: Any = super()._load_from_state_dict
         load(state_dict, prefix, *rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what to copy and pickle."""
+        state: Any = super().__getstate__
+        return {**state(), "_kept": None}
 
     def _weights(self) -> Sequence[Tensor | ScaledTensor | QuantizedWeight]:
         """Return both weights as `moe_mlp` takes them."""

@@ -462,6 +462,7 @@ def test_weights_are_quantised_once(compute: str) -> None:
             assert not quantises(lambda: layer(tokens[0]))
         assert not quantises(lambda: layer(tokens[0]))
         assert quantises(lambda: copy.deepcopy(layer)(tokens[0]))
+        assert quantises(lambda: copy.copy(layer)(tokens[0]))
         assert quantises(lambda: pickle.loads(pickle.dumps(layer))(tokens[0]))
         layer.compute = next(name for name in COMPUTE if name != compute)
         assert quantises(lambda: layer(tokens[0]))

@@ -1251,11 +1251,9 @@ class Machine:
         begin(source)
         return Plan(operator.inputs, (Launch(key, (1,), ()),), (0,)), {key: source}
 
-    def binary(self, one: Any, gpu: Any, fewer_stages: bool = False, stored: bool = True) -> store.Binary:
-        if stored and (known := store.read_binary(one.key)) is not None:
-            return known
+    def binary(self, one: Any, gpu: Any, fewer_stages: bool = False, replace: bool = False) -> store.Binary:
         code = (self.code or one.key).encode()
-        return store.write_binary(store.Binary(one.key, (), (), "{}", "cubin", code), replace=not stored)
+        return store.write_binary(store.Binary(one.key, (), (), "{}", "cubin", code), replace)
 
     def launcher(self, key: str) -> Any:
         if key == "stages7":
@@ -1319,11 +1317,16 @@ def test_a_plan_of_the_store_that_cannot_be_loaded_is_drawn_again(machine: Machi
 
 
 @pytest.mark.filterwarnings("ignore:moe_kernels. no config has been tuned")
-def test_a_stored_binary_that_cannot_be_loaded_is_compiled_again(machine: Machine) -> None:
-    """This happens to code by another assembler, which is too new for the driver."""
-    text = cache.portable(cache.signature(OPERATOR, (torch.zeros(1),), None))
+@pytest.mark.parametrize("plan", ["this", "another", "none"])
+def test_a_stored_binary_that_cannot_be_loaded_is_compiled_again(plan: str, machine: Machine) -> None:
+    """This happens to code by another assembler, which is too new for the driver; here or elsewhere, for any plan."""
     machine.code = "stages7"
-    cache.plan_of(OPERATOR, (None,), None, text, GPU)
+    if plan == "none":
+        with pytest.raises(RuntimeError, match="shared memory"):
+            machine.run()
+    else:
+        x = torch.zeros(1, dtype=torch.float32 if plan == "this" else torch.float64)
+        cache.plan_of(OPERATOR, (None,), None, cache.portable(cache.signature(OPERATOR, (x,), None)), GPU)
     machine.code = None
     machine.begin_a_process()
     assert machine.run() == BY_RULE and machine.drawn == [BY_RULE]
@@ -1379,10 +1382,10 @@ def test_a_full_disk_under_tritons_cache(machine: Machine, tmp_path: Path, elsew
 
     binary, full = compiler.binary, [str(tmp_path / "triton")]
 
-    def by_triton(specialized: Any, gpu: Any, **options: Any) -> store.Binary:
+    def by_triton(specialized: Any, gpu: Any, *options: Any) -> store.Binary:
         if not elsewhere or knobs.cache.dir in full:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        return binary(specialized, gpu, **options)
+        return binary(specialized, gpu, *options)
 
     machine.monkeypatch.setattr(compiler, "binary", by_triton)
     with knobs.cache.scope():

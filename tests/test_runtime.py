@@ -1054,6 +1054,13 @@ def within(mode: Callable[[], AbstractContextManager[Any]]) -> Callable[[Tensor]
     return found
 
 
+def left_by_a_transform(x: Tensor) -> Tensor:
+    """Return a tensor of torch.func.grad, which PyTorch's own functions unwrap."""
+    left: list[Tensor] = []
+    torch.func.grad(lambda x: (left.append(x * 2), left[-1].sum())[1])(x)
+    return left[0]
+
+
 OBSERVED: dict[str, Callable[[Tensor], bool]] = {
     "a dispatch mode": within(lambda: FlopCounterMode(display=False)),
     "a profiler": within(lambda: profile(activities=[ProfilerActivity.CPU])),
@@ -1064,6 +1071,7 @@ OBSERVED: dict[str, Callable[[Tensor], bool]] = {
     "tracing": transformed(lambda f, x: torch.jit.trace(f, x, check_trace=False)),
     "a subclass": lambda x: can_bypass_dispatcher(x.as_subclass(Subclass)),
     "a negated view": lambda x: can_bypass_dispatcher(torch.complex(x, x).conj().imag),
+    "a transform that has ended": lambda x: can_bypass_dispatcher(left_by_a_transform(x)),
     "zeros without memory": lambda x: can_bypass_dispatcher(torch._efficientzerotensor(2, 3)),
     "a gradient": lambda x: can_bypass_dispatcher(x, x.clone().requires_grad_()),
 }

@@ -226,29 +226,42 @@ def plan_of(
     """Return a plan and its binaries for a GPU model, from the store, or new and then stored. The GPU may be absent.
 
     `load` is called with the binaries and, for a new plan, their sources. If it fails on a stored plan, other than for
-    lack of memory, the plan is made again and its binaries are compiled again, so that `rules.with_fallback` sees its
-    choices. If it fails on a new plan, the plan is not stored. Plans under a forced choice bypass the store.
+    lack of memory, the plan is made again, so that `rules.with_fallback` sees its choices. If it fails on binaries of
+    the store, they are compiled again. If it fails on a new plan, the plan is not stored. Plans under a forced choice
+    bypass the store.
     """
     kept = rules.forced() is None
 
     @_collector_paused()
-    def made(stored: bool = True) -> tuple[Plan, dict[str, store.Binary]]:
+    def made() -> tuple[Plan, dict[str, store.Binary]]:
         launch.ensure_cache()
         try:
-            return compiled(stored)
+            return compiled()
         except OSError as error:
             if error.errno not in _FULL or not launch.leave_cache():
                 raise
-            return compiled(stored)
+            return compiled()
 
-    def compiled(stored: bool) -> tuple[Plan, dict[str, store.Binary]]:
+    def compiled() -> tuple[Plan, dict[str, store.Binary]]:
         from moe_kernels.runtime import compile as compiler  # imports Helion
 
-        compiling = compiler.Compiling(gpu, stored)
+        compiling = compiler.Compiling(gpu)
         plan, sources = make_plan(operator, inputs, options, gpu, compiling.begin)
         # A tuned or forced choice that does not fit is an error, so that another one replaces it.
-        binaries = compiling.binaries(fewer_stages=kept and not rules.made_by_entry())
-        load(binaries, sources)
+        fewer_stages = kept and not rules.made_by_entry()
+        binaries = compiling.binaries(fewer_stages)
+        try:
+            load(binaries, sources)
+        except (torch.OutOfMemoryError, OSError):
+            raise
+        except Exception:
+            if not compiling.found:
+                raise
+            again = compiler.Compiling(gpu, replace=True)
+            for source in sources.values():
+                again.begin(source)
+            binaries = again.binaries(fewer_stages)
+            load(binaries, sources)
         if kept:
             store.write_plan(key, plan, binaries)
         return plan, binaries
@@ -262,7 +275,7 @@ def plan_of(
     except torch.OutOfMemoryError:
         raise
     except Exception:
-        return made(stored=False)
+        return made()
     return found
 
 

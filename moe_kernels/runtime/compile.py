@@ -159,10 +159,8 @@ def _type_of(x: Any) -> str:
     return "fp32" if isinstance(x, float) else "constexpr"
 
 
-def binary(specialized: Specialization, gpu: Gpu, fewer_stages: bool = False, stored: bool = True) -> store.Binary:
-    """Return a binary from the store if `stored`, or else compile it by `within_shared_memory` and store it."""
-    if stored and (known := store.read_binary(specialized.key)) is not None:
-        return known
+def binary(specialized: Specialization, gpu: Gpu, fewer_stages: bool = False, replace: bool = False) -> store.Binary:
+    """Compile a binary by `within_shared_memory`, and store it, perhaps to `replace` one that is there."""
     compiled = within_shared_memory(specialized, gpu, fewer_stages)
     made = store.Binary(
         key=specialized.key,
@@ -172,7 +170,7 @@ def binary(specialized: Specialization, gpu: Gpu, fewer_stages: bool = False, st
         extension={"cuda": "cubin", "hip": "hsaco"}.get(gpu.backend, "spv"),
         code=compiled.kernel,
     )
-    return store.write_binary(made, replace=not stored)
+    return store.write_binary(made, replace)
 
 
 def within_shared_memory(specialized: Specialization, gpu: Gpu, fewer_stages: bool = True) -> Any:
@@ -211,17 +209,26 @@ def compiled_kernel(specialized: Specialization, gpu: Gpu) -> Any:
 
 
 class Compiling:
-    """Compiles the binaries of a plan in parallel, while Helion generates the next kernel's code. Triton's compiler
-    mostly waits for its own threads and for ptxas. If not `stored`, binaries of the store are replaced.
+    """Compiles the binaries of a plan that the store lacks, or all of them to `replace` those of the store.
+
+    They are compiled in parallel, while Helion generates the next kernel's code. Triton's compiler mostly waits for its
+    own threads and for ptxas.
     """
 
-    def __init__(self, gpu: Gpu, stored: bool = True):
-        self.binary, self.pool = functools.partial(binary, gpu=gpu, stored=stored), ThreadPoolExecutor(8)
+    def __init__(self, gpu: Gpu, replace: bool = False):
+        self.gpu, self.replace, self.pool = gpu, replace, ThreadPoolExecutor(8)
+        self.found = False  # whether a binary was in the store
         self.begun: dict[str, tuple[Specialization, Future[store.Binary]]] = {}
 
     def begin(self, one: Specialization) -> None:
         if one.key not in self.begun:
-            self.begun[one.key] = one, self.pool.submit(self.binary, one)
+            self.begun[one.key] = one, self.pool.submit(self._binary, one)
+
+    def _binary(self, one: Specialization, fewer_stages: bool = False) -> store.Binary:
+        if not self.replace and (known := store.read_binary(one.key)) is not None:
+            self.found = True
+            return known
+        return binary(one, self.gpu, fewer_stages, self.replace)
 
     def binaries(self, fewer_stages: bool) -> dict[str, store.Binary]:
         """Wait for all compilations that have begun, and return the binaries by key. With `fewer_stages`, what needs
@@ -235,7 +242,7 @@ class Compiling:
                 except triton.OutOfResources:
                     if not fewer_stages:
                         raise
-                    made[key] = self.binary(one, fewer_stages=fewer_stages)
+                    made[key] = self._binary(one, fewer_stages)
             return made
         finally:
             self.pool.shutdown()

@@ -177,15 +177,20 @@ def public_version(package: str) -> str | None:
 
 
 def environment() -> str:
-    """The name of this environment's folder. The settings of the compilers may change while the process runs."""
-    settings = (f"{name}={os.environ[name]}" for name in _COMPILER_SETTINGS if name in os.environ)
-    return _sha256("\0".join((_versions(), *settings)).encode())[:16]
+    """The name of this environment's folder. Triton's settings may change while the process runs."""
+    return _sha256("\0".join((_versions(), *_settings(of_helion=False))).encode())[:16]
+
+
+def _settings(of_helion: bool) -> list[str]:
+    names = (name for name in _COMPILER_SETTINGS if name.startswith("HELION_") == of_helion)
+    return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
 
 
 @functools.cache
 def _versions() -> str:
-    """The compilers' versions, and a digest of the kernels' sources."""
+    """A digest of the compilers' versions, of the kernels' sources, and of Helion's settings, which it reads once."""
     parts = [f"{SCHEMA}", str(public_version("triton")), public_version("helion") or HELION]
+    parts += _settings(of_helion=True)
     for name in _SOURCES:
         path = _PACKAGE / name
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:

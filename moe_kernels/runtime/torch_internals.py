@@ -160,7 +160,10 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether the values of `tensor` are at its address, if it has any. PyTorch has no memory for gradients that it
     knows to be zero, and wrappers have none of their own.
     """
-    return bool(tensor.data_ptr()) or tensor.is_meta or not tensor.numel()
+    try:
+        return bool(tensor.data_ptr()) or tensor.is_meta or not tensor.numel()
+    except RuntimeError:  # of a transform of torch.func that has ended
+        return False
 
 
 def in_vmap_mode() -> bool:

@@ -52,7 +52,10 @@ def function(
     if gpu.backend == "interpreter":
         launchers = {name: InterpreterLauncher(one.function) for name, one in specialized.items()}
     else:
-        binaries = {name: compiler.binary(one, gpu) for name, one in specialized.items()}
+        compiling = compiler.Compiling(gpu)
+        for one in specialized.values():
+            compiling.begin(one)
+        binaries = compiling.binaries(fewer_stages=False)
         with launch.libraries(binaries.values()):
             launchers = {name: launch.launcher(launch.compiled_kernel(one)) for name, one in binaries.items()}
     return emit(plan, launchers, device)

@@ -67,6 +67,13 @@ def test_operands_that_pytorch_knows_to_be_zero(device: str) -> None:
     assert A.grad is not None and not A.grad.any()
 
 
+def test_a_tensor_left_by_a_transform(device: str) -> None:
+    A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float32, device=device)
+    left: list[torch.Tensor] = []
+    torch.func.grad(lambda x: (left.append(x * 2), left[-1].sum())[1])(A)
+    assert_grouped_gemm_close(grouped_gemm(left[0], B, group_offsets), A * 2, B, group_offsets)
+
+
 def test_transforms_of_torch_func(device: str) -> None:
     A, B, group_offsets = make_inputs([9, 30], 40, 24, dtype=torch.float32, device=device)
 
