@@ -270,10 +270,12 @@ def write_binary(binary: Binary, replace: bool = False) -> Binary:
     if not _write_code(place, binary.code, binary.extension, record):
         return binary
     name = f"{place}/{binary.key}.json"
-    if replace or not _write_payload(name, record, replace=False):
-        if not replace and (other := read_binary(binary.key)) is not None:
+    if not replace:
+        if _write_payload(name, record, replace=False):
+            return binary
+        if (other := read_binary(binary.key)) is not None:
             return other
-        _write_payload(name, record)
+    _write_payload(name, record)
     return binary
 
 
