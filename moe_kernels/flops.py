@@ -29,6 +29,7 @@ assert ops  # whose import registers the operators
 @register_flop_formula(
     [
         _OPERATORS.grouped_gemm,
+        _OPERATORS.grouped_mm,
         _OPERATORS.uniform_grouped_gemm,
         _OPERATORS.scaled_grouped_gemm,
         _OPERATORS.quantized_grouped_gemm,

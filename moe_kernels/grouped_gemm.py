@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels import checks, ops, packing
 from moe_kernels.batched import uniform_grouped_gemm
-from moe_kernels.ops.products import GROUPED_GEMM
+from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_MM
 from moe_kernels.ops.scaled import SCALED_GROUPED_GEMM, flattened
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.torch_internals import autocast, reshaped
@@ -197,16 +197,24 @@ def grouped_mm(
         TypeError, ValueError, RuntimeError, ImportError: as for `grouped_gemm`; offsets are checked on the host if the
             environment variable MOE_KERNELS_VALIDATE was 1 at import.
     """
+    validate = checks.validation_enabled(None)
+    given, requested = (mat_a, mat_b, offs, bias), (out_dtype,)
+    if not validate and (known := cache.repeat(GROUPED_MM, given, requested)) is not None:
+        return known
     mat_a, mat_b = autocast(mat_a, mat_b)
     dtype = checks.check_grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
     if offs is None:
         return uniform_grouped_gemm(mat_a, mat_b, mat_a.size(0), out_dtype=dtype)
-    group_offsets = _group_offsets(offs, mat_a, mat_b)
-    if mat_b.dim() == 2:
-        if mat_a.dim() == 2:
-            return grouped_gemm_wgrad(mat_a.T, mat_b, group_offsets, out_dtype=dtype, validate=False)
-        return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype, validate=False).T
-    return ops.grouped_gemm(mat_a, mat_b, group_offsets, bias, dtype, "auto")
+    if validate:
+        _validate_offs(offs, mat_a, mat_b)
+    if mat_b.dim() == 3 and mat_a.dim() == 2:
+        result: Tensor = ops.grouped_mm(mat_a, mat_b, offs, bias, dtype)
+        cache.remember(GROUPED_MM, given, requested, (dtype, "auto"))
+        return result
+    group_offsets = packing.group_offsets_from_offs(offs)
+    if mat_a.dim() == 2:
+        return grouped_gemm_wgrad(mat_a.T, mat_b, group_offsets, out_dtype=dtype, validate=False)
+    return grouped_gemm(mat_b.T, mat_a.mT, group_offsets, out_dtype=dtype, validate=False).T
 
 
 def scaled_grouped_mm(
@@ -264,7 +272,9 @@ def scaled_grouped_mm(
         rows = ScaledTensor(mat_a.reshape(G * M, K), a.scales.flatten(0, 1), a.format)
         out = _scaled_grouped_gemm(rows, b, group_offsets, None, dtype, "auto", use_fast_accum, False)
         return reshaped(out, (G, M, mat_b.size(-1)))
-    group_offsets = _group_offsets(offs, mat_a, mat_b)
+    if checks.validation_enabled(None):
+        _validate_offs(offs, mat_a, mat_b)
+    group_offsets = packing.group_offsets_from_offs(offs)
     if mat_b.dim() == 3:
         return _scaled_grouped_gemm(a, b, group_offsets, bias, dtype, "auto", use_fast_accum, False)
     if mat_a.dim() == 3:
@@ -274,9 +284,7 @@ def scaled_grouped_mm(
     return ops.scaled_wgrad(mat_a.T, scales_a, mat_b, scales_b, group_offsets, dtype, use_fast_accum)
 
 
-def _group_offsets(offs: Tensor, mat_a: Tensor, mat_b: Tensor) -> Tensor:
-    """Return the offsets `[G + 1]` of `offs [G]`, which divides rows of mat_a, columns of mat_b, or the contraction."""
-    if checks.validation_enabled(None):
-        extent = mat_a.size(0) if mat_b.dim() == 3 else mat_b.size(1 if mat_a.dim() == 3 else 0)
-        checks.validate_offs(offs, extent)
-    return packing.group_offsets_from_offs(offs)
+def _validate_offs(offs: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
+    """Check the values of `offs [G]`, which divide rows of mat_a, columns of mat_b, or the contraction."""
+    extent = mat_a.size(0) if mat_b.dim() == 3 else mat_b.size(1 if mat_a.dim() == 3 else 0)
+    checks.validate_offs(offs, extent)

@@ -15,6 +15,7 @@ from moe_kernels import (
     ScaledTensor,
     grouped_gemm,
     grouped_gemm_wgrad,
+    grouped_mm,
     moe_mlp,
     quantize,
     swiglu_ffn,
@@ -51,6 +52,7 @@ def test_products() -> None:
     each = 2 * M * K * N
     assert counted(lambda: grouped_gemm(A, B, OFFSETS)) == each
     assert counted(lambda: grouped_gemm(A, B[0], OFFSETS)) == each
+    assert counted(lambda: grouped_mm(A, B, offs=OFFSETS[1:])) == each
     assert counted(lambda: grouped_gemm_wgrad(A, d_out, OFFSETS)) == each
     assert counted(lambda: uniform_grouped_gemm(A[:18], B, G)) == 2 * 18 * K * N
     shapes = [(3, 5, 7), (11, 2, 4)]

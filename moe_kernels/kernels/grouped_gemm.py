@@ -28,6 +28,8 @@ from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, most
 
+_PREPEND_CONFIG = Config(block_sizes=[256], num_warps=4)
+
 
 def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.Tensor | None) -> Config:
     """The rule's config without TMA, for direct calls of the kernels."""
@@ -132,6 +134,27 @@ def jagged_persistent(
         acc = biased(acc, bias, group, tile_n)
         store_rows(out, row0, end, tile_n, acc, tma_out)
     return out
+
+
+@kernel()
+def prepend_zero(
+    offs: torch.Tensor,  # [G]
+    group_offsets: torch.Tensor,  # [G + 1]
+) -> torch.Tensor:
+    """group_offsets = 0, *offs."""
+    hl.pdl_launch_dependents()
+    hl.pdl_wait()
+    for tile_g in hl.tile(group_offsets.size(0)):
+        group_offsets[tile_g] = hl.load(offs, [tile_g.index - 1], extra_mask=tile_g.index > 0)
+    return group_offsets
+
+
+def plan_grouped_mm(builder: Builder, tensors: Operands, options: tuple[torch.dtype, str]) -> SymbolicTensor:
+    """Plan `grouped_gemm` with PyTorch's `offs [G]` instead of group_offsets."""
+    mat_a, mat_b, offs, bias = tensors
+    group_offsets = builder.alloc((offs.size(0) + 1,), offs.dtype)
+    builder.launch(prepend_zero, (offs, group_offsets), _PREPEND_CONFIG)
+    return plan_grouped_gemm(builder, (mat_a, mat_b, group_offsets, bias), options)
 
 
 def plan_grouped_gemm(builder: Builder, tensors: Operands, options: tuple[torch.dtype, str]) -> SymbolicTensor:

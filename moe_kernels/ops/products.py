@@ -1,4 +1,4 @@
-"""grouped_gemm and grouped_gemm_wgrad."""
+"""grouped_gemm, grouped_mm of groups of rows, and grouped_gemm_wgrad."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels import reference
+from moe_kernels import packing, reference
 from moe_kernels.ops.library import check_rows, define, save_operands, use_kernels
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
@@ -20,6 +20,13 @@ GROUPED_GEMM = Operator(
     inputs=("A_packed", "B", "group_offsets", "bias"),
     rows=("A_packed",),
     counts=lambda tensors, _: Counts(tensors[0].size(0), groups=tensors[2].size(0) - 1),
+)
+GROUPED_MM = Operator(
+    "grouped_mm",
+    planner=_PLANNERS + "grouped_gemm",
+    inputs=("mat_a", "mat_b", "offs", "bias"),
+    rows=("mat_a",),
+    counts=lambda tensors, _: Counts(tensors[0].size(0), groups=tensors[2].size(0)),
 )
 GROUPED_GEMM_WGRAD = Operator(
     "grouped_gemm_wgrad",
@@ -62,6 +69,26 @@ def _grouped_gemm_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]
     if ctx.needs_input_grad[3]:
         d_bias = bias_gradient(d_out, group_offsets, ctx.bias_dtype)
     return dA, dB, None, d_bias, None, None
+
+
+def _grouped_mm(
+    mat_a: Tensor,  # [M, K]
+    mat_b: Tensor,  # [G, K, N]
+    offs: Tensor,  # [G]
+    bias: Tensor | None,  # [G, N]
+    out_dtype: torch.dtype,
+) -> Tensor:  # [M, N]
+    if not use_kernels(mat_a, mat_b):
+        group_offsets = packing.group_offsets_from_offs(offs)
+        return reference.grouped_linear(mat_a, mat_b, group_offsets, bias, out_dtype)
+    check_rows("mat_a", mat_a.size(0))
+    return cache.call(GROUPED_MM, (mat_a, mat_b, offs, bias), (out_dtype, "auto"))
+
+
+def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    mat_a, mat_b, offs, bias, out_dtype = inputs
+    group_offsets = packing.group_offsets_from_offs(offs)
+    _grouped_gemm_setup(ctx, (mat_a, mat_b, group_offsets, bias, out_dtype, "auto"), output)
 
 
 def bias_gradient(
@@ -119,6 +146,12 @@ grouped_gemm = define(
     lambda A, B, group_offsets, bias, out_dtype, variant: A.new_empty((A.size(0), B.size(-1)), dtype=out_dtype),
     _grouped_gemm_setup,
     _grouped_gemm_backward,
+)
+grouped_mm = define(
+    _grouped_mm,
+    lambda mat_a, mat_b, offs, bias, out_dtype: mat_a.new_empty((mat_a.size(0), mat_b.size(2)), dtype=out_dtype),
+    _grouped_mm_setup,
+    lambda ctx, d_out: _grouped_gemm_backward(ctx, d_out)[:5],
 )
 grouped_gemm_wgrad = define(
     _grouped_gemm_wgrad, wgrad_fake, lambda ctx, inputs, output: save_operands(ctx, *inputs[:3]), _wgrad_backward

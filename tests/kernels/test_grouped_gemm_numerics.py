@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from moe_kernels import group_offsets_from_sizes, grouped_gemm, grouped_mm, reference, rules
 from moe_kernels.kernels.grouped_gemm import multiply
+from moe_kernels.runtime import cache
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor
 from moe_kernels.testing import assert_grouped_gemm_close, assert_within_budget, group_sizes_for, make_inputs
@@ -272,6 +274,46 @@ def test_any_sizes_and_rows_outside(sizes: list[int], before: int, after: int, v
     group_offsets = before + group_offsets_from_sizes(torch.tensor(sizes, dtype=torch.int32, device=device))
     A[:before], A[A.size(0) - after :] = float("nan"), float("inf")
     assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets, variant=variant), A, B, group_offsets)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_grouped_mm_like_an_earlier_call_is_a_repeat(
+    stride: int, index_dtype: torch.dtype, device: str, repeats: Callable[[str], None]
+) -> None:
+    """Each call has new tensors, perhaps with other rows. One program of `prepend_zero` does not read all groups."""
+    bias = torch.randn(300, 24, device=device, dtype=torch.float16)
+    for last in (1, 1, 5):
+        A, B, group_offsets = make_inputs([1] * 299 + [last], 24, 32, dtype=torch.float16, device=device)
+        offs = group_offsets[1:].to(index_dtype).repeat_interleave(stride)[::stride]
+        out = grouped_mm(A, B, offs=offs, bias=bias)
+        expected = reference.grouped_mm(A.double(), B.double(), offs=offs, bias=bias.double())
+        torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
+        repeats("grouped_mm")
+    assert len(cache.plans.recent["grouped_mm"]) == 1
+    options: dict[str, Any]
+    for options in ({"out_dtype": torch.float32}, {"bias": None}):
+        with pytest.raises(AssertionError, match="no repeat"):
+            grouped_mm(A, B, offs=offs, **{"bias": bias, **options})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [200, 4000], ids=["few rows", "many rows"])
+def test_grouped_mm_in_a_graph_with_other_offs(M: int, device: str) -> None:
+    G = 16
+    A, B, group_offsets = make_inputs(group_sizes_for("softmax", G, M), 192, 128, dtype=torch.bfloat16, device=device)
+    offs = group_offsets[1:].clone()
+    grouped_mm(A, B, offs=offs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = grouped_mm(A, B, offs=offs)
+    for kind in ("softmax", "zipf", "one", "empty"):
+        sizes = torch.tensor(group_sizes_for(kind, G, M), device=device)
+        group_offsets[1:] = sizes.cumsum(0)
+        offs.copy_(group_offsets[1:])
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
 @pytest.mark.parametrize("rows", [3, 100], ids=["few rows", "many rows"])

@@ -17,7 +17,7 @@ from sm90 import H200, SHARED_MEMORY, empty, lowered, ptxas_says, requests
 
 from moe_kernels import rules
 from moe_kernels.kernels.tiles import plan_table
-from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD, GROUPED_MM
 from moe_kernels.runtime import cache, targets
 from moe_kernels.runtime import compile as compiler
 from moe_kernels.runtime.plan import Builder, Request
@@ -317,6 +317,20 @@ def test_as_many_stages_as_fit_into_shared_memory(gpu: str, shape: tuple[int, in
     assert fewer.metadata.num_stages == compiled.metadata.num_stages - 1
     with pytest.raises(triton.OutOfResources, match="shared memory"):
         compiler.within_shared_memory(source, replace(target, shared_memory=4096))
+
+
+@pytest.mark.parametrize("shape", [(8, 64, 1536, 2048), (8, 4096, 1536, 2048)], ids=str)
+def test_grouped_mm_is_one_kernel_more(shape: tuple[int, int, int, int]) -> None:
+    """It takes the same kernels as `grouped_gemm`, after one that lets them begin early."""
+    G, M, N, K = shape
+    A, B = empty(M, K), empty(G, K, N)
+    options = (torch.bfloat16, "auto")
+    first, *others = requests(GROUPED_MM, (A, B, empty(G, dtype=torch.int32), None), options)
+    same = requests(GROUPED_GEMM, (A, B, empty(G + 1, dtype=torch.int32), None), options)
+    assert [lowered(request)["code"] for request in others] == [lowered(request)["code"] for request in same]
+    report = lowered(first)
+    assert_lean(report)
+    assert "griddepcontrol.launch_dependents" in report["ptx"] and "griddepcontrol.wait" in report["ptx"]
 
 
 def test_numbers_share_a_binary() -> None:
