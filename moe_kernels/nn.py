@@ -204,15 +204,15 @@ class MoE(nn.Module):
         if self.format is not None:
             raise RuntimeError(f"this layer was quantised before, as {self.format!r}; quantise the original weights")
         for name in ("w_gate_up", "w_down"):
+            if _is_sharded(getattr(self, name)):
+                raise TypeError(
+                    f"{name}: expected a plain parameter, got a part of one, a {type(getattr(self, name)).__name__}: "
+                    "quantise the layer before it is sharded, as by fully_shard"
+                )
             if name not in self._parameters:
                 raise RuntimeError(
                     f"{name}: expected a parameter of the layer, and this one is computed from others: merge them "
                     "first, as torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove do"
-                )
-            if hasattr(getattr(self, name), "placements"):
-                raise TypeError(
-                    f"{name}: expected a plain parameter, got a {type(getattr(self, name)).__name__}: quantise "
-                    "the layer before it is sharded, as by fully_shard"
                 )
             checks.check_dtype(name, getattr(self, name).dtype)
         # Both before any is replaced, so that no layer is left with one of them in fp8.
@@ -369,10 +369,10 @@ def quantize_once(module: nn.Module) -> Iterator[None]:
     for name, layer in module.named_modules():
         if isinstance(layer, MoE) and layer.format is None and layer.compute is not None and layer._kept is None:
             weights = layer.w_gate_up, layer.w_down
-            if any(hasattr(w, "placements") for w in weights):
+            if any(map(_is_sharded, weights)):
                 raise TypeError(
-                    f"module: the weights of the layer {name or 'MoE'!r} are sharded: call unshard() of each FSDP "
-                    "module first"
+                    f"module: the weights of the layer {name or 'MoE'!r} are sharded: call unshard() of each FSDP2 "
+                    "module first, or enter this context within FSDP1's summon_full_params"
                 )
             with torch.inference_mode(False):  # whose results no backward pass could save
                 both = quantize_weight(weights[0], layer.compute), quantize_weight(weights[1], layer.compute)
@@ -384,6 +384,12 @@ def quantize_once(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in kept:
             layer._kept = None
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    """Whether FSDP has parts of `weight [E, .., ..]`: it is a DTensor, or FSDP1 flattened it or freed its memory."""
+    freed = not has_no_values(weight) and weight.numel() > 0 and weight.untyped_storage().nbytes() == 0
+    return hasattr(weight, "placements") or weight.dim() != 3 or freed
 
 
 def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:

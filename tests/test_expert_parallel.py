@@ -105,6 +105,21 @@ def residuals_under_fsdp2(rank: int) -> list[list[Tensor]]:
     return found
 
 
+def refuse_flat_weights() -> None:
+    """FSDP1 leaves flat parts of weights, or weights without memory."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for original in (False, True):
+        model = FullyShardedDataParallel(layer("fp8_block"), use_orig_params=original, device_id=torch.device("cpu"))
+        model(torch.ones(3, H)).sum().backward()
+        with pytest.raises(TypeError, match=r"sharded: .* within FSDP1's summon_full_params"), quantize_once(model):
+            pass
+        with pytest.raises(TypeError, match=r"^w_gate_up: expected a plain parameter, .* before it is sharded"):
+            model.module[0].quantize("fp8_block")
+        with FullyShardedDataParallel.summon_full_params(model), quantize_once(model):
+            model.module(torch.ones(3, H))
+
+
 def spread(
     topk_ids: Tensor, group: Any, hidden: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor
 ) -> Tensor:
@@ -226,6 +241,7 @@ def run_rank(rank: int, folder: str) -> None:
             with pytest.raises(ValueError, match="group: expected a process group of which this rank is a member"):
                 dispatch(torch.ones(1, H), *routed, E, group)
     results["residuals"] = residuals_under_fsdp2(rank)
+    refuse_flat_weights()
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
     # DTensor's caches keep FSDP2's process group and gloo's threads alive. A thread that frees a tensor while the

@@ -423,6 +423,9 @@ def broken(file: Path, kind: str) -> None:
     elif kind == "unreadable":
         file.unlink()
         file.mkdir()
+    elif kind == "a queue":
+        file.unlink()
+        os.mkfifo(file)
     elif kind == "foreign":
         file.write_text(text.replace(GPU.name, "NVIDIA Other"))
     elif kind == "schema":
@@ -435,15 +438,18 @@ def broken(file: Path, kind: str) -> None:
     elif kind == "a field is of another type":
         content["entries"][0]["rows"] = "512"
         file.write_text(json.dumps(content))
+    elif kind in ("l2_groupings", "num_warps"):
+        content["entries"][0]["config"][kind] = [2**30] if kind == "l2_groupings" else 64
+        file.write_text(json.dumps(content))
     elif kind == "helion":
         file.write_text(text.replace('"helion": "1.5', '"helion": "1.4'))
     elif kind == "triton":
         file.write_text(text.replace('"triton": "3.', '"triton": "2.'))
-    assert file.is_dir() or file.read_bytes() != text.encode()
+    assert not file.is_file() or file.read_bytes() != text.encode()
 
 
 KINDS = ["corrupt", "binary", "unreadable", "foreign", "schema", "a list", "a field is missing"]
-KINDS += ["a field is of another type", "helion", "triton"]
+KINDS += ["a field is of another type", "l2_groupings", "num_warps", "a queue", "helion", "triton"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

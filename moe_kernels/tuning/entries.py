@@ -141,6 +141,8 @@ def read(file: Path, gpu: str) -> list[Entry]:
 
 def _read(file: Path, gpu: str) -> list[Entry]:
     """As `read`, but raise OSError if the file cannot be read: it may be as good as before."""
+    if file.exists() and not file.is_file():
+        raise Skipped("is not a regular file")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -278,6 +280,12 @@ def _from_json(value: dict[str, Any]) -> Entry:
     for name, kind in _KINDS.items():
         if not isinstance(value[name], kind):
             raise TypeError(f"{name} is {value[name]!r}")
+    config = value["config"]
+    groups = config.get("l2_groupings", [1])
+    # With larger numbers of these, compiled code overflows, or no GPU can launch it.
+    for number, most in (*((n, 1024) for n in groups), (config.get("num_warps", 1), 32)):
+        if type(number) is not int or not 1 <= number <= most:
+            raise ValueError(f"config is {config!r}")
     given = {name: value[name] for name in _KINDS}
     bucket = Bucket(**{field.name: given.pop(field.name) for field in fields(Bucket)})
     versions = Versions(**{field.name: given.pop(field.name) for field in fields(Versions)})
