@@ -24,7 +24,7 @@ from moe_kernels import (
     varied_schedule,
 )
 from moe_kernels.ops.batched import VariedLaunch, _on_device
-from moe_kernels.runtime import torch_internals
+from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.schedule import Tile, tile_counts
 
 sizes = st.integers(0, 5)
@@ -118,6 +118,16 @@ def test_refusals_of_uniform_products(
         function(*arguments)
 
 
+def test_a_bool_is_no_repeat_of_a_number_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(cache, "repeat", lambda operator, tensors, requested: asked.append(requested))
+    A, B = uniform_inputs(1, 3, 4, 2)
+    uniform_grouped_gemm(A, B, 1)
+    with pytest.raises(TypeError, match=r"^num_groups: expected an int, got bool"):
+        uniform_grouped_gemm(A, B, True)
+    assert len(asked) == len(set(asked)) == 2
+
+
 @pytest.mark.parametrize("out_dtype", [torch.int32, "float32"])
 def test_refused_result_dtypes_of_uniform_products(out_dtype: Any) -> None:
     with pytest.raises(TypeError, match="out_dtype: expected one of"):
@@ -193,6 +203,14 @@ def test_autocast_refuses_to_plan_what_it_would_convert() -> None:
             assert torch.equal(out, a @ b)
 
 
+def test_autocast_converts_nothing_with_out() -> None:
+    [a], [b] = varied_inputs([(2, 3, 4)], torch.float32)
+    out = torch.empty(2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert varied_grouped_gemm([a], [b], out=[out])[0] is out
+    assert torch.equal(out, a @ b)
+
+
 def test_gradients_of_varied_products() -> None:
     A, B = varied_inputs([(2, 3, 4), (1, 2, 2), (0, 2, 1)])
     tensors = [x.requires_grad_() for x in (*A, *B)]
@@ -232,6 +250,21 @@ def test_out_in_vmap(function: Any) -> None:
     assert torch.equal(torch.vmap(lambda x: x + plan()[0])(torch.zeros(1, 1)), (A[0] @ B[0])[None])
 
 
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+@pytest.mark.parametrize("function", [varied_grouped_gemm, plan_varied_grouped_gemm])
+def test_out_in_transforms_of_other_tensors(function: Any, transform: Any) -> None:
+    A, B = varied_inputs([(2, 3, 4)])
+    out = [torch.zeros(2, 3, dtype=torch.float64)]
+
+    def inside(x: Tensor) -> Tensor:
+        function(A, B, out=out)
+        return x.sum()
+
+    with pytest.raises(RuntimeError, match=r"^out: expected None in torch\.vmap and transforms of torch\.func"):
+        transform(inside)(torch.ones(3))
+    assert not out[0].any()
+
+
 def test_more_rows_than_kernels_can_count() -> None:
     A, B, out = (torch.empty(shape, device="meta") for shape in ((2**30, 1), (1, 1), (2**30, 1)))
     with pytest.raises(ValueError, match=f"^group_A: expected at most {2**30 - 1} rows, got {2**30}; split"):
@@ -250,6 +283,22 @@ def test_no_plans_of_transformed_tensors() -> None:
     x = torch.ones(2, 3, dtype=torch.float64)
     value, tangent = torch.func.jvp(lambda x: x * plan()[0], (x,), (2 * x,))
     assert torch.equal(value, A[0] @ B[0]) and torch.equal(tangent, 2 * value)
+
+
+def test_a_plan_gives_no_gradients() -> None:
+    A, B = varied_inputs([(2, 3, 4)])
+    (out,) = plan_varied_grouped_gemm([a.requires_grad_() for a in A], [b.requires_grad_() for b in B])()
+    assert not out.requires_grad
+
+
+def test_a_plan_keeps_a_list_of_its_own() -> None:
+    A, B = varied_inputs([(2, 3, 4)])
+    out = torch.zeros(2, 3, dtype=torch.float64)
+    given = [out]
+    plan = plan_varied_grouped_gemm(A, B, out=given)
+    given[0] = torch.zeros_like(out)
+    assert plan()[0] is out and torch.equal(out, A[0] @ B[0])
+    assert not given[0].any()
 
 
 @pytest.mark.parametrize("to", ["new", "out"])

@@ -225,6 +225,18 @@ def test_the_activation_is_found_whatever_the_weights(value: float | None) -> No
     assert layer.activation == "gelu" and layer.w_gate_up.is_meta == (value is None)
 
 
+@pytest.mark.parametrize(("f", "activation"), [(F.gelu, "gelu"), (tanh_gelu, "gelu_tanh")])
+def test_activations_of_wide_experts_are_told_apart(f: Callable[[Tensor], Tensor], activation: str) -> None:
+    layer = MoE.from_experts([FFN("fc1 fc2", f, hidden=2**14)], top_k=1, renormalize=True)
+    assert layer.activation == activation
+
+
+def test_a_router_without_values() -> None:
+    experts = [FFN("w1 w3 w2", F.silu, device="meta") for _ in range(E)]
+    router = nn.Linear(H, E, bias=False, device="meta")
+    assert MoE.from_experts(experts, router, top_k=TOP_K, renormalize=True).router.is_meta
+
+
 def test_experts_in_a_dict() -> None:
     experts = nn.ModuleDict({f"expert{e}": ffn() for e in range(E)})
     layer = MoE.from_experts(experts, None, top_k=1, renormalize=False)
@@ -232,7 +244,13 @@ def test_experts_in_a_dict() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Dropping(0.3).eval(), lambda: Dropping(0.0), lambda: with_module(nn.Dropout(0.0))]
+    "make",
+    [
+        lambda: Dropping(0.3).eval(),
+        lambda: Dropping(0.0),
+        lambda: with_module(nn.Dropout(0.1)).eval(),
+        lambda: with_module(nn.Dropout(0.0)),
+    ],
 )
 def test_dropout_that_does_nothing_is_taken(make: Callable[[], nn.Module]) -> None:
     assert MoE.from_experts([make().double() for _ in range(E)], top_k=TOP_K, renormalize=True).activation == "silu"

@@ -28,6 +28,7 @@ from moe_kernels import (
 from moe_kernels import nn as nn_module
 from moe_kernels.ahead import collect, layers_of
 from moe_kernels.glu import GLUSpec
+from moe_kernels.runtime import cache
 from moe_kernels.scaled import FP8_COMPUTE
 
 T, H, I, E, TOP_K = 12, 160, 136, 4, 2  # noqa: E741
@@ -227,6 +228,47 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         moe_mlp(**{**GOOD, **change})
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the options of the calls that were looked for among the repeats; none is found."""
+    seen: list[Any] = []
+    monkeypatch.setattr(cache, "repeat", lambda operator, tensors, requested: seen.append(requested))
+    return seen
+
+
+def test_a_repeat_has_the_same_format_and_options(asked: list[Any]) -> None:
+    for options in (
+        {},
+        {"fast_accumulation": True},
+        {"interleaved": True},
+        {"activation": "gelu"},
+        {"activation": "clamped_swiglu"},
+        {"activation": "clamped_swiglu", "alpha": 1.3},
+        {"activation": "clamped_swiglu", "limit": 0.7},
+        make("128x128"),
+    ):
+        moe_mlp(**{**make("rowwise"), **options})
+    assert len(asked) == len(set(asked)) == 8
+
+
+@pytest.mark.parametrize("name", ["fast_accumulation", "transposed", "gated", "interleaved"])
+def test_a_number_for_a_bool_is_no_repeat(name: str, asked: list[Any]) -> None:
+    """The options are equal, but the checks refuse numbers."""
+    moe_mlp(**make("rowwise"))
+    with pytest.raises(TypeError, match=f"^{name}: expected True or False, got [01]"):
+        moe_mlp(**make("rowwise"), **{name: int(name == "gated")})
+    assert len(asked) == len(set(asked)) == 2
+
+
+@pytest.mark.parametrize("change", [{"w_up": torch.ones(E, I, H)}, {"up_bias": torch.ones(E, I)}], ids=", ".join)
+def test_what_fp8_weights_rule_out_is_no_repeat(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    known = torch.zeros(())
+    monkeypatch.setattr(cache, "repeat", lambda *_: known)
+    assert moe_mlp(**GOOD) is known
+    with pytest.raises(ValueError, match=f"^{', '.join(change)}: expected None"):
+        moe_mlp(**GOOD, **change)
 
 
 @pytest.mark.parametrize("name", ["hidden", "topk_weights"])

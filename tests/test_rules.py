@@ -406,6 +406,12 @@ def test_less_than_a_row_per_group_is_near_one(tmp_path: Path) -> None:
     assert distance(choose_quietly(fewer), fewer) == 1
 
 
+@pytest.mark.parametrize("op", ["uniform", "varied"])
+def test_entries_of_another_operator_are_not_near(op: str, tmp_path: Path) -> None:
+    put(named(tmp_path), entry(bucket=replace(grouped.bucket_of(PROBLEM), op=op)))
+    assert choose_quietly() == grouped.rule(PROBLEM)
+
+
 def test_the_variant_that_is_asked_for(tmp_path: Path) -> None:
     put(named(tmp_path), entry())
     assert choose_quietly(PROBLEM, "persistent").entry is not None
@@ -1305,6 +1311,30 @@ def test_an_entry_that_cannot_be_loaded_gives_way_to_the_rule(machine: Machine, 
     assert machine.kept == {BY_RULE}  # a plan is kept after it has been loaded
     machine.begin_a_process()
     assert machine.run_quietly() == BY_RULE and not machine.drawn
+
+
+def test_only_a_choice_of_the_rule_is_compiled_with_fewer_stages(machine: Machine, tmp_path: Path) -> None:
+    """An entry gives way to the rule, and a forced choice is an error."""
+    import triton
+
+    from moe_kernels.runtime import compile as compiler
+
+    fewer: list[str] = []
+
+    def binary(one: Any, gpu: Any, fewer_stages: bool = False, replace: bool = False) -> store.Binary:
+        if not fewer_stages:
+            raise triton.OutOfResources(2, 1, "shared memory")
+        fewer.append(one.key)
+        return machine.binary(one, gpu)
+
+    machine.monkeypatch.setattr(compiler, "binary", binary)
+    put(named(tmp_path), entry())
+    with cache.isolated(), rules.force(grouped.rule(PROBLEM)), pytest.raises(triton.OutOfResources):
+        machine.run()
+    assert machine.drawn == [BY_RULE] and not fewer
+    with pytest.warns(RuntimeWarning, match="out of resource: shared memory"):
+        assert machine.run() == BY_RULE
+    assert machine.drawn == [BY_RULE, "stages7", BY_RULE] and fewer == [BY_RULE]
 
 
 def test_a_plan_of_the_store_that_cannot_be_loaded_is_drawn_again(machine: Machine, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import threading
@@ -14,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_kernels import grouped_gemm
+from moe_kernels import grouped_gemm, moe_mlp, quantize
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import attributes, cache, targets, torch_internals
 from moe_kernels.runtime.emit import _bmm, emit, emit_repeat
@@ -235,9 +237,9 @@ NO_CALLS: dict[str, Callable[[], Given]] = {
 }
 
 
-def signature_of(given: Given) -> tuple[Any, ...]:
+def signature_of(given: Given, operator: Operator = GROUPED_GEMM) -> tuple[Any, ...]:
     *tensors, out_dtype, variant = given
-    return signature(GROUPED_GEMM, (*tensors, None), (out_dtype, variant))
+    return signature(operator, (*tensors, None), (out_dtype, variant))
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -248,6 +250,28 @@ def test_calls_that_share_a_signature(name: str) -> None:
 @pytest.mark.parametrize("name", OTHER)
 def test_calls_that_do_not(name: str) -> None:
     assert signature_of(OTHER[name]()) != signature_of(call())
+
+
+@pytest.mark.parametrize("name", ["A", "B"])
+def test_alignment_to_8_bytes_is_not_to_16(name: str) -> None:
+    shape = {"A": (M, K), "B": (G, K, N)}[name]
+    moved = torch.zeros(math.prod(shape) + 4, dtype=torch.bfloat16)[4:].view(shape)
+    assert moved.data_ptr() % 16 == 8
+    given = call(**{name: moved})
+    assert signature_of(given) != signature_of(call())
+    *tensors, out_dtype, variant = given
+    inputs = symbolic(GROUPED_GEMM, (*tensors, None), (out_dtype, variant))
+    assert [x.aligned for x in inputs if x is not None] == [name != "A", name != "B", True]
+
+
+def test_operators_share_no_signature() -> None:
+    assert signature_of(call(), replace(GROUPED_GEMM, name="another")) != signature_of(call())
+
+
+def test_devices_share_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_one = signature_of(call())
+    monkeypatch.setattr(Tensor, "get_device", lambda tensor: 1)
+    assert signature_of(call()) != on_one
 
 
 def test_what_products_of_float32_may_use_is_in_their_signature() -> None:
@@ -670,6 +694,42 @@ def test_inference_mode_is_a_kind_of_its_own(calls: list[int]) -> None:
         assert again(*given) is not None
 
 
+def plain_weights() -> Given:
+    return call(B=torch.zeros(G, K, N, dtype=torch.bfloat16))
+
+
+def of_inference() -> Given:
+    with torch.inference_mode():
+        return call()
+
+
+TWO_KINDS: dict[str, list[tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Given]]]] = {
+    "gradients": [(torch.no_grad, plain_weights), (torch.enable_grad, plain_weights)],
+    "inference mode": [(torch.no_grad, call), (torch.inference_mode, call)],
+    "class": [
+        (torch.no_grad, plain_weights),
+        (torch.no_grad, lambda: call(B=torch.nn.Parameter(torch.zeros(G, K, N, dtype=torch.bfloat16), False))),
+    ],
+    "requires_grad": [
+        (torch.no_grad, plain_weights),
+        (torch.no_grad, lambda: call(B=torch.zeros(G, K, N, dtype=torch.bfloat16, requires_grad=True))),
+    ],
+    "tensors of inference mode": [(torch.inference_mode, call), (torch.inference_mode, of_inference)],
+}
+
+
+@pytest.mark.parametrize("name", TWO_KINDS)
+def test_each_of_two_kinds_has_its_own_repeat(name: str, calls: list[int]) -> None:
+    kinds = [(mode, make()) for mode, make in TWO_KINDS[name]]
+    for mode, arguments in kinds:
+        with mode():
+            run(*arguments)
+    for mode, arguments in kinds:
+        with mode():
+            assert again(*arguments) is not None
+    assert len(repeats()) == 2 and calls == [M] * 4
+
+
 def test_a_few_kinds_are_looked_at_first(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeats beyond these few are not generated again, which would take much longer than a call."""
     made: list[Any] = []
@@ -686,6 +746,15 @@ def test_a_few_kinds_are_looked_at_first(calls: list[int], monkeypatch: pytest.M
     assert calls == every * 3 and len(repeats()) == 16 and len(made) == 20
 
 
+def test_a_repeat_that_is_found_late_is_looked_at_first_from_then_on(calls: list[int]) -> None:
+    kinds = [call(A=torch.zeros(1, K, dtype=torch.bfloat16).expand(M << i, K)) for i in range(6)]
+    for arguments in kinds:
+        run(*arguments)
+    before = repeats()
+    assert again(*kinds[1]) is not None and calls[-1] == M << 1
+    assert repeats() == (before[4], *before[:4], before[5])
+
+
 def test_not_very_many_kinds_share_a_plan(calls: list[int]) -> None:
     for options in (
         list(itertools.product((None, torch.bfloat16), ("A", "B", "both", "none"), *[(False, True)] * 2)) * 2
@@ -697,6 +766,35 @@ def test_not_very_many_kinds_share_a_plan(calls: list[int]) -> None:
             assert run(A, B, *rest).shape == (M, N)
     (known,) = cache.plans.entries.values()
     assert len(known.repeats) == len(repeats()) == 8 and len(calls) == 64
+
+
+VALIDATED: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "grouped_gemm": (
+        lambda make, **options: grouped_gemm(make(4, 8), make(2, 5, 8).mT, torch.tensor([0, 5, 4]), **options),
+        r"^group_offsets\[1\]: expected",
+    ),
+    "moe_mlp": (
+        lambda make, **options: moe_mlp(
+            torch.ones(2, 8), torch.tensor([[0], [3]]), torch.ones(2, 1), make(3, 10, 8), make(3, 8, 5), **options
+        ),
+        r"^topk_ids\[1, 0\]: expected 0 to 2, got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", VALIDATED)
+def test_a_repeat_does_not_bypass_validation(name: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = torch.zeros(())
+    monkeypatch.setattr(cache, "repeat", lambda *_: known)
+    function, text = VALIDATED[name]
+
+    def make(*shape: int) -> Any:
+        return quantize(torch.ones(shape), "rowwise") if fp8 else torch.ones(shape)
+
+    assert function(make, validate=False) is known
+    with pytest.raises(ValueError, match=text):
+        function(make, validate=True)
 
 
 FLOAT32: dict[str, Callable[[], Given]] = {
