@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels
+from benchmarks import gating
 from benchmarks import inputs as given
 from benchmarks.suites import Case
 from moe_kernels.ops.products import GROUPED_GEMM
@@ -204,6 +205,22 @@ OPERATORS = {
         check=given.check_lists,
         work=given.work_of_lists,
         memory=lambda case: sum(given.memory(replace(case, G=1, M=M, N=N, K=K), True) for M, N, K in case.problems),
+    ),
+    "gating": Operator(
+        {
+            "torch": Provider("PyTorch", gating.plain),
+            "compiled": Provider("PyTorch, compiled", gating.compiled, any_rows=False),
+            "ours": Provider("topk_softmax, topk_sigmoid", gating.ours, ours=True),
+        },
+        "torch",
+        {"gkn": "[T, E]", "gnk": "[T, E]"},
+        weights=gating.bias,
+        inputs=gating.logits,
+        longer=gating.longer,
+        check=gating.check,
+        work=lambda inputs: (0, gating.moved(inputs)),
+        memory=lambda case: case.M * (case.G * 2 + case.N * 12),
+        dimensions="E, T, top_k, groups",
     ),
     "ffn": _layers(trains=False),
     "ffn-train": _layers(trains=True),

@@ -20,7 +20,8 @@ class Case:
 
     In the suite `uniform` M is the rows of each group. In `varied` the G problems have sizes of their own, and M, N and
     K are the largest. In `ffn` and `ffn-train` a case is a whole layer: G experts, M = T * top_k rows of T tokens, the
-    experts' width N and the hidden size K.
+    experts' width N and the hidden size K. In `gating` there are G experts and M tokens, N is top_k, and K the number
+    of groups of experts, or 0 for gating by softmax.
     """
 
     name: str
@@ -137,6 +138,16 @@ _LOW_RANK = tuple(
     for r in (8, 16, 64, 128)
     for step, extents in (("to", (r, H)), ("from", (H, r)))
 )
+_GATING = tuple(
+    Case(f"{name}, T = {T}", E, T, top_k, num_groups, "uniform")
+    for name, E, top_k, num_groups in (
+        ("qwen3-30b", 128, 8, 0),
+        ("qwen3-next", 512, 10, 0),
+        ("deepseek-v3", 256, 8, 8),
+        ("kimi-k2", 384, 8, 1),
+    )
+    for T in (1, 64, 512, 8192)
+)
 _SHARED = ("dsv3_ep_up", "qwen3_up", "qwen3_down", "mixtral_down", "decode_qwen3")
 
 SUITES = {
@@ -209,6 +220,16 @@ SUITES = {
             _FFN,
             ("transformers", "compiled", "ours"),
             layouts=LAYOUTS["gnk"],
+        ),
+        Suite(
+            "gating",
+            "logits to the experts' ids and weights, by softmax, or by sigmoid as in DeepSeek-V3, beside operators of "
+            "PyTorch, eager and compiled; E experts, T tokens, top_k, groups of experts",
+            "gating",
+            _GATING,
+            ("torch", "compiled", "ours"),
+            peers=False,
+            layouts=LAYOUTS["gkn"],
         ),
         Suite(
             "smoke",

@@ -27,7 +27,8 @@ from moe_kernels.experts import moe_mlp
 from moe_kernels.grouped_gemm import grouped_gemm
 from moe_kernels.models import MODELS
 from moe_kernels.nn import MoE, quantize_once
-from moe_kernels.ops import batched, layer, moves, products, quantized, scaled
+from moe_kernels.ops import batched, gating, layer, moves, products, quantized, scaled
+from moe_kernels.routing import topk_softmax
 from moe_kernels.runtime import cache, store, targets, torch_internals
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import MAX_ROWS, Counts, Operator, portable, rows_bounds, signature, symbolic
@@ -36,7 +37,7 @@ from moe_kernels.runtime.targets import Gpu
 
 _OPERATORS = {  # by name, which determines the planner
     operator.name: operator
-    for module in (batched, layer, moves, products, quantized, scaled)
+    for module in (batched, gating, layer, moves, products, quantized, scaled)
     for operator in vars(module).values()
     if isinstance(operator, Operator)
 }
@@ -283,8 +284,8 @@ class _Forward(nn.Module):
 
 
 def _run_shape(shape: LayerShape, T: int, training: bool) -> None:
-    """Run an `MoE`, `moe_mlp` with the dtypes of ids and topk_weights that models and inference engines have, and each
-    product alone, on meta tensors.
+    """Run an `MoE`, `moe_mlp` with the dtypes of ids and topk_weights that models and inference engines have, gating by
+    softmax, and each product alone, on meta tensors.
     """
     H, I, E, top_k, dtype = shape  # noqa: E741
     module = MoE(H, I, E, top_k, renormalize=True, device="meta", dtype=dtype)
@@ -294,6 +295,9 @@ def _run_shape(shape: LayerShape, T: int, training: bool) -> None:
     for weights_dtype in dict.fromkeys((torch.float32, dtype)):
         _run_experts(shape, T, weights_dtype, torch.int32)
     with torch.no_grad():
+        for logits_dtype, renormalize in product(dict.fromkeys((torch.float32, dtype)), (True, False)):
+            logits = torch.empty(T, E, dtype=logits_dtype, device="meta")
+            topk_softmax(logits, top_k, renormalize=renormalize)
         offsets = torch.empty(E + 1, dtype=torch.int32, device="meta")
         for weight in (module.w_gate_up.mT, module.w_down.mT):
             grouped_gemm(weight.new_empty(T * top_k, weight.size(1)), weight, offsets)

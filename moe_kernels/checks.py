@@ -236,7 +236,9 @@ def check_gating(
         return f"; {top_groups} of {num_groups} groups have {most} of {E} experts" if num_groups > 1 else ""
 
     check_int("top_k", top_k, 1, most, hint)
-    _check_shape("bias", bias, "[E]", (E,))
+    if bias is not None:
+        _check_shape("bias", bias, "[E]", (E,))
+        _check_same_device("bias", bias, "logits", logits)
 
 
 def check_layer(hidden: Tensor, router: Tensor) -> None:

@@ -257,6 +257,52 @@ def dequantize(scaled: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tens
     return (data.float() * scales).to(dtype)
 
 
+def topk_ids(
+    logits: Tensor,  # [T, E]
+    bias: Tensor | None,  # [E]
+    top_k: int,
+    softmax: bool,  # or else sigmoid
+    num_groups: int,
+    top_groups: int,
+) -> Tensor:  # [T, top_k] int64
+    """Choose experts; see `moe_kernels.topk_softmax` and `moe_kernels.topk_sigmoid`."""
+    T, E = logits.shape
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    choice = logits.softmax(-1, dtype=dtype) if softmax else logits.to(dtype).sigmoid()
+    if bias is not None:
+        choice = choice + bias
+    if num_groups > 1:
+        grouped = choice.view(T, num_groups, E // num_groups)
+        group_scores = grouped.topk(min(2, grouped.size(2)), dim=-1).values.sum(-1)
+        chosen = torch.zeros_like(group_scores, dtype=torch.bool)
+        chosen = chosen.scatter(1, group_scores.topk(top_groups, dim=-1).indices, 1)  # torch.jit has no bool there
+        # A bias of -inf must not make an expert of a chosen group equal to those of other groups.
+        finite = grouped.clamp(min=torch.finfo(grouped.dtype).min)
+        choice = finite.masked_fill(~chosen[:, :, None], float("-inf")).view(T, E)
+    return choice.topk(top_k, dim=-1).indices
+
+
+def topk_weights(
+    logits: Tensor,  # [T, E]
+    topk_ids: Tensor,  # [T, top_k]
+    softmax: bool,  # or else sigmoid
+    renormalize: bool,
+    scale: float,  # for sigmoid
+) -> Tensor:  # [T, top_k]
+    """Return the weights of chosen experts; see `moe_kernels.topk_softmax` and `moe_kernels.topk_sigmoid`."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if softmax and not renormalize:
+        return logits.softmax(-1, dtype=dtype).gather(1, topk_ids)
+    chosen = logits.gather(1, topk_ids).to(dtype)
+    if softmax:
+        return chosen.softmax(-1)
+    chosen = chosen.sigmoid()
+    if renormalize:
+        # The sigmoids of all chosen experts may underflow to zero.
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    return chosen * scale
+
+
 def route(topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Routing:
     """Sort the slots of `topk_ids [T, top_k]` by expert without a sync; see `moe_kernels.route`."""
     checks.check_route(topk_ids, topk_weights, num_experts)

@@ -5,11 +5,12 @@ topk_ids, topk_weights --route--> Routing          hidden --permute--> rows --..
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from moe_kernels import checks, ops
+from moe_kernels import checks, ops, reference
+from moe_kernels.ops.gating import CHOOSE_EXPERTS
 from moe_kernels.routing_maps import Routing
+from moe_kernels.runtime import cache, torch_internals
 
 
 def route(
@@ -84,7 +85,7 @@ def topk_softmax(
 ) -> tuple[Tensor, Tensor]:
     """Choose the top_k experts by `softmax(logits)`, computed in float32. The topk_weights are differentiable.
 
-    Computed in plain PyTorch.
+    Of equal probabilities, kernels choose that of the lowest expert. NaN is more than any other.
 
     Args:
         logits: `[T, E]`, bfloat16, float16, float32 or float64.
@@ -100,12 +101,7 @@ def topk_softmax(
     Raises:
         TypeError, ValueError: logits have a wrong dtype or rank; top_k is below 1 or above the number of experts.
     """
-    checks.check_gating(logits, top_k, renormalize)
-    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    topk_weights, topk_ids = probabilities.topk(top_k, dim=-1)
-    if renormalize:
-        topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
-    return topk_ids, topk_weights
+    return _choose_experts(logits, None, top_k, True, renormalize, 1, 1, 1.0)
 
 
 def topk_sigmoid(
@@ -124,7 +120,7 @@ def topk_sigmoid(
     score is the sum of its two best experts' scores, and only experts of the `top_groups` best groups can be chosen.
     The bias balances the load of the experts; it affects the choice, not the weights. An expert with a bias of -inf is
     chosen only if the chosen groups have fewer than top_k others. The topk_weights are differentiable in the logits.
-    Computed in plain PyTorch.
+    Equal scores and NaN are treated as by `topk_softmax`.
 
     Args:
         logits: `[T, E]`, bfloat16, float16, float32 or float64.
@@ -143,21 +139,33 @@ def topk_sigmoid(
         ValueError: logits or bias have a wrong shape, `num_groups` does not divide E, `top_groups` or `top_k` is out of
             range, or the chosen groups hold fewer than top_k experts.
     """
+    return _choose_experts(logits, bias, top_k, False, renormalize, num_groups, top_groups, scale)
+
+
+def _choose_experts(
+    logits: Tensor,  # [T, E]
+    bias: Tensor | None,  # [E]
+    top_k: int,
+    softmax: bool,
+    renormalize: bool,
+    num_groups: int,
+    top_groups: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    of_groups = (renormalize, num_groups, top_groups, scale)
+    given, requested = (logits, bias), (top_k, type(top_k), softmax, *of_groups, *map(type, of_groups))
+    known: tuple[Tensor, Tensor] | None = cache.repeat(CHOOSE_EXPERTS, given, requested)
+    if known is not None:
+        return known
     checks.check_gating(logits, top_k, renormalize, bias, num_groups, top_groups, scale)
-    T, E = logits.shape
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
-    choice = scores if bias is None else scores + bias
-    if num_groups > 1:
-        grouped = choice.view(T, num_groups, E // num_groups)
-        group_scores = grouped.topk(min(2, grouped.size(2)), dim=-1).values.sum(-1)
-        chosen = torch.zeros_like(group_scores, dtype=torch.bool)
-        chosen = chosen.scatter(1, group_scores.topk(top_groups, dim=-1).indices, 1)  # torch.jit has no bool there
-        # A bias of -inf must not make an expert of a chosen group equal to those of other groups.
-        finite = grouped.clamp(min=torch.finfo(grouped.dtype).min)
-        choice = finite.masked_fill(~chosen[:, :, None], float("-inf")).view(T, E)
-    topk_ids = choice.topk(top_k, dim=-1).indices
-    topk_weights = scores.gather(1, topk_ids)
-    if renormalize:
-        # The sigmoids of all chosen experts may underflow to zero.
-        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
-    return topk_ids, topk_weights * scale
+    # Transforms and subclasses of tensors, such as DTensor, have rules for PyTorch's operators.
+    own = all([x is None or type(x) in torch_internals.PLAIN for x in given])
+    if torch_internals.transformed() or not own:
+        topk_ids = reference.topk_ids(logits, bias, top_k, softmax, num_groups, top_groups)
+        return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, scale)
+    options = (top_k, softmax, renormalize, num_groups, top_groups, float(scale))
+    topk_ids, topk_weights = ops.choose_experts(*(x if x is None else x.detach() for x in given), *options)
+    if torch_internals.differentiated(logits):
+        return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, scale)
+    cache.remember(CHOOSE_EXPERTS, given, requested, options)
+    return topk_ids, topk_weights

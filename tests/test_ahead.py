@@ -46,7 +46,7 @@ REAL_CALLS = """
 import json, os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
-from moe_kernels import MoE, ahead, grouped_gemm, moe_mlp
+from moe_kernels import MoE, ahead, grouped_gemm, moe_mlp, topk_softmax
 from moe_kernels.runtime import cache, targets
 from moe_kernels.runtime.signature import portable, signature, symbolic
 from moe_kernels.runtime.symbolic import value
@@ -74,6 +74,12 @@ def call_experts(module, T, training):
     with torch.no_grad():  # as inference engines call it
         for weights in (topk_weights, topk_weights.float()):
             moe_mlp(hidden, ids.int(), weights, w_gate_up, w_down)
+
+def call_gating(module, T):
+    with torch.no_grad():
+        for dtype in (module.w_down.dtype, torch.float32):
+            for renormalize in (True, False):
+                topk_softmax(torch.zeros(T, len(module.w_down), dtype=dtype), module.top_k, renormalize=renormalize)
 
 def call_products(module, T):
     with torch.no_grad():
@@ -115,6 +121,7 @@ with cache.collecting(find):
     for T in json.loads(sys.argv[2]):
         call_module(module, T, False)
         call_experts(module, T, False)
+        call_gating(module, T)
         call_products(module, T)
     for T in json.loads(sys.argv[3]):
         call_module(module, T, True)
@@ -182,7 +189,7 @@ compare("float32 under autocast, training: True", module, 20, True, *calls)
 
 module = MoE(64, 32, 4, 2, renormalize=True, dtype=torch.float16)
 shape = ahead.LayerShape(64, 32, 4, 2, torch.float16)
-inference, training = [lambda: call_products(module, 20)], []
+inference, training = [lambda: call_products(module, 20), lambda: call_gating(module, 20)], []
 for call in (call_module, call_experts):
     inference.append(lambda call=call: call(module, 20, False))
     training.append(lambda call=call: call(module, 20, True))
@@ -539,7 +546,7 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ahead, "_making", lambda wanted, *_: (asked.append(one.operator) for one in wanted))
     with pytest.raises(OSError, match=f"{tmp_path / 'kept'}: plans cannot be kept there.*LIMIT_MB"):
         ahead.compile_ahead(bare(), tokens=[2], gpu="h200")
-    assert asked == ["moe_mlp"]
+    assert asked == ["choose_experts", "moe_mlp"]
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -95,6 +95,21 @@ def test_a_layout_that_is_given_counts() -> None:
     assert {case.layout for case in SUITES["table"].cases(["gnk"])} == {"gnk"}
 
 
+@pytest.mark.parametrize("num_groups", [0, 1, 8])
+def test_wrong_gating_is_found(num_groups: int) -> None:
+    operator, where = OPERATORS["gating"], torch.device("cpu")
+    case = Case("gating", 32, 9, 4, num_groups)
+    inputs = operator.inputs(case, operator.weights(case, where), where)
+    for name in ("torch", "ours"):
+        ids, weights = operator.providers[name].make(inputs)()
+        assert operator.check((ids, weights), inputs) < 1e-6
+    for wrong in ((ids.roll(1, 0), weights), (ids, weights * 1.001), (ids, torch.zeros_like(weights))):
+        with pytest.raises(AssertionError, match=r"experts|weights"):
+            operator.check(wrong, inputs)
+    more = operator.longer(inputs, 3)
+    assert operator.check(operator.providers["ours"].make(more)(), more) < 1e-6 and len(more.logits) == 12
+
+
 def test_shapes_of_the_command_line() -> None:
     suite = of_shapes([(2, 8, 4, 6), (2, 8, 4, 6), (1, 1, 1, 1)], ["uniform", "zipf"])
     assert [(case.G, case.M, case.N, case.K, case.sizes) for case in suite.cases(["gkn"])] == [

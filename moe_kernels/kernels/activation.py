@@ -15,16 +15,13 @@ import torch
 
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.kernels.declare import is_empty, kernel
+from moe_kernels.kernels.inline import by_triton
 from moe_kernels.kernels.quantize import inverse, largest_of, plan_quantize, scale_of, scaled
 from moe_kernels.rules import by_rows
 from moe_kernels.rules import quantize as quantize_rules
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
 from moe_kernels.scaled import scales_shape
-
-
-def _by_triton(function: str, x: torch.Tensor) -> torch.Tensor:
-    return hl.inline_triton(f"tl.{function}({{0}})", args=(x,), output_like=x)
 
 
 def nonlinear(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
@@ -34,7 +31,7 @@ def nonlinear(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
     if name == "clamped_swiglu":
         return x * torch.sigmoid(alpha * x)
     if name == "gelu":
-        return 0.5 * x * (1.0 + _by_triton("erf", x * 0.7071067811865476))
+        return 0.5 * x * (1.0 + by_triton("erf", x * 0.7071067811865476))
     if name == "gelu_tanh":
         return x * torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     positive = torch.clamp(x, min=0.0)
@@ -52,8 +49,8 @@ def _slope(x: torch.Tensor, name: str, alpha: float) -> torch.Tensor:
         s = torch.sigmoid(alpha * x)
         return s * (1.0 + alpha * x * (1.0 - s))
     if name == "gelu":
-        density = 0.3989422804014327 * _by_triton("exp", -0.5 * x * x)
-        return 0.5 * (1.0 + _by_triton("erf", x * 0.7071067811865476)) + x * density
+        density = 0.3989422804014327 * by_triton("exp", -0.5 * x * x)
+        return 0.5 * (1.0 + by_triton("erf", x * 0.7071067811865476)) + x * density
     if name == "gelu_tanh":
         u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         s = torch.sigmoid(u)

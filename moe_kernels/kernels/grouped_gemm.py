@@ -26,7 +26,7 @@ from moe_kernels.kernels.tiles import listed, plan_table, store_rows, tile_count
 from moe_kernels.rules import grouped as grouped_rules
 from moe_kernels.rules.config import Config
 from moe_kernels.runtime.plan import Builder, Operands
-from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, most
+from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, most, needs_int64
 
 _PREPEND_CONFIG = Config(block_sizes=[256], num_warps=4)
 
@@ -153,7 +153,7 @@ def plan_grouped_mm(builder: Builder, tensors: Operands, options: tuple[torch.dt
     """Plan `grouped_gemm` with PyTorch's `offs [G]` instead of group_offsets."""
     mat_a, mat_b, offs, bias = tensors
     group_offsets = builder.alloc((offs.size(0) + 1,), offs.dtype)
-    builder.launch(prepend_zero, (offs, group_offsets), _PREPEND_CONFIG)
+    builder.launch(prepend_zero, (offs, group_offsets), _PREPEND_CONFIG, int64_index=needs_int64(offs))
     return plan_grouped_gemm(builder, (mat_a, mat_b, group_offsets, bias), options)
 
 

@@ -22,6 +22,11 @@ def int32(n: int, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("tl.cast({0}, tl.int32)", args=(n,), output_like=like)
 
 
+def by_triton(function: str, x: torch.Tensor) -> torch.Tensor:
+    """Return an elementwise function of Triton's language, where Helion's is one that its interpreter lacks."""
+    return hl.inline_triton(f"tl.{function}({{0}})", args=(x,), output_like=x)
+
+
 def divide(a: torch.Tensor, b: int) -> torch.Tensor:
     """a // b for a >= 0, b > 0, without the sign handling of Python's `//`."""
     return hl.inline_triton("{0} // {1}", args=(a, b), output_like=a)

@@ -16,6 +16,7 @@ except in fp8. Below, `to` is slot_to_row, w topk_weights, and d or dOut (dB of 
     moe_mlp(hidden)      out = combine_rows(act @ w_out, w)   from the above, with the routing, which it returns
     quantize(x)          data, scales in fp8                  none
     quantize_weight(w)   those of w, and of its transpose     none
+    choose_experts(x)    topk_ids, topk_weights               none: `routing` computes weights again for autograd
 
 `grouped_mm` is grouped_gemm with PyTorch's `offs`. `scaled_grouped_gemm` and `scaled_wgrad` are products of fp8
 operands with scales, and `scaled_moe_mlp` is a layer with fp8 weights; they have no gradients. `quantized_moe_mlp` is
@@ -29,6 +30,7 @@ shows operators by name. Under torch.func transforms and in forward mode each is
 """
 
 from moe_kernels.ops.batched import uniform_grouped_gemm, varied_grouped_gemm
+from moe_kernels.ops.gating import choose_experts
 from moe_kernels.ops.layer import activate, activate_backward, moe_layer, moe_mlp, swiglu_ffn
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad, grouped_mm
@@ -43,6 +45,7 @@ from moe_kernels.ops.scaled import quantize, quantize_weight, scaled_grouped_gem
 __all__ = [
     "activate",
     "activate_backward",
+    "choose_experts",
     "combine_rows",
     "dot_rows",
     "grouped_gemm",

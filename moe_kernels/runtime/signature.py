@@ -50,7 +50,7 @@ class Operator:
     def multiplied(self) -> tuple[bool, ...]:
         """Which inputs tensor cores may multiply, in tf32 if they are float32 and PyTorch's settings allow it."""
         return tuple(
-            not name.startswith(("scales_", "b_")) and not name.endswith(("bias", "topk_weights"))
+            not name.startswith(("scales_", "b_")) and not name.endswith(("bias", "topk_weights", "logits"))
             for name in self.inputs
         )
 

@@ -62,3 +62,14 @@ def test_layers(name: str) -> None:
     eager, graph = run.measure(name, case, operator, ["ours"], inputs, 3, ["eager", "graph"], where)
     assert eager["error"] is graph["error"] is None and eager["us"] > 0 and graph["us"] > 0
     assert eager["peak_mb"] is None if name == "ffn" else eager["peak_mb"] > 1, eager["peak_mb"]
+
+
+@pytest.mark.gpu
+def test_gating() -> None:
+    """All providers, compiled PyTorch among them, choose the same experts with the same weights."""
+    operator, where = OPERATORS["gating"], torch.device("cuda")
+    for case in (Case("groups", 32, 100, 4, 8), Case("softmax", 32, 100, 4, 0)):
+        inputs = operator.inputs(case, operator.weights(case, where), where)
+        records = run.measure("gating", case, operator, [*operator.providers], inputs, 3, ["eager", "graph"], where)
+        assert len(records) == 6
+        assert all(record["error"] is None and record["us"] > 0 and record["gbps"] > 0 for record in records)

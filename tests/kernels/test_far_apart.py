@@ -21,6 +21,7 @@ from moe_kernels import (
     reference,
     route,
     swiglu_ffn,
+    topk_sigmoid,
     unpermute,
 )
 from moe_kernels.kernels.permute import scatter_scaled
@@ -63,6 +64,7 @@ def test_offsets(rows: int, spread: _Spread, device: str) -> None:
     A, B, group_offsets = make_inputs([rows, 0, rows + 20, 250], 32, 64, dtype=torch.float16, device=device)
     far = spread(group_offsets)
     assert_grouped_gemm_close(grouped_gemm(A, B, far), A, B, group_offsets)
+    assert_grouped_gemm_close(grouped_mm(A, B, offs=far[1:]), A, B, group_offsets)
     w = B.mT.contiguous()
     assert_as(reference.swiglu_ffn, swiglu_ffn(A, w, far), A, w, group_offsets)
     small = A * A.size(0) ** -0.5
@@ -88,6 +90,14 @@ def test_rows(rows: int, spread: _Spread, device: str) -> None:
     assert_grouped_gemm_close(grouped_gemm(far, B, group_offsets), A, B, group_offsets)
     w = B.mT.contiguous()
     assert_as(reference.swiglu_ffn, swiglu_ffn(far, w, group_offsets), A, w, group_offsets)
+
+
+def test_logits(spread: _Spread, device: str) -> None:
+    logits, bias = torch.randn(5, 8, device=device), torch.randn(8, device=device)
+    for given in ((spread(logits), bias), (logits, spread(bias))):
+        ids, topk_weights = topk_sigmoid(given[0], 3, renormalize=True, bias=given[1])
+        assert torch.equal(ids, reference.topk_ids(logits, bias, 3, False, 1, 1))
+        torch.testing.assert_close(topk_weights, reference.topk_weights(logits, ids, False, True, 1.0))
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from sm90 import report as report_of
 from moe_kernels import rules
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.kernels import layer
+from moe_kernels.ops.gating import CHOOSE_EXPERTS
 from moe_kernels.ops.layer import ACTIVATE, ACTIVATE_BACKWARD, MOE_MLP, SWIGLU_FFN
 from moe_kernels.ops.moves import COMBINE_ROWS, DOT_ROWS, ROUTE, SCATTER_ROWS
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
@@ -54,6 +55,21 @@ def lean(asked_for: Sequence[Request]) -> list[dict[str, Any]]:
 def assert_lean(report: dict[str, Any]) -> None:
     assert report["shared"] <= SHARED_MEMORY
     assert report["stack"] == 0
+
+
+@pytest.mark.parametrize(
+    ("E", "options"),
+    [
+        (128, (8, True, True, 1, 1, 1.0)),
+        (256, (8, False, True, 8, 4, 2.5)),
+        (4096, (8, True, False, 1, 1, 1.0)),
+    ],
+    ids=str,
+)
+def test_gating_keeps_logits_in_registers(E: int, options: Any) -> None:
+    """A multiprocessor has registers for at least 20 warps."""
+    (report,) = lean(requests(CHOOSE_EXPERTS, (empty(4096, E), f32(E)), options))
+    assert report["regs"] <= 65536 // (20 * 32)
 
 
 def wgrad_report(M: int, P: int, Q: int, G: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
