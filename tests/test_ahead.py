@@ -729,6 +729,18 @@ def test_no_progress_is_shown_where_stderr_is_closed(monkeypatch: pytest.MonkeyP
     commands._progress(1, 1)
 
 
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_command_prints_nothing_of_its_own(code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        print("done")
+        return code
+
+    with pytest.raises(SystemExit) as left:
+        commands.run_and_exit(main)
+    assert left.value.code == code
+    assert capsys.readouterr() == ("done\n", "")
+
+
 def test_ctrl_c_ends_a_command_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         commands.run_and_exit(Mock(side_effect=KeyboardInterrupt))

@@ -307,3 +307,18 @@ def test_dispatch_names_the_group_that_it_needs() -> None:
     hidden, ids = torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"^group: expected a ProcessGroup, a DeviceMesh or None, got str$"):
         dispatch(hidden, ids, torch.ones(2, 1), 4, "world")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize(
+    ("num_experts", "error", "got"),
+    [
+        ("4", TypeError, "an int, got str"),
+        (4.0, TypeError, "an int, got float"),
+        (-2, ValueError, "at least 0, got -2"),
+    ],
+)
+def test_dispatch_checks_the_number_of_experts(num_experts: Any, error: type[Exception], got: str) -> None:
+    hidden, ids = torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(error, match=f"^num_experts: expected {got}"):
+        dispatch(hidden, ids, torch.ones(2, 1), num_experts)

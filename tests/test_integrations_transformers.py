@@ -412,6 +412,16 @@ def test_ids_are_validated_unless_there_are_sentinels(monkeypatch: pytest.Monkey
         integration.experts_forward(experts, *arguments)
 
 
+def test_ids_are_validated_between_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = make_experts({}, "mish")
+    arguments = torch.randn(5, H), IDS, torch.randn(5, TOP_K)
+    monkeypatch.setattr("moe_kernels.checks._VALIDATE", True)
+    integration.experts_forward(experts, *arguments)
+    experts._is_expert_parallel = False
+    with pytest.raises(ValueError, match=r"^topk_ids\[1, 1\]: expected 0 to 3, got 4"):
+        integration.experts_forward(experts, *arguments)
+
+
 def test_unknown_layouts_and_devices_say_what_to_do() -> None:
     experts = make_experts({}, "silu")
     arguments = torch.randn(5, H), IDS, torch.randn(5, TOP_K)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,6 +278,13 @@ def test_a_layer_and_its_gates(make: Make) -> None:
         assert float((out - right).norm() / right.norm()) < 5e-3, attributes
 
 
+def test_experts_without_a_gate_have_no_options_of_gates() -> None:
+    options = {"swiglu_alpha": 1.5, "swiglu_limit": 0.5, "limit": 0.5, "gate_softcap": 2.0}
+    for act_fn, expected in ((nn.ReLU(), {"activation": "relu"}), (nn.Tanh(), None)):
+        experts = SimpleNamespace(has_gate=False, act_fn=act_fn, **options)
+        assert integration._fp8_activation_options(experts) == expected
+
+
 def test_refusals(make: Make) -> None:
     _, fp8 = make("Qwen3Moe")
     experts = experts_of(fp8)
@@ -312,6 +320,20 @@ def test_refusals(make: Make) -> None:
         experts(hidden, *routed)
     with torch.no_grad():
         assert experts(hidden, *routed).any()
+
+
+@torch.no_grad()
+def test_ids_are_validated_unless_there_are_sentinels(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By moe_mlp, and between two products."""
+    experts = experts_of(make("Qwen3Moe")[1])
+    arguments = torch.randn(6, 256), torch.full((6, 3), 8), torch.rand(6, 3)
+    monkeypatch.setattr("moe_kernels.checks._VALIDATE", True)
+    for act_fn in (experts.act_fn, nn.Tanh()):
+        experts.act_fn, experts._is_expert_parallel = act_fn, True
+        assert not integration.fp8_experts_forward(experts, *arguments).any()
+        experts._is_expert_parallel = False
+        with pytest.raises(ValueError, match=r"^topk_ids\[0, 0\]: expected 0 to 7, got 8"):
+            integration.fp8_experts_forward(experts, *arguments)
 
 
 def test_plans_ahead(make: Make) -> None:

@@ -107,6 +107,32 @@ def test_info_lists_versions_and_configs(capsys: pytest.CaptureFixture[str]) -> 
     assert {row["variant"] for row in shown} <= {"basic", "persistent"}
 
 
+@pytest.mark.parametrize(
+    ("cuda", "xpu", "gpus"),
+    [
+        (True, True, ["NVIDIA Test 9000, compute capability 9.0", "NVIDIA Test 9000, compute capability 9.0"]),
+        (False, True, ["Intel Test 9000"]),
+        (False, False, []),
+    ],
+)
+def test_info_names_each_gpu(cuda: bool, xpu: bool, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test 9000")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: xpu)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda index: "Intel Test 9000")
+    monkeypatch.setattr(requirements, "nvidia_driver", lambda: "570.86" if cuda else None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if cuda else None)
+    expected = [(f"GPU {i}", name) for i, name in enumerate(gpus)]
+    assert cli._gpu_fields() == [
+        *(expected or [("GPU", "none usable: CPU tensors are multiplied in plain PyTorch")]),
+        ("driver", "570.86" if cuda else "no NVIDIA driver found"),
+        ("torch built for", "CUDA 13.0" if cuda else "no CUDA"),
+    ]
+
+
 def test_info_names_the_entry_and_its_distance(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -221,6 +247,7 @@ def test_info_without_helion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
     assert "helion is not installed" in text and "pip install 'helion==1.5.0'" in text
+    assert text.endswith("\nConfigs: not shown, because they need the missing packages.\n")
 
 
 def test_info_with_a_helion_that_cannot_be_imported(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from moe_kernels import (
     grouped_mm,
     moe_mlp,
     permute,
+    quantize,
     reference,
     route,
     swiglu_ffn,
@@ -34,7 +35,9 @@ from moe_kernels import (
     varied_grouped_gemm,
 )
 from moe_kernels.ops.library import use_kernels
-from moe_kernels.runtime import torch_internals
+from moe_kernels.runtime import cache, torch_internals
+from moe_kernels.runtime.signature import MAX_ROWS
+from moe_kernels.scaled import ScaledTensor
 
 OPERATORS = torch.ops.moe_kernels
 OFFSETS = torch.tensor([1, 3, 3, 6], dtype=torch.int32)  # of 7 rows: the first and the last belong to no group
@@ -620,3 +623,43 @@ def test_what_the_reference_computes_is_what_the_operators_compute() -> None:
     out.backward(upstream)
     expected.backward(upstream)
     torch.testing.assert_close((A.grad, B.grad), (a.grad, b.grad))
+
+
+MANY = MAX_ROWS + 1
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def fp8(*shape: int) -> ScaledTensor:
+    return ScaledTensor(on_meta(*shape, dtype=torch.float8_e4m3fn), on_meta(*shape[:-1], 1, dtype=f32), "rowwise")
+
+
+f32, ends = torch.float32, on_meta(2, dtype=torch.int32)
+bounds, w_in, w_out = on_meta(3, dtype=torch.int32), on_meta(2, 32, 16), on_meta(2, 16, 16)
+slots = on_meta(MANY // 2, 2, dtype=torch.int64), on_meta(MANY // 2, 2)
+TOO_MANY: dict[str, tuple[str, Callable[[], Any]]] = {
+    "grouped_gemm": ("A_packed", lambda: grouped_gemm(on_meta(MANY, 16), w_out, bounds)),
+    "grouped_gemm, fp8": ("A", lambda: grouped_gemm(fp8(MANY, 16), fp8(2, 16, 16).mT, bounds)),
+    "grouped_gemm_wgrad": ("A_packed", lambda: grouped_gemm_wgrad(on_meta(MANY, 16), on_meta(MANY, 16), bounds)),
+    "grouped_mm": ("mat_a", lambda: grouped_mm(on_meta(MANY, 16), w_out, offs=ends)),
+    "swiglu_ffn": ("rows", lambda: swiglu_ffn(on_meta(MANY, 16), w_in, bounds)),
+    "route": ("topk_ids", lambda: route(*slots, 4)),
+    "moe_mlp": ("topk_ids", lambda: moe_mlp(on_meta(MANY // 2, 16), *slots, w_in, w_out)),
+    "moe_mlp, fp8": ("topk_ids", lambda: moe_mlp(on_meta(MANY // 2, 16), *slots, fp8(2, 32, 16), fp8(2, 16, 16))),
+    "moe_mlp, compute": (
+        "topk_ids",
+        lambda: moe_mlp(on_meta(MANY // 2, 16), *slots, w_in, w_out, compute="fp8_rowwise"),
+    ),
+    "quantize": ("x", lambda: quantize(on_meta(MANY, 16), "rowwise")),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_more_rows_than_kernels_can_count_are_refused(name: str) -> None:
+    argument, call = TOO_MANY[name]
+    refused = rf"^{argument}: expected at most {MAX_ROWS} rows, got {MANY}; split them over several calls$"
+    planned = cache.collecting(lambda operator, *_: pytest.fail(f"{operator.name} is planned"))
+    with torch.no_grad(), planned, pytest.raises(ValueError, match=refused):
+        call()

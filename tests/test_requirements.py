@@ -84,6 +84,18 @@ def test_other_versions_are_tried_with_a_warning(
         requirements.require()
 
 
+@pytest.mark.parametrize(
+    ("package", "version", "command"),
+    [("torch", "2.16.0", "'torch>=2.11,<2.16'"), ("triton", "3.10.0", "'triton>=3.6,<3.10'")],
+)
+def test_a_warning_names_the_versions_to_install(
+    versions: dict[str, str | None], package: str, version: str, command: str
+) -> None:
+    versions[package] = version
+    with pytest.warns(UserWarning, match=f"; if it fails: pip install {command}$"):
+        requirements.require()
+
+
 def test_the_command_installs_all_that_is_missing(versions: dict[str, str | None]) -> None:
     everything = requirements.fix()
     assert everything == "pip install 'torch>=2.11' 'triton>=3.6' 'helion==1.5.0' 'packaging'"
@@ -105,6 +117,32 @@ def test_numpy_matters_in_the_interpreter_of_triton_3_6_only(
         return
     with pytest.raises(ImportError, match=r"numpy<2\.4, 2\.4\.0 is installed.*pip install 'numpy<2\.4'"):
         requirements.require()
+
+
+def test_the_interpreter_of_triton_3_6_needs_some_numpy(
+    versions: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions["numpy"] = None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ImportError, match=r"needs numpy<2\.4, none is installed.*pip install 'numpy<2\.4'"):
+        requirements.require()
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("echo 570.86.15; echo 570.86.15", "570.86.15"),  # two GPUs
+        ("echo NVIDIA-SMI has failed; exit 9", None),
+        ("true", None),
+        (None, None),
+    ],
+)
+def test_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None, found: str | None) -> None:
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert requirements.nvidia_driver() == found
 
 
 @pytest.mark.parametrize("word", ["1", "true", "On", "YES", "y", "0", "no", "2", " 1", ""])

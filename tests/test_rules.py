@@ -1067,6 +1067,59 @@ def test_slow_memory(clock: int, width: int, shared_memory: int, slow: bool, mon
     assert not targets.of_device("cpu", 0).slow_memory
 
 
+@pytest.mark.parametrize(
+    ("gpu", "capability", "tma", "tf32", "e4m3", "warp_size", "device_type"),
+    [
+        (targets.KNOWN["a100"], (8, 0), False, True, False, 32, "cuda"),
+        (targets.KNOWN["l40s"], (8, 9), False, True, True, 32, "cuda"),
+        (targets.KNOWN["h200"], (9, 0), True, True, True, 32, "cuda"),
+        (targets.KNOWN["b200"], (10, 0), True, True, True, 32, "cuda"),
+        (targets.KNOWN["rtx-pro-6000"], (12, 0), False, True, True, 32, "cuda"),
+        (targets.Gpu("Tesla T4", "cuda", 75, 40, 65536), (7, 5), False, False, False, 32, "cuda"),
+        (targets.Gpu("AMD Instinct MI300X", "hip", "gfx942", 304, 65536), (0, 0), False, False, True, 64, "cuda"),
+        (targets.Gpu("Intel Arc B580", "xpu", "85899345920", 160, 1 << 17), (0, 0), False, False, True, 32, "xpu"),
+        (targets.INTERPRETER, (0, 0), False, False, True, 32, "cpu"),
+    ],
+    ids=lambda value: value.name if isinstance(value, targets.Gpu) else None,
+)
+def test_properties_of_a_gpu_model(
+    gpu: targets.Gpu,
+    capability: tuple[int, int],
+    tma: bool,
+    tf32: bool,
+    e4m3: bool,
+    warp_size: int,
+    device_type: str,
+) -> None:
+    assert (gpu.capability, gpu.has_tma, gpu.has_tf32, gpu.has_e4m3) == (capability, tma, tf32, e4m3)
+    assert (gpu.warp_size, gpu.device_type) == (warp_size, device_type)
+
+
+def test_models_of_other_makers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, of_device = SimpleNamespace(name="AMD Instinct MI300X", multi_processor_count=304), targets.of_device
+    found.gcnArchName = "gfx942:sramecc+:xnack-"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert of_device.__wrapped__("cuda", 0) == targets.Gpu("AMD Instinct MI300X", "hip", "gfx942", 304, 65536)
+    other = SimpleNamespace(name="Intel Arc B580", architecture=85899345920, gpu_subslice_count=20)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: other)
+    assert of_device.__wrapped__("xpu", 0) == targets.Gpu("Intel Arc B580", "xpu", "85899345920", 20, 1 << 17)
+    assert of_device.__wrapped__("cpu", 0) is targets.INTERPRETER
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert of_device.__wrapped__("cuda", 0) is of_device.__wrapped__("xpu", 0) is targets.INTERPRETER
+
+
+def test_the_model_of_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "of_device", lambda kind, index: (kind, index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for available, expected in ((True, ("cuda", 3)), (False, None)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert targets.current() == expected
+    assert targets.of_tensor(torch.empty(1)) == ("cpu", 0)
+    assert targets.of_tensor(Mock(device=torch.device("cuda", 2))) == ("cuda", 2)
+
+
 WGRAD = wgrad.Problem(
     M=65536,
     P=16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import gc
 import importlib.util
 import itertools
@@ -10,6 +11,7 @@ import json
 import math
 import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -32,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_kernels import grouped_gemm, moe_mlp, quantize
+from moe_kernels import grouped_gemm, moe_mlp, quantize, rules
 from moe_kernels.ops.products import GROUPED_GEMM
 from moe_kernels.runtime import attributes, cache, targets, torch_internals
 from moe_kernels.runtime.emit import _bmm, emit, emit_repeat
@@ -49,13 +51,23 @@ from moe_kernels.runtime.signature import (
     signature,
     symbolic,
 )
-from moe_kernels.runtime.symbolic import SymbolicInt, int_from_json, least, most, text
+from moe_kernels.runtime.symbolic import (
+    INT32_MAX,
+    SymbolicInt,
+    SymbolicTensor,
+    int_from_json,
+    least,
+    most,
+    needs_int64,
+    text,
+)
+from moe_kernels.runtime.symbolic import value as value_of
 from moe_kernels.runtime.torch_internals import autocast, can_bypass_dispatcher, eager
 
 CPU = torch.device("cpu")
 Number = tuple[Any, int]  # an int or a SymbolicInt, and its value in a call
 
-# Symbolic integers
+# Symbolic integers and tensors
 
 
 @st.composite
@@ -108,6 +120,13 @@ def test_integers_survive_json(number: Number) -> None:
     assert evaluated(int_from_json(json.loads(written), 64)) == value
 
 
+def test_integers_have_the_values_of_a_call() -> None:
+    rows, tokens = SymbolicInt.extent(0, 0, 1, 64), SymbolicInt.extent(2, 1, 0, 8)
+    extents = [(40, 7), (), (3, 5)]
+    assert [value_of(n, extents) for n in (rows, tokens, 12)] == [40, 5, 12]
+    assert value_of((rows // 16 + 5 - tokens) * 3, extents) == 6
+
+
 def test_what_is_not_known_yet_decides_nothing() -> None:
     M = SymbolicInt.extent(0, 0, 1, 200)
     assert str((M // 16 + M + 2) * 3) == "((((extent(0, 0) // 16) + extent(0, 0)) + 2) * 3)"
@@ -131,6 +150,59 @@ def test_only_integers_of_at_least_0_are_reckoned_with(other: Any) -> None:
     for operation in (lambda: M + other, lambda: M * other, lambda: M // other, lambda: other + M):
         with pytest.raises(TypeError):
             operation()
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: x,
+    "mT": lambda x: x.mT,
+    "transpose": lambda x: x.transpose(0, 2),
+    "narrow": lambda x: x.narrow(1, 2, 3),
+    "narrow, last": lambda x: x.narrow(-1, 3, 5),
+    "even": lambda x: x[..., ::2],
+    "odd": lambda x: x[..., 1::2],
+    "unsqueeze, first": lambda x: x.unsqueeze(0),
+    "unsqueeze, inner": lambda x: x.unsqueeze(1),
+    "unsqueeze, last": lambda x: x.unsqueeze(3),
+    "unflatten": lambda x: x.unflatten(1, (2, 3)),
+    "select": lambda x: x.select(0, 1),
+    "select, last": lambda x: x.select(2, 7),
+    "select twice": lambda x: x.select(0, 1).select(0, 2),
+    "flatten": lambda x: x.flatten(),
+    "as_strided": lambda x: x.as_strided((2, 4), (3, 1), 8),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_symbolic_tensors_are_those_of_tensors(name: str, dtype: torch.dtype) -> None:
+    x = torch.empty(2, 6, 8, dtype=dtype)
+    view, made = (VIEWS[name](one) for one in (x, SymbolicTensor(3, dtype, tuple(x.shape), x.stride(), aligned=True)))
+    assert (made.variable, made.dtype, made.dim()) == (3, dtype, view.dim())
+    assert (made.size(), made.stride()) == (tuple(view.shape), view.stride())
+    assert (made.size(-1), made.stride(0)) == (view.size(-1), view.stride(0))
+    assert made.offset == view.storage_offset() * dtype.itemsize
+    assert made.aligned == (made.offset % 16 == 0)
+    assert made.is_contiguous() == view.is_contiguous()
+
+
+def test_symbolic_tensors_are_contiguous_whatever_the_stride_of_a_single_element() -> None:
+    rows = SymbolicInt.extent(0, 0, 1, 64)
+    for shape, strides, contiguous in (
+        ((rows, 8), (8, 1), True),
+        ((rows, 8), (9, 1), False),
+        ((1, 8), (9, 1), True),
+        ((8, 1), (1, 9), True),
+        ((8, 2), (1, 8), False),
+    ):
+        assert SymbolicTensor(0, torch.float16, shape, strides, aligned=True).is_contiguous() == contiguous
+    assert SymbolicTensor(0, torch.float16, (rows, 8), (8, 1), aligned=True).unsqueeze(0).strides == (1, 8, 1)
+
+
+@pytest.mark.parametrize(("last", "needed"), [(INT32_MAX, False), (INT32_MAX + 1, True)])
+def test_offsets_that_do_not_fit_into_32_bits(last: int, needed: bool) -> None:
+    rows = SymbolicInt.extent(0, 0, 0, last // 2 + 1)
+    x = SymbolicTensor(0, torch.float16, (rows, last % 2 + 1), (2, 1), aligned=True)
+    assert needs_int64(None, x) == needs_int64(x, None) == needed
 
 
 sizes = st.integers(0, 300) | st.integers(900, 1200) | st.integers(0, MAX_ROWS)
@@ -348,6 +420,7 @@ MALFORMED: list[tuple[str, Any]] = [
     ("steps.2.variable", True),
     ("steps.2.arguments", [1, 9]),
     ("steps.2.arguments", [1, "0"]),
+    ("steps.2.arguments", [1.0]),
     ("steps.2.arguments", None),
     ("steps.1.variable", 9),  # to be filled, but not allocated
     ("steps.1", {"call": "mm", "variable": 9, "arguments": [0, 1], "dtype": None, "groups": 0}),
@@ -372,6 +445,7 @@ MALFORMED: list[tuple[str, Any]] = [
     ("steps.4.grid", ["n0_0"]),
     ("steps.4.arguments.0.pointer", 9),
     ("steps.4.arguments.0.pointer", "4"),
+    ("steps.4.arguments.0.pointer", 4.0),
     ("steps.4.arguments.0.offset", "0"),
     ("steps.4.arguments.0.offset", None),
     ("steps.4.arguments.2", "rows"),
@@ -387,6 +461,7 @@ MALFORMED: list[tuple[str, Any]] = [
     ("inputs", [0, 1, 2]),
     ("results", [9]),
     ("results", ["2"]),
+    ("results", [2.0]),
 ]
 
 
@@ -561,6 +636,14 @@ def test_plans_are_set_aside_and_come_back() -> None:
         assert dict(plans.entries) == {(1,): kept} and plans.recent == {"op": (len,)}
         cache.clear()
         assert not plans.entries and not plans.recent
+
+
+def test_plans_are_forgotten_with_the_entries_that_they_depend_on() -> None:
+    with cache.isolated():
+        cache.plans.put((1,), entry())
+        cache.plans.recent["op"] = (len,)
+        cache.reload()
+        assert not cache.plans.entries and not cache.plans.recent
 
 
 @pytest.fixture
@@ -1128,6 +1211,115 @@ def test_a_failure_that_has_nothing_to_do_with_the_launcher_changes_no_way(
     for _ in range(2):
         run(*call())
     assert done == [*tried, "direct", "direct"] and not cache.plans.launchers
+
+
+class Making:
+    """Stand-ins for the planner, the compiler and the store of plans, and a record of what they do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stored: bool, found: bool, leaves: bool, *errors: Any):
+        self.done: list[str] = []
+        self.found = found  # whether the compiler takes a binary from the store
+        self.fail = raises(*errors)  # in successive calls of `load`
+        kept = (PLAN, {"first": "stored"}) if stored else None
+        compiler = SimpleNamespace(Compiling=self.compiling, within_shared_memory=lambda *source: source)
+        monkeypatch.setattr("moe_kernels.runtime.compile", compiler, raising=False)
+        monkeypatch.setitem(sys.modules, "moe_kernels.runtime.compile", compiler)
+        monkeypatch.setattr(cache, "make_plan", self.plan)
+        monkeypatch.setattr(cache.launch, "ensure_cache", lambda: None)
+        monkeypatch.setattr(cache.launch, "leave_cache", lambda: self.done.append("leave") or leaves)
+        monkeypatch.setattr(cache.store, "read_plan", lambda key, known: self.done.append("read") or kept)
+        monkeypatch.setattr(cache.store, "write_plan", lambda key, plan, binaries: self.done.append(f"keep {binaries}"))
+
+    def plan(self, *arguments: Any) -> tuple[Plan, dict[str, Any]]:
+        *_, begin = arguments
+        self.done.append("plan")
+        begin("source")
+        return PLAN, {"first": "source"}
+
+    def compiling(self, gpu: targets.Gpu, replace: bool = False) -> Any:
+        def binaries(fewer_stages: bool) -> dict[str, str]:
+            assert begun == ["source"] and fewer_stages == (rules.forced() is None)
+            self.done.append("compile again" if replace else "compile")
+            return {"first": "new" if replace else "found" if self.found else "made"}
+
+        begun: list[str] = []
+        return SimpleNamespace(begin=begun.append, binaries=binaries, found=self.found)
+
+    def load(self, binaries: Any, sources: Any) -> None:
+        self.done.append(f"load {binaries['first']}")
+        assert sources == ({} if binaries["first"] == "stored" else {"first": "source"})
+        self.fail()
+
+    def __call__(self) -> list[str]:
+        cache.plan_of(GROUPED_GEMM, (), None, "text", targets.KNOWN["h200"], self.load)
+        return self.done
+
+
+KEEP = "keep {'first': 'made'}"
+NEW = ["plan", "compile", "load made"]
+FULL, REFUSED = OSError(errno.ENOSPC, "No space left"), OSError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.parametrize(
+    ("stored", "errors", "done"),
+    [
+        (True, [], ["read", "load stored"]),
+        (True, [RuntimeError("no symbol")], ["read", "load stored", *NEW, KEEP]),
+        (True, [FULL], ["read", "load stored", *NEW, KEEP]),
+        (False, [], ["read", *NEW, KEEP]),
+        (False, [FULL], ["read", *NEW, "leave", *NEW, KEEP]),
+    ],
+)
+def test_a_plan_is_read_or_made(
+    stored: bool, errors: list[Exception], done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that cannot be loaded is made again, and so is one for which a disk was full."""
+    assert Making(monkeypatch, stored, False, True, *errors)() == done
+
+
+def test_binaries_of_the_store_that_cannot_be_loaded_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    making = Making(monkeypatch, False, True, True, RuntimeError("no symbol"))
+    again = ["compile again", "load new", "keep {'first': 'new'}"]
+    assert making() == ["read", "plan", "compile", "load found", *again]
+
+
+@pytest.mark.parametrize(
+    ("stored", "found", "leaves", "errors", "done"),
+    [
+        (True, False, True, [torch.OutOfMemoryError("no memory")], ["read", "load stored"]),
+        (False, True, True, [torch.OutOfMemoryError("no memory")], ["read", "plan", "compile", "load found"]),
+        (False, False, True, [RuntimeError("no symbol")], ["read", *NEW]),
+        (False, True, True, [REFUSED], ["read", "plan", "compile", "load found"]),
+        (False, False, False, [FULL], ["read", *NEW, "leave"]),
+        (False, False, True, [FULL, FULL], ["read", *NEW, "leave", *NEW]),
+    ],
+)
+def test_what_making_a_plan_again_cannot_help(
+    stored: bool, found: bool, leaves: bool, errors: list[Exception], done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is raised, and nothing is stored."""
+    making = Making(monkeypatch, stored, found, leaves, *errors)
+    with pytest.raises(type(errors[0]), match=str(errors[0].args[-1])):
+        making()
+    assert making.done == done
+
+
+def test_plans_under_a_forced_choice_are_neither_read_nor_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    making = Making(monkeypatch, True, False, True)
+    with rules.force("choice"):
+        assert making() == NEW
+    making.done.clear()
+    with cache.isolated():
+        assert making() == [*NEW, KEEP]
+
+
+def test_a_kernel_is_compiled_by_triton_if_it_does_not_take_the_binary(monkeypatch: pytest.MonkeyPatch) -> None:
+    Making(monkeypatch, False, False, True)
+    monkeypatch.setattr(cache.launch, "compiled_kernel", Mock(side_effect=TypeError("another class")))
+    binary: Any = "binary"
+    assert cache._kernel(binary, "source", targets.KNOWN["h200"]) == ("source", targets.KNOWN["h200"])
+    with pytest.raises(TypeError, match="another class"):
+        cache._kernel(binary, None, targets.KNOWN["h200"])
 
 
 def transformed(transform: Callable[..., Any]) -> Callable[[Tensor], bool]:

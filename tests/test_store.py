@@ -471,6 +471,18 @@ def test_short_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_all() == ALL
 
 
+def test_no_file_stays_open(root: Path) -> None:
+    """Not even one that may not be used."""
+    write_all()
+    before = len(os.listdir("/proc/self/fd"))
+    write_all()
+    assert read_all() == ALL
+    file_of(root, "plan").chmod(0o666)
+    with one_warning("can be written to by others"):
+        assert read_all() == left_without("plan")
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_a_file_system_without_links(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two writers then replace each other's binaries: a plan finds its own binary, or is not found."""
     fail(monkeypatch, "link", errno.EPERM)
@@ -882,6 +894,15 @@ def test_the_oldest_files_go_first(root: Path, monkeypatch: pytest.MonkeyPatch) 
         assert store.read_plan(KEYS[0], {}) is not None
 
 
+def test_the_limit_is_looked_at_first_and_after_each_16th_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, found = [], store._files
+    monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", "1")
+    monkeypatch.setattr(store, "_files", lambda folder: looked.append(folder) or found(folder))
+    for kilobytes, times in ((0, 1), (31, 1), (33, 2), (31, 2), (65, 3)):
+        store.write_library(LIBRARY_KEY, bytes(kilobytes << 10))
+        assert len(looked) == times, kilobytes
+
+
 def test_code_that_was_evicted_without_its_record(root: Path) -> None:
     write_all()
     file_of(root, "code").unlink()
@@ -919,6 +940,7 @@ def test_contents_and_clear(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     old.write_text("of another version")
     mine = [root / "notes.json", root / "libraries" / "mine.so", root / "project" / "plans" / ("2" * 64 + ".json")]
     mine += [root / "libraries" / "deep" / "er" / ("3" * 64 + ".so"), file_of(root, "plan").with_name("notes.json")]
+    mine += [root / ("4" * 64 + ".json"), root / "libraries" / ("5" * 64 + ".so")]
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
@@ -1001,6 +1023,11 @@ def test_the_folder_of_an_installed_package(root: Path, tmp_path: Path, monkeypa
     assert store.read_only_folders() == [tmp_path / "package" / "compiled"]
     with no_warning():
         assert read_all() == ALL
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", f"{tmp_path / 'other'}{os.pathsep}")
+    assert store.read_only_folders() == [tmp_path / "other", tmp_path / "package" / "compiled"]
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "")
+    assert store.read_only_folders() == []
+    assert read_all() == NOTHING
 
 
 def test_which_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -1488,6 +1515,18 @@ def test_launchers_without_a_compiler(tmp_path: Path, compiler: Compiler, monkey
     assert knobs.build.impl is None
 
 
+@pytest.mark.parametrize(
+    ("installed", "named", "used"),
+    [(["gcc", "clang"], None, "gcc"), (["clang"], None, "clang"), (["gcc"], "cc", "cc"), (["gcc"], "", "gcc")],
+)
+def test_which_compiler(installed: list[str], named: str | None, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
+    monkeypatch.delenv("CC", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CC", named)
+    assert launch._c_compiler() == used
+
+
 @pytest.mark.parametrize("error", [subprocess.CalledProcessError(1, ["gcc"]), FileNotFoundError(2, "none", "cc")])
 def test_a_compiler_that_fails(
     error: Exception, tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
@@ -1524,6 +1563,37 @@ def test_building_ahead_leaves_triton_as_it_was(tmp_path: Path, compiler: Compil
     assert compiler.built == ["int launch;"]
     assert knobs.build.impl is None
     assert build(tmp_path / "1") == b"\x7fELF int launch;"
+
+
+@pytest.mark.parametrize("error", [None, FileNotFoundError(2, "none", "cc")])
+def test_building_ahead_leaves_the_folders_of_the_driver_as_they_were(
+    error: Exception | None, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers are linked against a stub of libcuda, whose folder is gone afterwards."""
+    from triton.backends.nvidia import driver as nvidia
+
+    seen: list[str] = []
+
+    def linked(name: str, src: str, srcdir: str, folders: list[str], *rest: Any) -> str:
+        seen.append(folders[-1])
+        assert os.path.exists(os.path.join(folders[-1], "libcuda.so.1"))
+        if error is not None:
+            raise error
+        return compiler.build(name, src, srcdir)
+
+    monkeypatch.setattr("triton.runtime.build._build", linked)
+    with knobs.nvidia.scope():
+        knobs.nvidia.libcuda_path = "/of/this/machine"
+        nvidia.libcuda_dirs.cache_clear()
+        nvidia.library_dirs.cache_clear()
+        assert nvidia.library_dirs()[-1] == "/of/this/machine"
+        with nullcontext() if error is None else pytest.raises(RuntimeError, match="could not build a launcher"):
+            launch.build_libraries([])
+        assert len(seen) == 1 and not os.path.exists(seen[0])
+        assert nvidia.libcuda_dirs() == ["/of/this/machine"]
+        assert nvidia.library_dirs()[-1] == "/of/this/machine"
+    nvidia.libcuda_dirs.cache_clear()
+    nvidia.library_dirs.cache_clear()
 
 
 def test_temporary_folders_end_with_the_process_that_made_them() -> None:

@@ -59,6 +59,15 @@ def test_experts_keep_the_variance(transposed: bool) -> None:
     assert w_down.var().item() == pytest.approx(1 / 40, rel=0.1)
 
 
+def test_experts_repeat_with_the_seed() -> None:
+    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
+    first, again, other = (make_experts(2, 8, 4, **like, seed=seed) for seed in (0, 0, 1))
+    for a, b, c in zip(first, again, other, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     kind=st.sampled_from(get_args(SizeKind)),
@@ -126,6 +135,8 @@ def test_sizes_refuse() -> None:
         group_sizes_for("empty", 2, 3)
     with pytest.raises(ValueError, match=r"^G, M: expected at least 0, got G = 2, M = -3"):
         group_sizes_for("uniform", 2, -3)
+    with pytest.raises(ValueError, match=r"^G, M: expected at least 0, got G = -2, M = 0"):
+        group_sizes_for("uniform", -2, 0)
 
 
 @pytest.mark.parametrize("per_group", [False, True])
@@ -325,6 +336,11 @@ def test_a_reference_of_zeros_asks_for_zeros(K: int) -> None:
         assert_grouped_gemm_close(out, A, B * 0, group_offsets)
 
 
+def test_products_that_cancel_to_zeros_ask_for_zeros() -> None:
+    A, B = torch.tensor([[1.0, 1.0]]), torch.tensor([[[1.0], [-1.0]]])
+    assert assert_grouped_gemm_close(torch.zeros(1, 1), A, B, torch.tensor([0, 1]))["budget"] == 0
+
+
 def test_every_block_of_a_large_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing, "_BLOCK_ELEMENTS", 5 * 64)
     out, inputs = problem()
@@ -384,6 +400,13 @@ def test_assert_within_budget() -> None:
     assert assert_within_budget(zeros[:0], zeros[:0], zeros[:0].double()) == 0
 
 
+def test_a_budget_may_be_a_tenth_of_the_largest_element() -> None:
+    exact = torch.ones(2, 3, dtype=torch.float64)
+    assert assert_within_budget(exact, exact + 0.049, exact) == 0
+    with pytest.raises(ValueError, match=r"budget too loose: 1.020e-01 is over a tenth"):
+        assert_within_budget(exact, exact + 0.051, exact)
+
+
 def test_results_that_are_no_tensors() -> None:
     wrong: Any = [1.0]
     offsets, x = torch.tensor([0, 2]), torch.ones(2, 8)
@@ -394,6 +417,21 @@ def test_results_that_are_no_tensors() -> None:
         assert_scaled_grouped_gemm_close(wrong, rows, weight, offsets)
     with pytest.raises(TypeError, match=r"^group_offsets: expected a torch\.Tensor"):
         assert_scaled_grouped_gemm_close(torch.ones(2, 4), rows, weight, wrong)
+
+
+def test_inputs_and_experts_under_another_default_device() -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    expected = *make_inputs([2, 0, 1], 4, 8, **options), *make_experts(2, 8, 4, **options)
+    with torch.device("meta"):
+        made = *make_inputs([2, 0, 1], 4, 8, **options), *make_experts(2, 8, 4, **options)
+    assert all(map(torch.equal, made, expected))
+
+
+@pytest.mark.parametrize("kind", get_args(SizeKind))
+def test_sizes_under_another_default_device(kind: SizeKind) -> None:
+    expected = group_sizes_for(kind, 8, 100)
+    with torch.device("meta"):
+        assert group_sizes_for(kind, 8, 100) == expected
 
 
 def test_tokens_under_another_default_device() -> None:

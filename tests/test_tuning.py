@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from moe_kernels import kernels as exported
-from moe_kernels import reference, rules
+from moe_kernels import models, reference, rules
 from moe_kernels.rules import grouped
 from moe_kernels.runtime import cache, targets, torch_internals
 from moe_kernels.tuning import entries, search
@@ -321,6 +321,17 @@ def test_weights_that_are_too_large_are_searched_with_fewer_groups(bench: Bench)
     assert search.fitting_part(task, CPU) == task
 
 
+@pytest.mark.parametrize(("memory", "groups"), [(620_000, 8), (610_000, 4), (425_000, 2), (1, 1)])
+def test_what_does_not_fit_into_memory_is_searched_with_fewer_groups(
+    memory: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Helion needs the operands five times; the operands of all groups stay beside those of fewer."""
+    properties = types.SimpleNamespace(total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    task = search.Task(8, 64, 64, 64, "bfloat16", True)
+    assert search.fitting_part(task, CPU) == replace(task, G=groups, M=8 * groups)
+
+
 @pytest.mark.parametrize("variant", ["basic", "persistent"])
 def test_configs_searched_with_fewer_groups_are_timed_and_stored_for_all(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], variant: str
@@ -420,6 +431,11 @@ def test_shapes_that_share_an_entry_are_one_task(capsys: pytest.CaptureFixture[s
 )
 def test_durations(text: str, expected: float) -> None:
     assert search.seconds(text) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1", 1), (" 16 ", 16), ("2147483647", 2**31 - 1)])
+def test_numbers(text: str, expected: int) -> None:
+    assert models.positive(text) == expected
 
 
 @pytest.mark.parametrize(
