@@ -25,10 +25,10 @@ from torch.func import functional_call
 from moe_kernels import checks, requirements, rules
 from moe_kernels.experts import moe_mlp
 from moe_kernels.grouped_gemm import grouped_gemm
-from moe_kernels.models import MODELS
+from moe_kernels.models import MODELS, SIGMOID_GATING
 from moe_kernels.nn import MoE, quantize_once
 from moe_kernels.ops import batched, gating, layer, moves, products, quantized, scaled
-from moe_kernels.routing import topk_softmax
+from moe_kernels.routing import topk_sigmoid, topk_softmax
 from moe_kernels.runtime import cache, store, targets, torch_internals
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import MAX_ROWS, Counts, Operator, portable, rows_bounds, signature, symbolic
@@ -164,7 +164,12 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
     if isinstance(what, str):
         if what not in MODELS:
             raise ValueError(f"what: expected one of {', '.join(MODELS)}, got {what!r}")
-        what = LayerShape(*MODELS[what])
+        shape, gating = LayerShape(*MODELS[what]), SIGMOID_GATING.get(what)
+        of_shape = _calls(shape, tokens, training)
+        if gating is None:
+            return of_shape
+        counts = classes(tokens, shape.num_experts, shape.top_k)
+        return of_shape + [partial(_run_sigmoid_gating, shape, T, *gating) for T, *_ in counts]
     if isinstance(what, LayerShape):
         checks.check_dtype("dtype", what.dtype)
         return [partial(_run_shape, what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]
@@ -283,6 +288,21 @@ class _Forward(nn.Module):
         return out
 
 
+def _logits(shape: LayerShape, T: int) -> list[Tensor]:
+    """Return logits in float32, in which some models have them, and in the layer's dtype."""
+    dtypes = dict.fromkeys((torch.float32, shape.dtype))
+    return [torch.empty(T, shape.num_experts, dtype=dtype, device="meta") for dtype in dtypes]
+
+
+def _run_sigmoid_gating(shape: LayerShape, T: int, num_groups: int, top_groups: int, scale: float) -> None:
+    """Run a model's own gating on meta tensors."""
+    bias = torch.empty(shape.num_experts, device="meta")
+    groups: dict[str, Any] = {"num_groups": num_groups, "top_groups": top_groups, "scale": scale}
+    with torch.no_grad():
+        for logits in _logits(shape, T):
+            topk_sigmoid(logits, shape.top_k, renormalize=True, bias=bias, **groups)
+
+
 def _run_shape(shape: LayerShape, T: int, training: bool) -> None:
     """Run an `MoE`, `moe_mlp` with the dtypes of ids and topk_weights that models and inference engines have, gating by
     softmax, and each product alone, on meta tensors.
@@ -295,8 +315,7 @@ def _run_shape(shape: LayerShape, T: int, training: bool) -> None:
     for weights_dtype in dict.fromkeys((torch.float32, dtype)):
         _run_experts(shape, T, weights_dtype, torch.int32)
     with torch.no_grad():
-        for logits_dtype, renormalize in product(dict.fromkeys((torch.float32, dtype)), (True, False)):
-            logits = torch.empty(T, E, dtype=logits_dtype, device="meta")
+        for logits, renormalize in product(_logits(shape, T), (True, False)):
             topk_softmax(logits, top_k, renormalize=renormalize)
         offsets = torch.empty(E + 1, dtype=torch.int32, device="meta")
         for weight in (module.w_gate_up.mT, module.w_down.mT):

@@ -21,6 +21,14 @@ MODELS = {  # name: (H, I, E, top_k)
     "qwen3-next": (2048, 512, 512, 10),
 }
 
+# Gating of models by `topk_sigmoid`, renormalized, with a bias in float32: (num_groups, top_groups, scale)
+SIGMOID_GATING = {
+    "deepseek-v3": (8, 4, 2.5),
+    "glm-4.5": (1, 1, 2.5),
+    "glm-4.5-air": (1, 1, 1.0),
+    "kimi-k2": (1, 1, 2.827),
+}
+
 # Models whose own layers have biases and another activation than the SwiGLU layers of these sizes.
 NOT_SWIGLU = ("gpt-oss-120b", "gpt-oss-20b")
 

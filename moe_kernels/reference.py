@@ -293,10 +293,10 @@ def topk_weights(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if softmax and not renormalize:
         return logits.softmax(-1, dtype=dtype).gather(1, topk_ids)
-    chosen = logits.gather(1, topk_ids).to(dtype)
+    chosen = logits.gather(1, topk_ids)
     if softmax:
-        return chosen.softmax(-1)
-    chosen = chosen.sigmoid()
+        return chosen.softmax(-1, dtype=dtype)
+    chosen = chosen.to(dtype).sigmoid()
     if renormalize:
         # The sigmoids of all chosen experts may underflow to zero.
         chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)

@@ -31,7 +31,7 @@ from processes import forget_store, python_path
 from torch import nn
 
 from moe_kernels import MoE, ahead, commands
-from moe_kernels.models import MODELS
+from moe_kernels.models import MODELS, SIGMOID_GATING
 from moe_kernels.runtime import cache, launch, store, targets
 from moe_kernels.runtime.signature import Counts, rows_class
 
@@ -547,6 +547,21 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(OSError, match=f"{tmp_path / 'kept'}: plans cannot be kept there.*LIMIT_MB"):
         ahead.compile_ahead(bare(), tokens=[2], gpu="h200")
     assert asked == ["choose_experts", "moe_mlp"]
+
+
+def test_a_models_own_gating_is_compiled() -> None:
+    """Sigmoid gating has options of the model, so sizes alone do not name it."""
+    pytest.importorskip("helion")
+    for name, (_, _, E, top_k) in MODELS.items():
+        gatings = [one for one in ahead.collect(ahead._calls(name, [1], False)) if one.operator == "choose_experts"]
+        by_sigmoid = {one.options for one in gatings if not one.options[1]}
+        if name not in SIGMOID_GATING:
+            assert not by_sigmoid
+            continue
+        assert by_sigmoid == {(top_k, False, True, *SIGMOID_GATING[name])}
+        assert E % SIGMOID_GATING[name][0] == 0
+        found = {one.inputs[0].dtype for one in gatings if not one.options[1] and one.inputs[1].shape == (E,)}
+        assert found == {torch.float32, torch.bfloat16}
 
 
 @pytest.mark.parametrize("training", [False, True])

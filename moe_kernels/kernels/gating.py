@@ -101,7 +101,10 @@ def choose_experts(
             best = torch.amax(order, dim=1)
             first = _first(order == best[:, None], expert, experts)
             is_first = expert[None, :] == first[:, None]
-            weight = torch.sum(torch.where(is_first, scores, 0.0), dim=1)
+            if bias is None:
+                weight = _number(best)
+            else:
+                weight = torch.sum(torch.where(is_first, scores, 0.0), dim=1)
             order = torch.where(is_first, _EXCLUDED, order)
             here = (place == tile_k.id)[None, :]
             ids = torch.where(here, first[:, None], ids)
