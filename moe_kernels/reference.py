@@ -291,12 +291,10 @@ def topk_weights(
 ) -> Tensor:  # [T, top_k]
     """Return the weights of chosen experts; see `moe_kernels.topk_softmax` and `moe_kernels.topk_sigmoid`."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    if softmax and not renormalize:
-        return logits.softmax(-1, dtype=dtype).gather(1, topk_ids)
-    chosen = logits.gather(1, topk_ids)
-    if softmax:
-        return chosen.softmax(-1, dtype=dtype)
-    chosen = chosen.to(dtype).sigmoid()
+    if softmax:  # of all logits, so that NaN among them is not hidden
+        chosen = logits.softmax(-1, dtype=dtype).gather(1, topk_ids)
+        return chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
+    chosen = logits.gather(1, topk_ids).to(dtype).sigmoid()
     if renormalize:
         # The sigmoids of all chosen experts may underflow to zero.
         chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)

@@ -158,14 +158,15 @@ def _choose_experts(
     if known is not None:
         return known
     checks.check_gating(logits, top_k, renormalize, bias, num_groups, top_groups, scale)
-    # Transforms and subclasses of tensors, such as DTensor, have rules for PyTorch's operators.
-    own = all([x is None or type(x) in torch_internals.PLAIN for x in given])
-    if torch_internals.transformed() or not own:
+    scale = float(scale)
+    plain = all([x is None or type(x) in torch_internals.PLAIN for x in given])
+    if torch_internals.transformed() or torch_internals.forward_level() >= 0 or not plain:
         topk_ids = reference.topk_ids(logits, bias, top_k, softmax, num_groups, top_groups)
         return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, scale)
-    options = (top_k, softmax, renormalize, num_groups, top_groups, float(scale))
+    options = (top_k, softmax, renormalize, num_groups, top_groups, scale)
     topk_ids, topk_weights = ops.choose_experts(*(x if x is None else x.detach() for x in given), *options)
-    if torch_internals.differentiated(logits):
+    # A program that is traced here may be differentiated later.
+    if not torch_internals.eager(*given) or torch_internals.differentiated(logits):
         return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, scale)
     cache.remember(CHOOSE_EXPERTS, given, requested, options)
     return topk_ids, topk_weights

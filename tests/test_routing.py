@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_kernels.routing
 from moe_kernels import Routing, permute, reference, route, topk_sigmoid, topk_softmax, unpermute
@@ -326,3 +329,63 @@ def test_sigmoid_gating_traced_by_torch_jit(num_groups: int) -> None:
     traced = torch.jit.trace(lambda logits: topk_sigmoid(logits, 2, **options), torch.randn(5, 8))
     logits = torch.randn(7, 8)
     assert all(map(torch.equal, traced(logits), topk_sigmoid(logits, 2, **options)))
+
+
+_GATINGS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "softmax": lambda logits: topk_softmax(logits, 3, renormalize=True),
+    "softmax, not renormalized": lambda logits: topk_softmax(logits, 3, renormalize=False),
+    "sigmoid": lambda logits: topk_sigmoid(logits, 3, renormalize=True, num_groups=4, top_groups=2, scale=2.5),
+}
+
+
+class _Gating(torch.nn.Module):
+    def __init__(self, gating: Callable[[Tensor], tuple[Tensor, Tensor]]):
+        super().__init__()
+        self.gating = gating
+
+    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gating(logits)
+
+
+_TRACERS: dict[str, Callable[[_Gating, Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
+    "torch.jit": torch.jit.trace,
+    "make_fx": lambda module, logits: make_fx(module)(logits),
+    "export": lambda module, logits: torch.export.export(module, (logits,)).module(),
+    "strict export": lambda module, logits: torch.export.export(module, (logits,), strict=True).module(),
+}
+
+
+@pytest.mark.parametrize("name", _GATINGS)
+@pytest.mark.parametrize("tracer", _TRACERS)
+def test_programs_traced_without_gradients_have_them(tracer: str, name: str) -> None:
+    logits = torch.randn(5, 8)
+    with torch.no_grad():
+        traced = _TRACERS[tracer](_Gating(_GATINGS[name]), logits)
+    logits.requires_grad_()
+    (found,) = torch.autograd.grad(traced(logits)[1].square().sum(), logits)
+    (expected,) = torch.autograd.grad(_GATINGS[name](logits)[1].square().sum(), logits)
+    torch.testing.assert_close(found, expected)
+    assert expected.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", _GATINGS)
+def test_compiled_transforms_of_gating(name: str) -> None:
+    def loss(logits: Tensor) -> Tensor:
+        return _GATINGS[name](logits)[1].square().sum()
+
+    torch._dynamo.reset()
+    logits = torch.randn(5, 8)
+    for transform in (torch.func.grad(loss), torch.func.hessian(loss)):
+        compiled = torch.compile(transform, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(logits), transform(logits))
+    assert torch.func.grad(loss)(logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_gating_does_not_hide_nan(value: float, recorded: bool) -> None:
+    """Also where the expert that has it is not chosen."""
+    logits = torch.tensor([[0.5, 2.0, 1.0, value], [0.0, 1.0, 2.0, 3.0]], requires_grad=recorded)
+    for renormalize in (True, False):
+        _, topk_weights = topk_softmax(logits, 2, renormalize=renormalize)
+        assert topk_weights[0].isnan().all() and topk_weights[1].isfinite().all()

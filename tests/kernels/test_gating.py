@@ -116,6 +116,28 @@ def test_a_row_with_nan_chooses_experts_that_exist(device: str) -> None:
     assert grouped[1, 0] == 5 and [len(set(row)) for row in grouped.tolist()] == [3] * 4
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_logit_that_is_not_finite_is_not_hidden(value: float, recorded: bool, device: str) -> None:
+    logits = torch.tensor([[0.5, 2.0, 1.0, value], [0.0, 1.0, 2.0, 3.0]], device=device, requires_grad=recorded)
+    for renormalize in (True, False):
+        _, topk_weights = topk_softmax(logits, 2, renormalize=renormalize)
+        assert topk_weights[0].isnan().all() and topk_weights[1].isfinite().all()
+
+
+def test_nan_with_a_sign_is_the_best_too(device: str) -> None:
+    bias = torch.tensor([0, 0, -(1 << 22), 0], dtype=torch.int32).view(torch.float32).to(device)
+    assert bias[2].isnan()
+    ids, _ = topk_sigmoid(torch.zeros(1, 4, device=device), 2, renormalize=False, bias=bias)
+    assert ids.tolist() == [[2, 0]]
+
+
+def test_a_bias_is_added_in_float32(device: str) -> None:
+    bias = torch.tensor([1.0, 1.0001, 1.0002, 1.0], device=device)
+    ids, _ = topk_sigmoid(torch.zeros(1, 4, device=device), 2, renormalize=False, bias=bias)
+    assert ids.tolist() == [[2, 1]]
+
+
 def test_infinite_logits(device: str) -> None:
     logits = torch.tensor([[-INF, 1.0, -INF, 2.0], [-INF] * 4, [0.0, INF, 1.0, 2.0], [-200.0] * 4], device=device)
     ids, topk_weights = topk_softmax(logits, 3, renormalize=True)
