@@ -37,6 +37,7 @@ class Operator:
     work: Callable[[Any], tuple[int, int]]  # inputs -> FLOPs and bytes, of real rows only
     memory: Callable[[Case], int]  # bytes of inputs and one result
     dimensions: str = "G, M, N, K"  # the meaning of these fields of a case
+    layout_of: str = "weight layout"  # what the layouts are those of
     trains: bool = False  # calls compute gradients: no inference mode, and memory is measured
 
 
@@ -210,7 +211,7 @@ OPERATORS = {
         {
             "torch": Provider("PyTorch", gating.plain),
             "compiled": Provider("PyTorch, compiled", gating.compiled, any_rows=False),
-            "ours": Provider("topk_softmax, topk_sigmoid", gating.ours, ours=True),
+            "ours": Provider("moe_kernels", gating.ours, ours=True),
         },
         "torch",
         {"gkn": "[T, E]", "gnk": "[T, E]"},
@@ -221,6 +222,7 @@ OPERATORS = {
         work=lambda inputs: (0, gating.moved(inputs)),
         memory=lambda case: case.M * (case.G * 2 + case.N * 12),
         dimensions="E, T, top_k, groups",
+        layout_of="logits",
     ),
     "ffn": _layers(trains=False),
     "ffn-train": _layers(trains=True),

@@ -22,7 +22,7 @@ _EAGER = {  # fields of eager records only; older files lack some of them
     "host_prepared_us": "host us, prepared",
     "peak_mb": "peak MB",
 }
-_RATES = ("TFLOP/s", "GB/s")
+_RATES = {"tflops": "TFLOP/s", "gbps": "GB/s"}
 SHORT = 8  # the most columns of a short table
 _WORST = 20  # the number of worst cases in the table of wide.py
 _CLEARER = {  # wordings in the labels of records, and those to show instead
@@ -720,8 +720,9 @@ def _case_table(results: Results, timing: str) -> list[str]:
     there = {(r["provider"], name) for r in results.records for name in _EAGER if r.get(name) is not None}
     eager = [(p, name) for name in _EAGER for p in dict.fromkeys((ours, base, *others)) if (p, name) in there]
     eager = [(p, name) for p, name in eager if p in (ours, base) or name == "peak_mb"]
-    head = [f"case ({operator_of(results.records[0]['suite']).dimensions})", "weight layout", f"{_code(base)} us"]
-    head += [*(f"{_code(other)} speedup" for other in others), *(f"{_code(ours)} {unit}" for unit in _RATES)]
+    operator, rates = operator_of(results.records[0]["suite"]), _rates(results)
+    head = [f"case ({operator.dimensions})", operator.layout_of, f"{_code(base)} us"]
+    head += [*(f"{_code(other)} speedup" for other in others), *(f"{_code(ours)} {_RATES[name]}" for name in rates)]
     head += [f"{_code(p)} {_EAGER[name]}" for p, name in eager]
     warmed = [p for p in dict.fromkeys(r["provider"] for r in results.records if _is_warm(r)) if p in (base, ours)]
     head += [f"{_code(p)} warm us" for p in warmed]
@@ -732,7 +733,7 @@ def _case_table(results: Results, timing: str) -> list[str]:
         row = [f"{first['case']} ({', '.join(str(first[d]) for d in 'GMNK')})", f"`{first['layout']}`"]
         row += [_number(case.get((base, timing), {}).get("us"))]
         row += [_number(speedup(case, other, timing), 2) for other in others]
-        row += [_number(mine.get("tflops"), 0), _number(mine.get("gbps"), 0)]
+        row += [_number(mine.get(name), 0) for name in rates]
         row += [_number(case.get((p, "eager"), {}).get(name), 0) for p, name in eager]
         row += [_number(case.get((p, "warm"), {}).get("us"), 2) for p in warmed]
         rows.append(row)
@@ -744,16 +745,22 @@ def _short_case_table(results: Results, timing: str) -> list[str]:
     suite = results.records[0]["suite"]
     base, ours = roles(suite)
     others = _others(suite, (record["provider"] for record in results.records))
-    head = [f"case ({operator_of(suite).dimensions})", "weight layout", f"{_code(base)} us", f"{_code(ours)} us"]
-    head += [*(f"{_code(p)} speedup" for p in (ours, *others)), *(f"{_code(ours)} {unit}" for unit in _RATES)]
+    operator, rates = operator_of(suite), _rates(results)
+    head = [f"case ({operator.dimensions})", operator.layout_of, f"{_code(base)} us", f"{_code(ours)} us"]
+    head += [*(f"{_code(p)} speedup" for p in (ours, *others)), *(f"{_code(ours)} {_RATES[name]}" for name in rates)]
     rows = []
     for case in by_case(results.records):
         first, mine = next(iter(case.values())), case.get((ours, timing), {})
         row = [f"{first['case']} ({', '.join(str(first[d]) for d in 'GMNK')})", f"`{first['layout']}`"]
         row += [_number(case.get((base, timing), {}).get("us")), _number(mine.get("us"))]
         row += [_number(speedup(case, p, timing), 2) for p in (ours, *others)]
-        rows.append([*row, _number(mine.get("tflops"), 0), _number(mine.get("gbps"), 0)])
+        rows.append([*row, *(_number(mine.get(name), 0) for name in rates)])
     return _markdown_rows(head[:SHORT], [row[:SHORT] for row in rows])
+
+
+def _rates(results: Results) -> list[str]:
+    """Return the rates that the results have: a suite without products of matrices has no FLOPs."""
+    return [name for name in _RATES if any(record[name] for record in results.records)]
 
 
 def _others(suite: str, labels: Iterable[str]) -> list[str]:
