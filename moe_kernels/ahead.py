@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from moe_kernels import checks, requirements, rules
 from moe_kernels.experts import moe_mlp
-from moe_kernels.grouped_gemm import grouped_gemm
+from moe_kernels.grouped_gemm import grouped_gemm, grouped_mm
 from moe_kernels.models import MODELS, SIGMOID_GATING
 from moe_kernels.nn import MoE, quantize_once
 from moe_kernels.ops import batched, gating, layer, moves, products, quantized, scaled
@@ -317,9 +317,11 @@ def _run_shape(shape: LayerShape, T: int, training: bool) -> None:
     with torch.no_grad():
         for logits, renormalize in product(_logits(shape, T), (True, False)):
             topk_softmax(logits, top_k, renormalize=renormalize)
-        offsets = torch.empty(E + 1, dtype=torch.int32, device="meta")
+        offsets, offs = (torch.empty(n, dtype=torch.int32, device="meta") for n in (E + 1, E))
         for weight in (module.w_gate_up.mT, module.w_down.mT):
-            grouped_gemm(weight.new_empty(T * top_k, weight.size(1)), weight, offsets)
+            rows = weight.new_empty(T * top_k, weight.size(1))
+            grouped_gemm(rows, weight, offsets)
+            grouped_mm(rows, weight, offs=offs)
 
 
 def _run_experts(

@@ -46,7 +46,7 @@ REAL_CALLS = """
 import json, os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
-from moe_kernels import MoE, ahead, grouped_gemm, moe_mlp, topk_softmax
+from moe_kernels import MoE, ahead, grouped_gemm, grouped_mm, moe_mlp, topk_softmax
 from moe_kernels.runtime import cache, targets
 from moe_kernels.runtime.signature import portable, signature, symbolic
 from moe_kernels.runtime.symbolic import value
@@ -86,8 +86,10 @@ def call_products(module, T):
         w_gate_up, w_down = module.w_gate_up, module.w_down
         (E, H, I), top_k = w_down.shape, module.top_k
         offsets = torch.zeros(E + 1, dtype=torch.int32)
-        grouped_gemm(w_down.new_zeros(T * top_k, H), w_gate_up.mT, offsets)
-        grouped_gemm(w_down.new_zeros(T * top_k, I), w_down.mT, offsets)
+        for width, weight in ((H, w_gate_up.mT), (I, w_down.mT)):
+            rows = w_down.new_zeros(T * top_k, width)
+            grouped_gemm(rows, weight, offsets)
+            grouped_mm(rows, weight, offs=offsets.new_zeros(E))
 """
 
 # Prints the compiler modules that were imported, then the numbers of plans, of plans stored for another GPU, of
