@@ -164,12 +164,12 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
     if isinstance(what, str):
         if what not in MODELS:
             raise ValueError(f"what: expected one of {', '.join(MODELS)}, got {what!r}")
-        shape, gating = LayerShape(*MODELS[what]), SIGMOID_GATING.get(what)
-        of_shape = _calls(shape, tokens, training)
-        if gating is None:
-            return of_shape
-        counts = classes(tokens, shape.num_experts, shape.top_k)
-        return of_shape + [partial(_run_sigmoid_gating, shape, T, *gating) for T, *_ in counts]
+        shape = LayerShape(*MODELS[what])
+        calls = _calls(shape, tokens, training)
+        if what in SIGMOID_GATING:
+            for T, *_ in classes(tokens, shape.num_experts, shape.top_k):
+                calls.append(partial(_run_sigmoid_gating, shape, T, *SIGMOID_GATING[what]))
+        return calls
     if isinstance(what, LayerShape):
         checks.check_dtype("dtype", what.dtype)
         return [partial(_run_shape, what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]

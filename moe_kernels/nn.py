@@ -204,9 +204,10 @@ class MoE(nn.Module):
         if self.format is not None:
             raise RuntimeError(f"this layer was quantised before, as {self.format!r}; quantise the original weights")
         for name in ("w_gate_up", "w_down"):
-            if _is_sharded(getattr(self, name)):
+            weight = getattr(self, name)
+            if _is_sharded(weight):
                 raise TypeError(
-                    f"{name}: expected a plain parameter, got a part of one, a {type(getattr(self, name)).__name__}: "
+                    f"{name}: expected a plain parameter, got a part of one, a {type(weight).__name__}: "
                     "quantise the layer before it is sharded, as by fully_shard"
                 )
             if name not in self._parameters:
@@ -214,7 +215,7 @@ class MoE(nn.Module):
                     f"{name}: expected a parameter of the layer, and this one is computed from others: merge them "
                     "first, as torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove do"
                 )
-            checks.check_dtype(name, getattr(self, name).dtype)
+            checks.check_dtype(name, weight.dtype)
         # Both before any is replaced, so that no layer is left with one of them in fp8.
         made = {name: quantize(getattr(self, name), FP8_COMPUTE[format]) for name in ("w_gate_up", "w_down")}
         for name, (data, scales, _) in made.items():

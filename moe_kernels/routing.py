@@ -162,11 +162,11 @@ def _choose_experts(
     plain = all([x is None or type(x) in torch_internals.PLAIN for x in given])
     if torch_internals.transformed() or torch_internals.forward_level() >= 0 or not plain:
         topk_ids = reference.topk_ids(logits, bias, top_k, softmax, num_groups, top_groups)
-        return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, scale)
-    options = (top_k, softmax, renormalize, num_groups, top_groups, scale)
-    topk_ids, topk_weights = ops.choose_experts(*(x if x is None else x.detach() for x in given), *options)
-    # A program that is traced here may be differentiated later.
-    if not torch_internals.eager(*given) or torch_internals.differentiated(logits):
-        return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, scale)
-    cache.remember(CHOOSE_EXPERTS, given, requested, options)
-    return topk_ids, topk_weights
+    else:
+        options = (top_k, softmax, renormalize, num_groups, top_groups, scale)
+        topk_ids, topk_weights = ops.choose_experts(*(x if x is None else x.detach() for x in given), *options)
+        # A program that is traced here may be differentiated later.
+        if torch_internals.eager(*given) and not torch_internals.differentiated(logits):
+            cache.remember(CHOOSE_EXPERTS, given, requested, options)
+            return topk_ids, topk_weights
+    return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, scale)

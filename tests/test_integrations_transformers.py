@@ -402,18 +402,9 @@ def test_gates_that_differ_from_those_of_the_families(monkeypatch: pytest.Monkey
         torch.testing.assert_close(ours, expected)
 
 
-def test_ids_are_validated_unless_there_are_sentinels(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = make_experts({}, "silu")
-    arguments = torch.randn(5, H), IDS, torch.randn(5, TOP_K)
-    monkeypatch.setattr("moe_kernels.checks._VALIDATE", True)
-    integration.experts_forward(experts, *arguments)
-    experts._is_expert_parallel = False
-    with pytest.raises(ValueError, match="topk_ids"):
-        integration.experts_forward(experts, *arguments)
-
-
-def test_ids_are_validated_between_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = make_experts({}, "mish")
+@pytest.mark.parametrize("act", ["silu", "mish"], ids=["in one call", "between two products"])
+def test_ids_are_validated_unless_there_are_sentinels(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = make_experts({}, act)
     arguments = torch.randn(5, H), IDS, torch.randn(5, TOP_K)
     monkeypatch.setattr("moe_kernels.checks._VALIDATE", True)
     integration.experts_forward(experts, *arguments)

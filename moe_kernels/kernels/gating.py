@@ -11,7 +11,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels.kernels.declare import kernel
-from moe_kernels.kernels.inline import by_triton
+from moe_kernels.kernels.inline import as_float, by_triton
 from moe_kernels.rules import gating as rules
 from moe_kernels.runtime.plan import Builder, Operands
 from moe_kernels.runtime.symbolic import SymbolicTensor, most, needs_int64
@@ -30,14 +30,14 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
 
 def _number(ordered: torch.Tensor) -> torch.Tensor:
     """Return the float32 that has the integer `ordered`."""
-    bits = torch.where(ordered < 0, ordered ^ _MAGNITUDE, ordered)
-    like = torch.zeros_like(bits, dtype=torch.float32)
-    return hl.inline_triton("{0}.to(tl.float32, bitcast=True)", args=(bits,), output_like=like)
+    return as_float(torch.where(ordered < 0, ordered ^ _MAGNITUDE, ordered))
 
 
-def _first(equal: torch.Tensor, column: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the first column, int32, of each row that is `equal [rows, width]`."""
-    return torch.amin(torch.where(equal, column.unsqueeze(0), width), dim=1).to(torch.int32)
+def _best(order: torch.Tensor, column: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest number of each row of `order [rows, width]`, and its first column, int32."""
+    best = torch.amax(order, dim=1)
+    equal = order == best.unsqueeze(1)
+    return best, torch.amin(torch.where(equal, column.unsqueeze(0), width), dim=1).to(torch.int32)
 
 
 @kernel()
@@ -80,16 +80,14 @@ def choose_experts(
             of_groups = hl.full([tile_t, groups], _EXCLUDED, dtype=torch.int32)
             for tile_g in hl.tile(num_groups, block_size=1):
                 of_group = torch.where((group == tile_g.id)[None, :], order, _EXCLUDED)
-                best = torch.amax(of_group, dim=1)
-                first = _first(of_group == best[:, None], expert, experts)
+                best, first = _best(of_group, expert, experts)
                 others = torch.where(expert[None, :] == first[:, None], _EXCLUDED, of_group)
                 second = torch.amax(others, dim=1)
                 score = _number(best) + torch.where(second == _EXCLUDED, 0.0, _number(second))
                 of_groups = torch.where((number == tile_g.id)[None, :], _ordered(score)[:, None], of_groups)
             allowed = hl.zeros([tile_t, experts], dtype=torch.int32)
             for _tile in hl.tile(top_groups, block_size=1):
-                best = torch.amax(of_groups, dim=1)
-                first = _first(of_groups == best[:, None], number, groups)
+                best, first = _best(of_groups, number, groups)
                 of_groups = torch.where(number[None, :] == first[:, None], _EXCLUDED, of_groups)
                 allowed = torch.where(group[None, :] == first[:, None], 1, allowed)
             order = torch.where(allowed == 1, order, _EXCLUDED)
@@ -98,8 +96,7 @@ def choose_experts(
         ids = hl.zeros([tile_t, chosen], dtype=torch.int32)
         weights = hl.zeros([tile_t, chosen], dtype=torch.float32)
         for tile_k in hl.tile(top_k, block_size=1):
-            best = torch.amax(order, dim=1)
-            first = _first(order == best[:, None], expert, experts)
+            best, first = _best(order, expert, experts)
             is_first = expert[None, :] == first[:, None]
             if bias is None:
                 weight = _number(best)

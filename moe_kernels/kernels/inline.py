@@ -22,6 +22,12 @@ def int32(n: int, like: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("tl.cast({0}, tl.int32)", args=(n,), output_like=like)
 
 
+def as_float(bits: torch.Tensor) -> torch.Tensor:
+    """Return the float32 with these bits, an int32."""
+    like = torch.zeros_like(bits, dtype=torch.float32)
+    return hl.inline_triton("{0}.to(tl.float32, bitcast=True)", args=(bits,), output_like=like)
+
+
 def by_triton(function: str, x: torch.Tensor) -> torch.Tensor:
     """Return an elementwise function of Triton's language, where Helion's is one that its interpreter lacks."""
     return hl.inline_triton(f"tl.{function}({{0}})", args=(x,), output_like=x)

@@ -14,6 +14,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels.kernels.declare import kernel
+from moe_kernels.kernels.inline import as_float
 from moe_kernels.rules import quantize as rules
 from moe_kernels.runtime.plan import Builder
 from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, needs_int64
@@ -83,18 +84,13 @@ def transposed_rows(
     return columns_of(a, b, c, d, dtype)
 
 
-def _as_float(bits: torch.Tensor) -> torch.Tensor:
-    like = torch.zeros_like(bits, dtype=torch.float32)
-    return hl.inline_triton("{0}.to(tl.float32, bitcast=True)", args=(bits,), output_like=like)
-
-
 def scale_of(amax: torch.Tensor, largest: float, power_of_two: bool) -> torch.Tensor:
     """Return the scale of a block from the bits of its amax; NaN if amax is not finite."""
-    scale = _as_float(torch.clamp(amax, min=_SMALLEST)) * (1.0 / largest)
+    scale = as_float(torch.clamp(amax, min=_SMALLEST)) * (1.0 / largest)
     bits = magnitude(scale)
     if power_of_two:
         bits = (bits + 0x7FFFFF) & _INFINITY
-    return _as_float(torch.where(amax < _INFINITY, bits, _NAN))
+    return as_float(torch.where(amax < _INFINITY, bits, _NAN))
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
