@@ -16,16 +16,7 @@ from moe_kernels import rules
 from moe_kernels.glu import GLUSpec
 from moe_kernels.kernels.activation import activated
 from moe_kernels.kernels.declare import jagged_fields, kernel, left_operand, tma_readable, whole_blocks
-from moe_kernels.kernels.inline import (
-    BY_ROW,
-    biased,
-    block_of,
-    divide,
-    int32,
-    numbered_row,
-    skip_regions,
-    unmasked,
-)
+from moe_kernels.kernels.inline import BY_ROW, biased, block_of, divide, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major
 from moe_kernels.kernels.tiles import listed, plan_table, store_rows, tile_count, tile_numbers, windows
 from moe_kernels.rules import swiglu as swiglu_rules

@@ -153,10 +153,7 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
 
 activate = define(_activate, _activate_fake, _activate_setup, _activate_gradient)
 activate_backward = define(
-    _activate_backward,
-    _activate_backward_fake,
-    _activate_backward_setup,
-    _activate_backward_gradient,
+    _activate_backward, _activate_backward_fake, _activate_backward_setup, _activate_backward_gradient
 )
 
 

@@ -344,9 +344,5 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
 
 
 quantized_moe_mlp = define(
-    _quantized_moe_mlp,
-    _quantized_moe_mlp_fake,
-    _quantized_moe_mlp_setup,
-    _quantized_moe_mlp_gradient,
-    results=9,
+    _quantized_moe_mlp, _quantized_moe_mlp_fake, _quantized_moe_mlp_setup, _quantized_moe_mlp_gradient, results=9
 )

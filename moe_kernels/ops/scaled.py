@@ -130,9 +130,7 @@ def _scaled_grouped_gemm_fake(A: Tensor, scales_A: Tensor, B: Tensor, *others: A
 
 
 scaled_grouped_gemm = define(
-    _scaled_grouped_gemm,
-    _scaled_grouped_gemm_fake,
-    *refusing(NO_GRADIENTS.format("grouped_gemm of fp8 operands")),
+    _scaled_grouped_gemm, _scaled_grouped_gemm_fake, *refusing(NO_GRADIENTS.format("grouped_gemm of fp8 operands"))
 )
 
 

@@ -85,12 +85,7 @@ def persistent(problem: Problem) -> Choice:
     if tma_B:
         options["range_flattens"] = [True, None]
     config = Config(
-        block_sizes=[block_k],
-        pid_type="persistent_interleaved",
-        l2_groupings=[8],
-        num_warps=8,
-        num_stages=4,
-        **options,
+        block_sizes=[block_k], pid_type="persistent_interleaved", l2_groupings=[8], num_warps=8, num_stages=4, **options
     )
     return Choice("persistent", block_m, by_tma, config, block_i)
 

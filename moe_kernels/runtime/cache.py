@@ -176,12 +176,7 @@ def _make(operator: Operator, tensors: Tensors, options: Any, key: tuple[Any, ..
 
 
 def _load(
-    operator: Operator,
-    inputs: Sequence[SymbolicTensor | None],
-    options: Any,
-    text: str,
-    gpu: Gpu,
-    device: torch.device,
+    operator: Operator, inputs: Sequence[SymbolicTensor | None], options: Any, text: str, gpu: Gpu, device: torch.device
 ) -> tuple[Plan, dict[str, launch.Launcher]]:
     """Return a plan, from the store or new, and the launchers of its binaries."""
     if gpu.backend == "interpreter":

@@ -102,12 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="grouped_gemm",
         help="the product of --shapes; for uniform and varied, G products of one size with M rows each",
     )
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=positive,
-        help="token counts for --model (default: 16 512 8192)",
-    )
+    parser.add_argument("--tokens", nargs="+", type=positive, help="token counts for --model (default: 16 512 8192)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="bfloat16", help="of operands and result (default: bfloat16)"
     )
