@@ -25,7 +25,6 @@ VARIED = Operator(
     planner="moe_kernels.kernels.varied_gemm",
     inputs=("ends", "num_tiles", "table", "A", "B", "out"),
     rows=("ends", "table"),
-    counts=lambda tensors, _: Counts(tensors[0].size(0)),
 )
 
 

@@ -9,15 +9,9 @@ from moe_kernels import reference
 from moe_kernels.ops.library import define, use_kernels
 from moe_kernels.rules.gating import MOST_EXPERTS
 from moe_kernels.runtime import cache
-from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.runtime.signature import Operator
 
-CHOOSE_EXPERTS = Operator(
-    "choose_experts",
-    planner="moe_kernels.kernels.gating",
-    inputs=("logits", "bias"),
-    rows=("logits",),
-    counts=lambda tensors, _: Counts(tensors[0].size(0)),
-)
+CHOOSE_EXPERTS = Operator("choose_experts", "moe_kernels.kernels.gating", ("logits", "bias"), ("logits",))
 
 
 def _choose_experts(

@@ -44,19 +44,12 @@ def run_layer(operator: Operator, tokens: Sequence[Tensor], parameters: Any, opt
     return cache.call(operator, (*tokens, *(routing or (None,) * 3), *parameters), options), routing
 
 
-def _rows(tensors: Any, options: Any) -> Counts:
-    return Counts(tensors[0].size(0))
-
-
-ACTIVATE = Operator(
-    "activate", "moe_kernels.kernels.activation", ("preact", "preact_up"), ("preact", "preact_up"), _rows
-)
+ACTIVATE = Operator("activate", "moe_kernels.kernels.activation", ("preact", "preact_up"), ("preact", "preact_up"))
 ACTIVATE_BACKWARD = Operator(
     "activate_backward",
     planner="moe_kernels.kernels.activation",
     inputs=("preact", "preact_up", "d_act", "topk_weights", "row_to_slot", "group_offsets"),
     rows=("preact", "preact_up", "d_act", "topk_weights", "row_to_slot"),
-    counts=_rows,
 )
 SWIGLU_FFN = Operator(
     "swiglu_ffn",

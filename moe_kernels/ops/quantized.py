@@ -60,7 +60,6 @@ QUANTIZED_ACTIVATE_BACKWARD = Operator(
     planner="moe_kernels.kernels.activation",
     inputs=("preact", "d_act", "topk_weights", "row_to_slot", "group_offsets"),
     rows=("preact", "d_act", "topk_weights", "row_to_slot"),
-    counts=lambda tensors, _: Counts(tensors[0].size(0)),
 )
 QUANTIZED_MOE_MLP = layer_operator(
     "quantized_moe_mlp", "w_gate_up", "scales_in", "w_down", "scales_out", "b_in", "b_out"

@@ -22,7 +22,7 @@ NO_GRADIENTS = "{} has no gradients: run this program under torch.no_grad(), or 
 _PLANNER = "moe_kernels.kernels.quantize"
 # For weights: their number of rows is constant, so loads along the rows of a transposed layout can be wide.
 QUANTIZE_CONSTANT_ROWS = Operator("quantize", _PLANNER, ("x",), (), lambda *_: Counts(0))
-QUANTIZE = Operator("quantize", _PLANNER, ("x",), ("x",), lambda tensors, _: Counts(tensors[0].size(0)))
+QUANTIZE = Operator("quantize", _PLANNER, ("x",), ("x",))
 QUANTIZE_WEIGHT = Operator("quantize_weight", _PLANNER, ("weight",), (), lambda *_: Counts(0))
 SCALED_GROUPED_GEMM = Operator(
     "scaled_grouped_gemm",

@@ -32,6 +32,10 @@ class Counts(NamedTuple):
     groups: int = 1  # among which the largest of these counts is shared
 
 
+def _rows_of_first_input(tensors: Any, options: Any) -> Counts:
+    return Counts(tensors[0].size(0))
+
+
 @dataclass(frozen=True)
 class Operator:
     """An operator that is run by plans."""
@@ -40,7 +44,7 @@ class Operator:
     planner: str  # the module of `kernels` that has `plan_<name>(builder, tensors, options)`
     inputs: tuple[str, ...]  # of which the first is never None
     rows: tuple[str, ...]  # inputs whose first extent changes from call to call
-    counts: Callable[[Any, Any], Counts]  # from (tensors, options)
+    counts: Callable[[Any, Any], Counts] = _rows_of_first_input  # from (tensors, options)
 
     @functools.cached_property
     def has_rows(self) -> tuple[bool, ...]:
