@@ -952,9 +952,10 @@ def check_offset_values(values: list[int], M: int) -> None:
     _check_order("group_offsets", values, M, 1)
 
 
-def validate_offs(offs: Tensor, M: int) -> None:
-    """Check the values of PyTorch's `offs [G]`, the ends of the groups, as `validate_offsets` does."""
-    _check_order("offs", [0, *values_of(offs, _VALIDATION_READS)], M, 0)
+def validate_offs(offs: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
+    """As `validate_offsets` for PyTorch's `offs [G]`, which divide mat_a's rows, mat_b's columns or the contraction."""
+    extent = mat_a.shape[0] if mat_b.dim() == 3 else mat_b.shape[1 if mat_a.dim() == 3 else 0]
+    _check_order("offs", [0, *values_of(offs, _VALIDATION_READS)], extent, 0)
 
 
 def _check_order(name: str, values: list[int], M: int, second: int) -> None:

@@ -206,7 +206,7 @@ def grouped_mm(
     if offs is None:
         return uniform_grouped_gemm(mat_a, mat_b, mat_a.size(0), out_dtype=dtype)
     if validate:
-        _validate_offs(offs, mat_a, mat_b)
+        checks.validate_offs(offs, mat_a, mat_b)
     if mat_b.dim() == 3 and mat_a.dim() == 2:
         result: Tensor = ops.grouped_mm(mat_a, mat_b, offs, bias, dtype)
         cache.remember(GROUPED_MM, given, requested, (dtype, "auto"))
@@ -273,7 +273,7 @@ def scaled_grouped_mm(
         out = _scaled_grouped_gemm(rows, b, group_offsets, None, dtype, "auto", use_fast_accum, False)
         return reshaped(out, (G, M, mat_b.size(-1)))
     if checks.validation_enabled(None):
-        _validate_offs(offs, mat_a, mat_b)
+        checks.validate_offs(offs, mat_a, mat_b)
     group_offsets = packing.group_offsets_from_offs(offs)
     if mat_b.dim() == 3:
         return _scaled_grouped_gemm(a, b, group_offsets, bias, dtype, "auto", use_fast_accum, False)
@@ -282,9 +282,3 @@ def scaled_grouped_mm(
         return out.T
     scales_a, scales_b = a.scales.squeeze(2), b.scales.squeeze(1)
     return ops.scaled_wgrad(mat_a.T, scales_a, mat_b, scales_b, group_offsets, dtype, use_fast_accum)
-
-
-def _validate_offs(offs: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
-    """Check the values of `offs [G]`, which divide rows of mat_a, columns of mat_b, or the contraction."""
-    extent = mat_a.size(0) if mat_b.dim() == 3 else mat_b.size(1 if mat_a.dim() == 3 else 0)
-    checks.validate_offs(offs, extent)
