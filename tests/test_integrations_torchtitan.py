@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -256,6 +258,17 @@ def experts_with_types(rank: int, folder: str) -> None:
 @needs_torchtitan
 def test_types_of_data_parallel_tokens(tmp_path: Path) -> None:
     mp.spawn(experts_with_types, (str(tmp_path),), nprocs=2)
+
+
+@needs_torchtitan
+def test_the_documented_command_is_accepted() -> None:
+    from torchtitan.config import ConfigManager
+
+    page = (Path(__file__).parents[1] / "docs" / "torchtitan.md").read_text()
+    command = re.search(r"^torchrun .* -m (torchtitan\.train) ((?:.*\\\n)*.*)\n```", page, re.MULTILINE)
+    assert command is not None and importlib.util.find_spec(command[1]) is not None
+    config: Any = ConfigManager().parse_args(shlex.split(command[2].replace("\\\n", "")))
+    assert config.override.imports == [NAME]
 
 
 @needs_torchtitan

@@ -1,6 +1,6 @@
 """torchtitan: an override that replaces its grouped experts with these kernels.
 
-torchtitan_train ... --override.imports moe_kernels.integrations.torchtitan.grouped_experts
+torchrun ... -m torchtitan.train ... --override.imports moe_kernels.integrations.torchtitan.grouped_experts
 """
 
 from __future__ import annotations
