@@ -405,6 +405,24 @@ def test_gates_that_differ_from_those_of_the_families(monkeypatch: pytest.Monkey
         torch.testing.assert_close(ours, expected)
 
 
+def test_hooks_and_gates_of_an_instance_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks on an activation, for statistics or sparsity, and a gate that one layer has in place of its class's."""
+    monkeypatch.setattr(integration, "moe_mlp", None)
+    layers = [make_experts({}, "silu") for _ in range(6)]
+    layers[0]._apply_gate = lambda h: h[..., :I].clamp(max=0.3) * h[..., I:]
+    seen: list[int] = []
+    layers[1].act_fn.register_forward_hook(lambda module, inputs, out: out.where(out.abs() > 0.2, 0))
+    layers[2].act_fn.register_forward_pre_hook(lambda module, inputs: (inputs[0] / 2,))
+    layers[3].act_fn.register_full_backward_hook(lambda module, d_inputs, d_outputs: (d_inputs[0] / 2,))
+    layers[4].act_fn.register_full_backward_pre_hook(lambda module, d_outputs: (d_outputs[0] / 2,))
+    layers[5].act_fn.register_forward_hook(lambda module, inputs, out: seen.append(out.numel()))
+    for experts in layers:
+        ours = experts_step(experts, "moe_kernels", torch.float64, ids=IDS % E)
+        expected = experts_step(experts, "batched_mm", torch.float64, ids=IDS % E)
+        torch.testing.assert_close(ours, expected)
+    assert seen == [5 * TOP_K * I] * 2
+
+
 @pytest.mark.parametrize("act", ["silu", "mish"], ids=["in one call", "between two products"])
 def test_ids_are_validated_unless_there_are_sentinels(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = make_experts({}, act)

@@ -260,6 +260,8 @@ def test_a_layer_and_its_gates(make: Make) -> None:
             reference.scaled_grouped_gemm(act, w_out.mT, offsets, out_dtype=torch.float32), routing
         )
 
+    hooked = nn.SiLU()
+    hooked.register_forward_hook(lambda module, inputs, out: out.where(out.abs() > 0.2, 0))
     for attributes in (
         {},
         {"limit": 0.5},
@@ -267,6 +269,8 @@ def test_a_layer_and_its_gates(make: Make) -> None:
         {"gate_softcap": 2.0, "up_softcap": 3.0, "swiglu_alpha": None, "limit": None},
         {"gate_softcap": None},
         {"act_fn": nn.Tanh()},
+        {"act_fn": hooked},
+        {"act_fn": nn.SiLU(), "_apply_gate": lambda h: h[..., ::2]},
     ):
         if not all(hasattr(experts, name) for name in attributes):
             continue  # older versions of transformers have no such gates

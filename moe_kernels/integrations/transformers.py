@@ -19,11 +19,13 @@ from moe_kernels.experts import moe_mlp
 from moe_kernels.grouped_gemm import grouped_gemm, grouped_mm
 from moe_kernels.quantize import quantize
 from moe_kernels.routing import permute, route, unpermute
+from moe_kernels.runtime.torch_internals import has_hooks
 from moe_kernels.scaled import BLOCK, ScaledTensor
 
 TESTED = ("5.8", "5.24")  # the oldest and the newest minor version that the tests were run with
 _ACTIVATIONS: dict[Any, str] = {}  # function or module class of the library -> moe_mlp's name
 _default_apply_gate: Any = None
+_FP8 = "transformers.integrations.finegrained_fp8"
 _OTHER = 'this model needs another experts_implementation, such as "eager"'
 
 
@@ -83,7 +85,7 @@ def register() -> None:
         )
     requirements.warn_if_untested("transformers", metadata.version("transformers"), *TESTED)
     registry.ExpertsInterface.register("moe_kernels", experts_forward)
-    if util.find_spec("transformers.integrations.finegrained_fp8") is not None:
+    if util.find_spec(_FP8) is not None:
         from transformers.integrations import finegrained_fp8
 
         if hasattr(finegrained_fp8, "ALL_FP8_EXPERTS_FUNCTIONS"):
@@ -98,11 +100,11 @@ def experts_forward(
 ) -> Tensor:  # [T, H]
     """Compute the forward of a transformers class with `@use_experts_implementation`.
 
-    Calls `moe_mlp` if the class has the library's default gate or none, and an activation that `moe_mlp` supports, or
-    if it has the gate of gpt_oss, openai_privacy_filter, minimax_m3_vl, deepseek_v4, glm5_next, hy_v4 or hy_v4_vl.
-    Otherwise computes two products, with the class's own `_apply_gate` or `act_fn` between them and its
-    `post_expert_norm` after them. Drops ids of `num_experts` or more: the library's expert parallelism uses them for
-    other ranks' experts.
+    Calls `moe_mlp` if the experts have the library's default gate or none, and an activation without hooks that
+    `moe_mlp` supports, or if they have the gate of gpt_oss, openai_privacy_filter, minimax_m3_vl, deepseek_v4,
+    glm5_next, hy_v4 or hy_v4_vl. Otherwise computes two products, with the experts' own `_apply_gate` or `act_fn`
+    between them and their `post_expert_norm` after them. Drops ids of `num_experts` or more: the library's expert
+    parallelism uses them for other ranks' experts.
 
     Raises:
         TypeError: a weight is missing, or is not a plain tensor.
@@ -191,6 +193,8 @@ def _fp8_activation_options(experts: Any) -> dict[str, Any] | None:
     """Return the options with which `moe_mlp` computes `FP8Experts._apply_gate`, or None if there are none."""
     name = _activation(experts.act_fn)
     alpha, limit = getattr(experts, "swiglu_alpha", None), getattr(experts, "limit", None)
+    if experts.has_gate and _apply_gate(experts).__module__ != _FP8:
+        return None
     if experts.has_gate and getattr(experts, "gate_softcap", None) is not None:
         return None
     if experts.has_gate and alpha is not None:
@@ -217,7 +221,7 @@ def _activation_options(experts: nn.Module) -> dict[str, Any] | None:
     """Return the options with which `moe_mlp` computes all that this class does, or None if there are none."""
     if getattr(experts, "has_post_expert_norm", False):
         return None
-    apply_gate = getattr(type(experts), "_apply_gate", None)
+    apply_gate = _apply_gate(experts)
     if not experts.has_gate or apply_gate is _default_apply_gate:
         name = _activation(experts.act_fn) if experts.is_concatenated or not experts.has_gate else None
         return None if name is None else {"activation": name}
@@ -231,7 +235,15 @@ def _activation_options(experts: nn.Module) -> dict[str, Any] | None:
     return {"activation": gate.activation, "interleaved": gate.interleaved, **options}
 
 
+def _apply_gate(experts: nn.Module) -> Any:
+    """Return the function of the experts' `_apply_gate`, which an instance may have in place of its class's."""
+    method = getattr(experts, "_apply_gate", None)
+    return getattr(method, "__func__", method)
+
+
 def _activation(act_fn: Any) -> str | None:
+    if has_hooks(act_fn):
+        return None
     return _ACTIVATIONS.get(act_fn if act_fn is F.silu else type(act_fn))
 
 

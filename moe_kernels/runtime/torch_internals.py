@@ -235,6 +235,12 @@ def autocasts(operand: Any) -> bool:
     return device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type)
 
 
+def has_hooks(module: Any) -> bool:
+    """Whether hooks of `module` itself may see or change its calls."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any([getattr(module, kind, None) for kind in kinds])
+
+
 def has_no_values(tensor: Tensor) -> bool:
     """Whether `tensor` is a meta tensor or, outside of torch.compile and torch.export, a fake one."""
     if tensor.is_meta or torch.compiler.is_compiling() or type(tensor) in PLAIN:
