@@ -44,8 +44,8 @@ def tanh_gelu(x: Tensor) -> Tensor:
 class Returning(FFN):
     """Returns something else than the result."""
 
-    def __init__(self, returned: Callable[[Tensor], Any]):
-        super().__init__("w1 w3 w2", F.silu)
+    def __init__(self, returned: Callable[[Tensor], Any], hidden: int = H):
+        super().__init__("w1 w3 w2", F.silu, hidden=hidden)
         self.returned = returned
 
     def forward(self, x: Tensor) -> Any:
@@ -194,8 +194,9 @@ def test_an_activation_that_is_named_is_not_looked_for() -> None:
     assert (clamped.activation, clamped.alpha, clamped.limit) == ("clamped_silu", 1.0, 10.0)
     with pytest.raises(ValueError, match=r"^experts\[0\]: calling this FFN does not show .* pass activation="):
         MoE.from_experts(experts, top_k=TOP_K, renormalize=True)
-    with pytest.raises(ValueError, match=r"^experts\[0\]\.drop: MoE has no dropout"):
-        MoE.from_experts([with_module(nn.Dropout(0.1))], top_k=1, renormalize=True, activation="silu")
+    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout):
+        with pytest.raises(ValueError, match=rf"^experts\[0\]\.drop: MoE has no dropout, got {kind.__name__}\("):
+            MoE.from_experts([with_module(kind(0.1))], top_k=1, renormalize=True, activation="silu")
 
 
 class Dropping(FFN):
@@ -231,6 +232,17 @@ def test_activations_of_wide_experts_are_told_apart(f: Callable[[Tensor], Tensor
     assert layer.activation == activation
 
 
+def test_square_weights_are_not_taken_for_swapped_ones() -> None:
+    layer = MoE.from_experts([FFN("w1 w3 w2", F.silu, hidden=I)], top_k=1, renormalize=True)
+    assert (layer.w_gate_up.shape, layer.activation) == ((1, 2 * I, I), "silu")
+
+
+def test_the_activation_is_found_by_experts_with_buffers() -> None:
+    f = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(I, eps=0.0, affine=False))  # whose running mean is 0, and variance 1
+    expert = nn.Sequential(nn.Linear(H, I, bias=False), f, nn.Linear(I, H, bias=False)).eval()
+    assert MoE.from_experts([expert], top_k=1, renormalize=True).activation == "relu"
+
+
 def test_a_router_without_values() -> None:
     experts = [FFN("w1 w3 w2", F.silu, device="meta") for _ in range(E)]
     router = nn.Linear(H, E, bias=False, device="meta")
@@ -259,8 +271,9 @@ def test_dropout_that_does_nothing_is_taken(make: Callable[[], nn.Module]) -> No
 def test_finding_the_activation_leaves_the_experts_and_the_random_numbers_alone() -> None:
     experts = [ffn() for _ in range(E)]
     weights = [(w, w.clone()) for expert in experts for w in expert.parameters()]
+    router = nn.Linear(H, E, bias=False, dtype=torch.float64)
     before = torch.get_rng_state()
-    MoE.from_experts(experts, torch.zeros(E, H, dtype=torch.float64), top_k=TOP_K, renormalize=True)
+    MoE.from_experts(experts, router, top_k=TOP_K, renormalize=True)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(w, kept) and w.requires_grad for w, kept in weights)
     assert all(expert.training for expert in experts)
@@ -361,6 +374,8 @@ def refusals() -> dict[str, tuple[Any, type[Exception], str]]:
         ),
         "a tuple": ([Returning(lambda y: (y, None)).double()], ValueError, "does not show that it is"),
         "a part of the result": ([Returning(lambda y: y[:, :1]).double()], ValueError, "does not show that it is"),
+        # With as many columns as rows, whose maxima broadcast.
+        "a further dimension": ([Returning(lambda y: y[None], 16).double()], ValueError, "does not show that it is"),
         "gate and up swapped": ([swapped], ValueError, "does not show that it is"),
         "router with a bias": (([ffn()] * E, biased), ValueError, "^router: MoE's has no bias"),
         "router's shape": (([ffn()] * E, torch.ones(E, H + 1)), ValueError, rf"^router: expected shape \[{E}, {H}\]"),
@@ -398,13 +413,16 @@ def router_with(hook: str) -> nn.Linear:
         result = {
             "on logits": lambda y: 2 * y,
             "on the result's type": lambda y: (y, None),
+            "on the result's shape": lambda y: y[None],
             "without effect": lambda y: None,
         }
         router.register_forward_hook(lambda module, args, logits: result[hook](logits))
     return router
 
 
-@pytest.mark.parametrize("hook", ["on the weight", "on hidden states", "on logits", "on the result's type"])
+@pytest.mark.parametrize(
+    "hook", ["on the weight", "on hidden states", "on logits", "on the result's type", "on the result's shape"]
+)
 def test_a_hook_that_changes_the_router_is_not_dropped(hook: str) -> None:
     with pytest.raises(ValueError, match=r"^router: .* as with a hook: pass router.weight if MoE .* to moe_mlp$"):
         MoE.from_experts([ffn() for _ in range(E)], router_with(hook), top_k=TOP_K, renormalize=True)
