@@ -61,6 +61,10 @@ def test_products() -> None:
         2 * m * n * k for m, n, k in shapes
     )
     assert counted(lambda: swiglu_ffn(A, torch.randn(G, 2 * N, K), OFFSETS)) == 2 * each
+    gate, up = torch.randn(2, G, N, K)
+    assert counted(lambda: swiglu_ffn(A, gate, OFFSETS, w_up=up)) == 2 * each
+    ids = torch.zeros(M, 1, dtype=torch.int64)
+    assert counted(lambda: moe_mlp(A, ids, torch.ones(M, 1), gate, B, w_up=up)) == 3 * each
 
 
 def test_gradients_take_twice_as_many() -> None:
