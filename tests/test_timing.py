@@ -90,6 +90,30 @@ def test_each_call_takes_every_place_and_follows_every_other(n: int) -> None:
     assert len(neighbours) == n * (n - 1) and set(neighbours.values()) <= {rounds // n}
 
 
+@pytest.mark.parametrize("cold", [False, True])
+def test_the_cache_is_flushed_before_the_events_and_the_device_awaited_after_them(
+    cold: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class Recorded(Event):
+        def record(self) -> None:
+            super().record()
+            order.append("record")
+
+    flush, gpu = Mock(zero_=lambda: order.append("flush")), torch.device("cuda", 0)
+    empty = Mock(return_value=flush)
+    module = types.SimpleNamespace(Event=Recorded, synchronize=lambda device: order.append(f"wait for {device}"))
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    timing.interleaved({"a": lambda: order.append("a")}, 1, gpu, cold=cold)
+    assert order == ["flush"] * cold + ["record", "a", "record", "wait for cuda:0"]
+    assert empty.call_args.args == (timing._FLUSH_BYTES if cold else 0,)
+    timing.synchronize(CPU)
+    timing.synchronize(gpu)
+    assert order[-2:] == ["wait for cuda:0"] * 2
+
+
 def test_no_calls() -> None:
     assert timing.interleaved({}, 3, CPU) == {}
 
