@@ -147,6 +147,9 @@ def check(device: str) -> None:
         budget = 2 * float((theirs - want).abs().max()) + 1e-6
         assert budget < float(want.abs().max()) / 10
         assert float((got - want).abs().max()) <= budget
+    # Also of weights, tokens and counts in float32, the experts are computed in bfloat16.
+    out = ours.float()(x.float(), torch.tensor(SIZES, dtype=torch.float32, device=device))
+    assert out.dtype == torch.float32 and torch.equal(out[: sum(SIZES)].double(), results[0][0])
 
 
 @needs_torchtitan
@@ -221,17 +224,19 @@ def test_experts_that_a_converter_has_made_keep_their_forward() -> None:
 
 
 def experts_with_types(rank: int, folder: str) -> None:
-    """Compute with types of spmd_types on tokens that differ between ranks, by torchtitan's experts and ours."""
+    """Compute with types of spmd_types on tokens that differ between ranks, by torchtitan's experts and ours, and then
+    with weights that are sharded by expert.
+    """
     import spmd_types
     import torch.distributed as dist
     from spmd_types._checker import typecheck
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
     from torchtitan.distributed import utils
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
     from torchtitan.models.common.moe import GroupedExperts
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
     utils.set_spmd_backend("spmd_types")
     torch.manual_seed(0)
     config = GroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E)
@@ -239,18 +244,24 @@ def experts_with_types(rank: int, folder: str) -> None:
     for parameter in plain.parameters():
         nn.init.normal_(parameter, std=0.2)
     ours.load_state_dict(plain.state_dict())
-    x, sizes, results = torch.randn(R, D), torch.tensor(SIZES), []
-    for experts in (plain, ours):
-        tokens, counts = x.clone(), sizes.clone()
-        with typecheck(strict_mode="strict", local=True), set_current_spmd_mesh(mesh):
-            spmd_types.assert_type(tokens, {"dp": spmd_types.V})
-            spmd_types.assert_type(counts, {"dp": spmd_types.P})
-            for parameter in experts.parameters():
-                spmd_types.assert_type(parameter, {"dp": spmd_types.R})
-            results.append(experts(tokens, counts))
-    plain_rows, our_rows = (rows.detach()[: sum(SIZES)] for rows in results)
-    assert bool(plain_rows.any())
-    torch.testing.assert_close(our_rows, plain_rows, rtol=0.02, atol=0.02)
+    x, sizes = torch.randn(R, D), torch.tensor(SIZES)
+    for axis, shape in (("dp", (2, 1, 1)), ("cp", (1, 2, 1))):
+        mesh, results = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp")), []
+        for experts in (plain, ours):
+            tokens, counts = x.clone(), sizes.clone()
+            with typecheck(strict_mode="strict", local=True), set_current_spmd_mesh(mesh):
+                spmd_types.assert_type(tokens, {axis: spmd_types.V})
+                spmd_types.assert_type(counts, {axis: spmd_types.P})
+                for parameter in experts.parameters():
+                    spmd_types.assert_type(parameter, {axis: spmd_types.R})
+                results.append(experts(tokens, counts))
+        plain_rows, our_rows = (rows.detach()[: sum(SIZES)] for rows in results)
+        assert bool(plain_rows.any())
+        torch.testing.assert_close(our_rows, plain_rows, rtol=0.02, atol=0.02)
+    for name, weight in list(ours.named_parameters()):
+        setattr(ours, name, nn.Parameter(distribute_tensor(weight.detach(), mesh["cp"], [Shard(0)])))
+    first, last = ((0, 5), (5, 24))[rank]  # rows of this rank's two experts
+    assert torch.equal(ours(x[first:last], sizes.chunk(2)[rank]), our_rows[first:last])
     dist.barrier()
     os._exit(0)
 
