@@ -170,12 +170,12 @@ def test_each_pair_is_multiplied(shapes: list[tuple[int, int, int]]) -> None:
     for outs in (
         varied_grouped_gemm(A, B),
         varied_grouped_gemm(tuple(A), tuple(B)),
-        varied_grouped_gemm(A, B, out=given_out),
+        varied_grouped_gemm(A, B, out=tuple(given_out)),
         given_out,
         plan(),
         plan_varied_grouped_gemm(A, B, out=given_out)(),
     ):
-        assert len(outs) == len(expected)
+        assert type(outs) is list and len(outs) == len(expected)
         for out, exact in zip(outs, expected, strict=True):
             torch.testing.assert_close(out, exact, rtol=1e-12, atol=1e-12)
 

@@ -134,6 +134,7 @@ def test_pack_refuses_a_first_group_that_is_no_matrix() -> None:
         ({0: torch.zeros(2, 3)}, TypeError, "groups: expected a list of tensors, got dict$"),
         (None, TypeError, "groups: expected a list of tensors, got NoneType$"),
         (torch.tensor(1.0), ValueError, r"groups: expected a list of tensors, or one \[G, M, K\], got shape \[\]$"),
+        (torch.zeros(1, 1, 2, 3), ValueError, r"groups: .* or one \[G, M, K\], got shape \[1, 1, 2, 3\]$"),
         ([torch.zeros(2, 3).to_sparse()], TypeError, r"groups\[0\]: expected a dense tensor"),
         ("0", TypeError, r"groups\[0\]: expected a torch.Tensor, got str"),
     ],

@@ -356,8 +356,9 @@ def test_every_block_of_a_large_group_counts(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_wrong_shape_fails() -> None:
     out, inputs = problem()
-    with pytest.raises(AssertionError, match=r"^out: expected shape \[48, 24\], got \[47, 24\]"):
-        assert_grouped_gemm_close(out[1:], *inputs)
+    for wrong, shape in ((out[1:], "47, 24"), (out[:, :1], "48, 1")):
+        with pytest.raises(AssertionError, match=rf"^out: expected shape \[48, 24\], got \[{shape}\]"):
+            assert_grouped_gemm_close(wrong, *inputs)
 
 
 def test_nothing_to_compare() -> None:
@@ -393,6 +394,10 @@ def test_assert_within_budget() -> None:
         assert_within_budget(plain, plain, exact, scale=1e7)
     with pytest.raises(AssertionError, match=r"expected \[40, 30\] torch\.bfloat16, got \[30, 40\]"):
         assert_within_budget(plain.T, plain, exact)
+    with pytest.raises(AssertionError, match=r"expected \[40, 30\] torch\.bfloat16, got \[40, 30\] torch\.float32"):
+        assert_within_budget(plain.float(), plain, exact)
+    with pytest.raises(ValueError, match="budget too loose: nan"):
+        assert_within_budget(plain, plain * torch.nan, exact)
     zeros = torch.zeros(3, 4)
     assert assert_within_budget(zeros, zeros, zeros.double()) == 0
     with pytest.raises(AssertionError, match="exceeds the budget"):
