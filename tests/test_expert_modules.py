@@ -462,5 +462,7 @@ def test_compute_depends_on_the_dtype_of_the_experts() -> None:
         torch.set_default_dtype(torch.float64)
         assert MoE.from_experts([expert.float() for expert in experts], **options).w_down.dtype == torch.float32
         assert MoE(8, 4, E, 1, renormalize=True).w_down.dtype == torch.float64
+        with pytest.raises(TypeError, match=r"^dtype: expected bfloat16, .*, got torch.float64$"):
+            MoE(8, 4, E, 1, renormalize=True, compute="fp8_block")
     finally:
         torch.set_default_dtype(default)

@@ -433,6 +433,16 @@ def test_moved_and_cast_without_a_change_of_the_weights() -> None:
     assert made.to_empty(device="cpu")[0].w_gate_up.dtype == torch.float8_e4m3fn
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+def test_modules_within_a_layer_may_stay_where_they_are(quantised: bool) -> None:
+    made = layer()
+    made.inner = nn.Linear(2, 2)
+    if quantised:
+        made.quantize("fp8_block")
+    made.to_empty(device="meta", recurse=False)
+    assert made.router.is_meta and made.w_down.is_meta and not made.inner.weight.is_meta
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_rowwise"])
 def test_of_expert_modules(format: str) -> None:

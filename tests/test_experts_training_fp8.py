@@ -587,6 +587,10 @@ def test_weights_are_quantised_once_in_compiled_code() -> None:
         with torch.no_grad():
             made = torch.compile(torch.func.functional_call, backend="aot_eager")(layer, other, (tokens[0],))
     assert torch.equal(made, torch.func.functional_call(layer, other, (tokens[0],)))
+    with torch.no_grad(), quantize_once(layer):
+        compiled(tokens[0])
+        layer.bfloat16().float()  # rounds the weights, whose versions compiled code does not see
+        assert torch.equal(compiled(tokens[0]), copy.deepcopy(layer)(tokens[0]))
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
