@@ -295,12 +295,12 @@ def _logits(shape: LayerShape, T: int) -> list[Tensor]:
 
 
 def _run_sigmoid_gating(shape: LayerShape, T: int, num_groups: int, top_groups: int, scale: float) -> None:
-    """Run a model's own gating on meta tensors."""
+    """Run a model's own gating on meta tensors, and with the scale 1, which compiled programs apply themselves."""
     bias = torch.empty(shape.num_experts, device="meta")
-    groups: dict[str, Any] = {"num_groups": num_groups, "top_groups": top_groups, "scale": scale}
+    options: dict[str, Any] = {"renormalize": True, "bias": bias, "num_groups": num_groups, "top_groups": top_groups}
     with torch.no_grad():
-        for logits in _logits(shape, T):
-            topk_sigmoid(logits, shape.top_k, renormalize=True, bias=bias, **groups)
+        for logits, factor in product(_logits(shape, T), (scale, 1.0)):
+            topk_sigmoid(logits, shape.top_k, scale=factor, **options)
 
 
 def _run_shape(shape: LayerShape, T: int, training: bool) -> None:

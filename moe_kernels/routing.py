@@ -152,21 +152,22 @@ def _choose_experts(
     top_groups: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    of_groups = (renormalize, num_groups, top_groups, scale)
-    given, requested = (logits, bias), (top_k, type(top_k), softmax, *of_groups, *map(type, of_groups))
+    others = (top_k, renormalize, num_groups, top_groups, scale)
+    # Types first, so that no symbolic top_k is compared, which would restrict it.
+    given, requested = (logits, bias), (softmax, *map(type, others), *others)
     known: tuple[Tensor, Tensor] | None = cache.repeat(CHOOSE_EXPERTS, given, requested)
     if known is not None:
         return known
     checks.check_gating(logits, top_k, renormalize, bias, num_groups, top_groups, scale)
-    scale = float(scale)
     plain = all([x is None or type(x) in torch_internals.PLAIN for x in given])
     if torch_internals.transformed() or torch_internals.forward_level() >= 0 or not plain:
         topk_ids = reference.topk_ids(logits, bias, top_k, softmax, num_groups, top_groups)
     else:
-        options = (top_k, softmax, renormalize, num_groups, top_groups, scale)
+        # A program that is traced here may be differentiated later: its weights are computed below, for any scale.
+        eager = torch_internals.eager(*given)
+        options = (top_k, softmax, renormalize, num_groups, top_groups, float(scale) if eager else 1.0)
         topk_ids, topk_weights = ops.choose_experts(*(x if x is None else x.detach() for x in given), *options)
-        # A program that is traced here may be differentiated later.
-        if torch_internals.eager(*given) and not torch_internals.differentiated(logits):
+        if eager and not torch_internals.differentiated(logits):
             cache.remember(CHOOSE_EXPERTS, given, requested, options)
             return topk_ids, topk_weights
-    return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, scale)
+    return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, 1.0 * scale)

@@ -560,7 +560,9 @@ def test_a_models_own_gating_is_compiled() -> None:
         if name not in SIGMOID_GATING:
             assert not by_sigmoid
             continue
-        assert by_sigmoid == {(top_k, False, True, *SIGMOID_GATING[name])}
+        *groups, scale = SIGMOID_GATING[name]
+        # With the scale 1 for compiled programs, in which PyTorch multiplies by the scale.
+        assert by_sigmoid == {(top_k, False, True, *groups, factor) for factor in (scale, 1.0)}
         assert E % SIGMOID_GATING[name][0] == 0
         found = {one.inputs[0].dtype for one in gatings if not one.options[1] and one.inputs[1].shape == (E,)}
         assert found == {torch.float32, torch.bfloat16}

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_kernels.routing
@@ -282,8 +283,42 @@ def test_topk_sigmoid_is_compiled_for_any_number_of_experts() -> None:
         torch.testing.assert_close(topk_weights, expected_weights)
 
 
+def test_topk_sigmoid_is_compiled_for_any_scale() -> None:
+    torch._dynamo.reset()
+    counter, logits = CompileCounterWithBackend("eager"), torch.randn(5, 8)
+    compiled = torch.compile(
+        lambda scale: topk_sigmoid(logits, 3, renormalize=True, scale=scale), backend=counter, fullgraph=True
+    )
+    for scale in (1.0, 2.5, 3.0, 4.0):
+        expected = topk_sigmoid(logits, 3, renormalize=True, scale=scale)
+        torch.testing.assert_close(compiled(scale), expected)
+    assert counter.frame_count == 2  # the first scale, and any other
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_topk_sigmoid_with_a_large_integer_as_the_scale(recorded: bool) -> None:
+    logits = torch.randn(5, 8, requires_grad=recorded)
+    found, expected = (topk_sigmoid(logits, 3, renormalize=True, scale=scale)[1] for scale in (2**70, 2.0**70))
+    assert found.isfinite().all() and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_no_sigmoid_above_zero(recorded: bool) -> None:
+    logits = torch.full((2, 8), -200.0, requires_grad=recorded)
+    assert torch.equal(topk_sigmoid(logits, 3, renormalize=True)[1], torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_dtypes_of_gating_on_meta_tensors(dtype: torch.dtype) -> None:
+    logits = torch.empty(5, 8, dtype=dtype, device="meta")
+    found = topk_softmax(logits, 3, renormalize=True)
+    assert [x.dtype for x in found] == [torch.int64, torch.promote_types(dtype, torch.float32)]
+
+
 def test_topk_sigmoid_refusals() -> None:
     logits = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match=r"^bias: expected on cpu with logits, got on meta"):
+        topk_sigmoid(logits, 2, renormalize=True, bias=torch.zeros(8, device="meta"))
     with pytest.raises(ValueError, match=r"^num_groups, top_groups: expected num_groups to divide E = 8, "):
         topk_sigmoid(logits, 2, renormalize=True, num_groups=3)
     with pytest.raises(ValueError, match=r"^num_groups, top_groups: .* got 4, 5"):

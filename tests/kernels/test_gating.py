@@ -202,6 +202,32 @@ def test_calls_like_an_earlier_one_are_repeats(device: str, repeats: Callable[[s
             topk_softmax(logits, **{"top_k": 3, **wrong})
 
 
+def test_another_option_is_no_repeat(device: str, repeats: Callable[[str], None]) -> None:
+    logits = different(5, 24).to(device)
+    first: dict[str, Any] = {"num_groups": 4, "top_groups": 2, "scale": 2.5}
+    for others in ({}, {}, {"scale": 1.5}, {"num_groups": 2}, {"top_groups": 3}):
+        options = first | others
+        chosen = topk_sigmoid(logits, 3, renormalize=True, **options)
+        groups = options["num_groups"], options["top_groups"]
+        assert_chosen(chosen, logits, 3, False, groups=groups, scale=options["scale"])
+    assert len(cache.plans.recent["choose_experts"]) == 4
+
+
+def test_export_of_a_symbolic_top_k_after_a_repeat(device: str, repeats: Callable[[str], None]) -> None:
+    class Quarter(torch.nn.Module):
+        def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+            return topk_softmax(logits, logits.size(1) // 4, renormalize=True)
+
+    logits, model = different(7, 20).to(device), Quarter()
+    for _ in range(2):
+        model(logits)
+    auto = torch.export.Dim.AUTO
+    program = torch.export.export(model, (logits,), dynamic_shapes=({0: auto, 1: auto},), strict=False).module()
+    for T, E in ((7, 20), (5, 12)):
+        logits = different(T, E).to(device)
+        assert_chosen(program(logits), logits, E // 4, True)
+
+
 @pytest.mark.parametrize("softmax", [True, False])
 def test_autograd_changes_no_choice(softmax: bool, device: str) -> None:
     logits = torch.randn(40, 24, device=device)

@@ -297,6 +297,14 @@ def test_grouped_mm_like_an_earlier_call_is_a_repeat(
             grouped_mm(A, B, offs=offs, **{"bias": bias, **options})
 
 
+def test_ends_of_grouped_mm_past_int32(device: str) -> None:
+    """The last group ends where the rows do."""
+    A, B, _ = make_inputs([3, 4], 24, 32, dtype=torch.float16, device=device)
+    out = grouped_mm(A, B, offs=torch.tensor([3, 2**32 + 1], device=device))
+    expected = grouped_mm(A, B, offs=torch.tensor([3, 7], device=device))
+    assert expected.any(1).all() and torch.equal(out, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [200, 4000], ids=["few rows", "many rows"])
 def test_grouped_mm_in_a_graph_with_other_offs(M: int, device: str) -> None:
