@@ -330,6 +330,7 @@ def test_quantize_a_layer(format: str) -> None:
     assert [name for name, _ in made.named_parameters()] == ["router"]
     assert f"format={format}" in repr(made)
     assert "format" not in repr(plain)
+    assert "compute" not in repr(layer(compute=format).quantize(format))  # which is ignored
     with pytest.raises(RuntimeError, match=f"quantised before, as '{format}'"):
         made.quantize("fp8_block")
     assert torch.equal(copy.deepcopy(made)(hidden), out)
