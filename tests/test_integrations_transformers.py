@@ -432,6 +432,27 @@ def test_ids_are_validated_unless_there_are_sentinels(act: str, monkeypatch: pyt
     experts._is_expert_parallel = False
     with pytest.raises(ValueError, match=r"^topk_ids\[1, 1\]: expected 0 to 3, got 4"):
         integration.experts_forward(experts, *arguments)
+    del experts._is_expert_parallel  # which not all versions of transformers have
+    integration.experts_forward(experts, *arguments)
+
+
+@pytest.mark.parametrize("act", ["silu", "mish"], ids=["in one call", "between two products"])
+def test_the_dtype_under_autocast(act: str) -> None:
+    experts, hidden, weights = make_experts({}, act), torch.randn(5, H), torch.rand(5, TOP_K)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = integration.experts_forward(experts, hidden, IDS, weights)
+        exact = integration.experts_forward(experts.double(), hidden.double(), IDS, weights.double())
+    assert out.dtype == torch.float32 and exact.dtype == torch.float64
+    assert (out - exact).norm() < 0.02 * exact.norm()
+
+
+def test_a_gate_that_computes_in_another_dtype() -> None:
+    experts = make_experts({}, "silu").bfloat16()
+    arguments, results = (torch.randn(5, H).bfloat16(), IDS, torch.rand(5, TOP_K).bfloat16()), []
+    for dtype in (torch.float32, torch.bfloat16):
+        experts._apply_gate = lambda h, dtype=dtype: (h[..., :I].float().tanh() * h[..., I:]).to(dtype)
+        results.append(integration.experts_forward(experts, *arguments))
+    assert results[0].any() and torch.equal(*results)
 
 
 def test_unknown_layouts_and_devices_say_what_to_do() -> None:

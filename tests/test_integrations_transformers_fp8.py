@@ -250,6 +250,8 @@ def test_a_layer_and_its_gates(make: Make) -> None:
     ids, weights = torch.randint(0, 9, (6, 3)), torch.rand(6, 3)
     w_in, w_out = integration._scaled(experts, "gate_up_proj"), integration._scaled(experts, "down_proj")
     routing = reference.route(ids, weights, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts(hidden, ids, weights).dtype == torch.float32
 
     def expected() -> Tensor:
         offsets = routing.group_offsets
@@ -269,6 +271,7 @@ def test_a_layer_and_its_gates(make: Make) -> None:
         {"gate_softcap": 2.0, "up_softcap": 3.0, "swiglu_alpha": None, "limit": None},
         {"gate_softcap": None},
         {"act_fn": nn.Tanh()},
+        {"limit": 0.5},
         {"act_fn": hooked},
         {"act_fn": nn.SiLU(), "_apply_gate": lambda h: h[..., ::2]},
     ):
@@ -277,7 +280,7 @@ def test_a_layer_and_its_gates(make: Make) -> None:
         for name, value in attributes.items():
             setattr(experts, name, value)
         out, right = experts(hidden, ids, weights), expected()
-        assert right.any()
+        assert right.any() and out.dtype == right.dtype
         # A few elements are rounded to the other of two adjacent fp8 numbers.
         assert float((out - right).norm() / right.norm()) < 5e-3, attributes
 
@@ -338,6 +341,14 @@ def test_ids_are_validated_unless_there_are_sentinels(make: Make, monkeypatch: p
         experts._is_expert_parallel = False
         with pytest.raises(ValueError, match=r"^topk_ids\[0, 0\]: expected 0 to 7, got 8"):
             integration.fp8_experts_forward(experts, *arguments)
+        del experts._is_expert_parallel  # which not all versions of transformers have
+        assert not integration.fp8_experts_forward(experts, *arguments).any()
+
+
+def test_versions_without_a_registry_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(finegrained, "ALL_FP8_EXPERTS_FUNCTIONS")
+    integration.register()
+    assert integration.registry.ALL_EXPERTS_FUNCTIONS["moe_kernels"] is integration.experts_forward
 
 
 def test_plans_ahead(make: Make) -> None:
