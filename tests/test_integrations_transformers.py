@@ -396,7 +396,11 @@ def test_gates_that_differ_from_those_of_the_families(monkeypatch: pytest.Monkey
     def apply_gate(self: Any, h: Tensor) -> Tensor:
         return h[..., ::2]
 
-    limitless._apply_gate = apply_gate.__get__(limitless)
+    def without_limit(self: Any, h: Tensor) -> Tensor:
+        return h[..., 1::2]
+
+    without_limit.__module__ = type(limitless).__module__  # a gate of the library whose limit is no attribute
+    limitless._apply_gate = without_limit.__get__(limitless)
     derived = make_family("gpt_oss")
     derived.__class__ = type("Derived", (type(derived),), {"_apply_gate": apply_gate})
     for experts in (limitless, derived, make_family("deepseek_v4", hidden_act="gelu")):
