@@ -236,9 +236,8 @@ def _activation_options(experts: nn.Module) -> dict[str, Any] | None:
 
 
 def _apply_gate(experts: nn.Module) -> Any:
-    """Return the function of the experts' `_apply_gate`, which an instance may have in place of its class's."""
-    method = getattr(experts, "_apply_gate", None)
-    return getattr(method, "__func__", method)
+    """Return the experts' own `_apply_gate` or, as a function, that of their class."""
+    return vars(experts).get("_apply_gate") or getattr(type(experts), "_apply_gate", None)
 
 
 def _activation(act_fn: Any) -> str | None:
