@@ -208,6 +208,9 @@ def run_rank(rank: int, folder: str) -> None:
             dispatch(hidden, *routed, E)
         else:
             torch.func.grad(lambda scale: (dispatch(hidden, *routed, E)[0] * scale).sum())(torch.ones(()))
+    for enabled in (False, rank == 1):  # allowed, as no rank records gradients
+        with torch.set_grad_enabled(enabled):
+            assert combine(*dispatch(torch.ones(1, H), *routed, E)).sum() == H
     with pytest.raises(ValueError, match=r"num_experts: expected a multiple of the group's 2 ranks, got 7"):
         dispatch(torch.ones(1, H), *routed, 7)
     with pytest.raises(ValueError, match=rf"hidden: expected H = {H + rank} and .* have \[{4 * H}, {4 * (H + 1)}\]"):
@@ -224,9 +227,11 @@ def run_rank(rank: int, folder: str) -> None:
     here = (
         r"topk_ids\[0, 1\]: expected 0 to .*, got -1; to drop" if rank else r"topk_ids: .* on ranks \[1\] of the group;"
     )
-    for checked in (True, rank == 1):  # all ranks, or the one with the wrong id alone
-        with pytest.raises(ValueError, match=here):
+    for checked in (True, rank == 1, None):  # all ranks, the one with the wrong id alone, or by the environment
+        with patch.object(checks, "_VALIDATE", checked is None), pytest.raises(ValueError, match=here):
             dispatch(torch.ones(1, H), *unlike, E, validate=checked)
+    with pytest.raises(ValueError, match=here):  # rank 0 drops a slot on purpose
+        dispatch(torch.ones(1, H), torch.tensor([[0, -1]]), torch.ones(1, 2), E, validate=rank == 1)
     assert sum(dispatch(torch.ones(1, H), *unlike, E, validate=False)[1].sent) == 2 - rank
     with pytest.raises(ValueError, match="group: expected a one-dimensional DeviceMesh, got 2 dimensions"):
         dispatch(torch.ones(1, H), *routed, E, init_device_mesh("cpu", (1, P)))
@@ -236,6 +241,8 @@ def run_rank(rank: int, folder: str) -> None:
     of_rank_0, mesh_of_rank_0 = dist.new_group([0]), DeviceMesh("cpu", [0])
     if rank == 0:
         check_compiled(of_rank_0)
+        with patch.object(checks, "_VALIDATE", True):
+            assert combine(*dispatch(torch.ones(1, H), *routed, E, of_rank_0)).sum() == H
     else:
         for group in (of_rank_0, mesh_of_rank_0):
             with pytest.raises(ValueError, match="group: expected a process group of which this rank is a member"):
