@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_kernels import ScaledTensor, dequantize, ops, quantize, reference
+from moe_kernels import ScaledTensor, dequantize, ops, quantize, quantize_weight, reference
 from moe_kernels.scaled import FORMATS, FP8_DTYPES
 
 E4M3, E5M2 = FP8_DTYPES
@@ -130,6 +130,8 @@ def test_no_gradient() -> None:
     x = torch.randn(4, 130, requires_grad=True)
     for function in (quantize, reference.quantize):
         assert not any(part.requires_grad for part in function(x, "1x128")[:2])
+    for compute in ("fp8_rowwise", "fp8_block"):
+        assert not any(part.requires_grad for made in quantize_weight(x[None], compute)[1:] for part in made[:2])
 
 
 @pytest.mark.parametrize("format", FORMATS)
