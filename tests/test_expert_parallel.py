@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,8 @@ def check_gradients_for_rank_0_alone(case: str, rank: int, expected: list[Tensor
 
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=P)
+    limit = timedelta(minutes=3)  # of waiting for the other rank
+    dist.init_process_group("gloo", f"file://{folder}/store", limit, rank=rank, world_size=P)
     results: dict[str, Any] = {}
     for case in CASES:
         weights, ranks = make(case)
