@@ -170,6 +170,7 @@ def test_each_pair_is_multiplied(shapes: list[tuple[int, int, int]]) -> None:
     for outs in (
         varied_grouped_gemm(A, B),
         varied_grouped_gemm(tuple(A), tuple(B)),
+        varied_grouped_gemm(A, B, out=given_out),
         varied_grouped_gemm(A, B, out=tuple(given_out)),
         given_out,
         plan(),

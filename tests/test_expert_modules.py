@@ -273,7 +273,8 @@ def test_finding_the_activation_leaves_the_experts_and_the_random_numbers_alone(
     weights = [(w, w.clone()) for expert in experts for w in expert.parameters()]
     router = nn.Linear(H, E, bias=False, dtype=torch.float64)
     before = torch.get_rng_state()
-    MoE.from_experts(experts, router, top_k=TOP_K, renormalize=True)
+    for given in (router, torch.zeros(E, H, dtype=torch.float64)):
+        MoE.from_experts(experts, given, top_k=TOP_K, renormalize=True)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(w, kept) and w.requires_grad for w, kept in weights)
     assert all(expert.training for expert in experts)
