@@ -170,4 +170,5 @@ def _choose_experts(
         if eager and not torch_internals.differentiated(logits):
             cache.remember(CHOOSE_EXPERTS, given, requested, options)
             return topk_ids, topk_weights
-    return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, 1.0 * scale)
+    factor = 1.0 * scale  # a float, also of a symbolic number, for which float() would be a constant
+    return topk_ids, reference.topk_weights(logits, topk_ids, softmax, renormalize, factor)

@@ -192,15 +192,14 @@ def _scaled(experts: nn.Module, name: str) -> ScaledTensor:
 def _fp8_activation_options(experts: Any) -> dict[str, Any] | None:
     """Return the options with which `moe_mlp` computes `FP8Experts._apply_gate`, or None if there are none."""
     name = _activation(experts.act_fn)
-    alpha, limit = getattr(experts, "swiglu_alpha", None), getattr(experts, "limit", None)
-    if experts.has_gate and _apply_gate(experts).__module__ != _FP8:
-        return None
-    if experts.has_gate and getattr(experts, "gate_softcap", None) is not None:
-        return None
-    if experts.has_gate and alpha is not None:
-        return {"activation": "clamped_swiglu", "alpha": float(alpha), "limit": float(experts.swiglu_limit)}
-    if experts.has_gate and limit is not None:
-        return {"activation": "clamped_silu", "limit": float(limit)} if name == "silu" else None
+    if experts.has_gate:
+        if _apply_gate(experts).__module__ != _FP8 or getattr(experts, "gate_softcap", None) is not None:
+            return None
+        alpha, limit = getattr(experts, "swiglu_alpha", None), getattr(experts, "limit", None)
+        if alpha is not None:
+            return {"activation": "clamped_swiglu", "alpha": float(alpha), "limit": float(experts.swiglu_limit)}
+        if limit is not None:
+            return {"activation": "clamped_silu", "limit": float(limit)} if name == "silu" else None
     return None if name is None else {"activation": name}
 
 
@@ -218,7 +217,7 @@ def _tensor(experts: nn.Module, name: str) -> Tensor:
 
 
 def _activation_options(experts: nn.Module) -> dict[str, Any] | None:
-    """Return the options with which `moe_mlp` computes all that this class does, or None if there are none."""
+    """Return the options with which `moe_mlp` computes all that these experts do, or None if there are none."""
     if getattr(experts, "has_post_expert_norm", False):
         return None
     apply_gate = _apply_gate(experts)
