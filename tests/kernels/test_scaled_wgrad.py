@@ -131,7 +131,9 @@ def assert_right(
 def test_products(name: str, P: int, Q: int, dtype: torch.dtype, device: str) -> None:
     group_offsets = offsets_of(OFFSETS[name], device)
     X, Y = spread(260, P, dtype, device), spread(260, Q, dtype, device)
+    given = X.clone()
     out = quantized_wgrad(X, Y, group_offsets, None, None, False, dtype)
+    assert torch.equal(X, given)
     assert_right(out, X, Y, group_offsets, None, None)
     if name == "one":
         assert torch.equal(quantized_wgrad(X, Y, group_offsets, None, None, False, dtype), out)
@@ -209,10 +211,12 @@ def test_rowwise_products(
 ) -> None:
     group_offsets = offsets_of(OFFSETS[name], device)
     operands = rowwise_operands(260, P, Q, len(group_offsets) - 1, device, dtypes)
+    X, scales_X, Y, scales_Y = operands
+    given = X.clone()
     out = rowwise_wgrad(*operands, group_offsets, dtype, fast)
+    assert torch.equal(X.view(torch.uint8), given.view(torch.uint8))
     assert_rowwise_right(out, *operands, group_offsets, fast)
     assert name == "empty" or (out != 0).any()
-    X, scales_X, Y, scales_Y = operands
     copied = X.contiguous(), scales_X.T.contiguous().T, torch.stack([Y, Y], 1)[:, 0], scales_Y
     assert torch.equal(rowwise_wgrad(*copied, group_offsets, dtype, fast), out)
 
