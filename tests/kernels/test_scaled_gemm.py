@@ -226,6 +226,16 @@ def test_bias(kernel: tuple[str, str, bool], device: str) -> None:
         assert not again[95:].any()
 
 
+@pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[3], KERNELS[5]], ids=str)
+def test_biases_of_groups_that_share_a_weight(kernel: tuple[str, str, bool], device: str) -> None:
+    A, B, group_offsets = operands([3, 0, 4], 32, 48, kernel[0], device, shared=True)
+    bias = torch.randn(3, 32, device=device)
+    out = ops.scaled_grouped_gemm(
+        A.data, A.scales, B.data, B.scales, group_offsets, bias, torch.float32, kernel[1], kernel[2]
+    )
+    assert_scaled_grouped_gemm_close(out, A, B, group_offsets, bias)
+
+
 @pytest.mark.parametrize("format", ["rowwise", pytest.param("block", marks=gpu)])
 def test_bias_alone(format: str, device: str) -> None:
     """The result without a contraction is the bias."""
