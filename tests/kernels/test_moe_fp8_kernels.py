@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_kernels import MoE, ScaledTensor, dequantize, moe_mlp, quantize, reference, topk_softmax
 from moe_kernels.glu import GLUSpec
-from moe_kernels.kernels import activation, permute
+from moe_kernels.kernels import activation, permute, scaled_gemm
 from moe_kernels.rules import quantize as rules
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.plan import Builder
@@ -374,6 +374,16 @@ def test_fast_accumulation(T: int, device: str) -> None:
     for _ in range(3):
         assert torch.equal(moe_mlp(**arguments, fast_accumulation=True), fast)
         assert torch.equal(moe_mlp(**arguments), exact)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_both_products_accumulate_as_asked(fast: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fast product would be enough for a result that differs from the exact one."""
+    asked: list[bool] = []
+    monkeypatch.setattr(scaled_gemm, "multiply", lambda *_, fast: asked.append(fast))
+    with cache.isolated():
+        moe_mlp(**make(3, 32, 32, 3, 2, "rowwise", device, {}), fast_accumulation=fast)
+    assert asked == [fast, fast]
 
 
 @pytest.mark.gpu
