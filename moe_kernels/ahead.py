@@ -164,15 +164,15 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
     if isinstance(what, str):
         if what not in MODELS:
             raise ValueError(f"what: expected one of {', '.join(MODELS)}, got {what!r}")
-        shape = LayerShape(*MODELS[what])
-        calls = _calls(shape, tokens, training)
-        if what in SIGMOID_GATING:
-            for T, *_ in classes(tokens, shape.num_experts, shape.top_k):
-                calls.append(partial(_run_sigmoid_gating, shape, T, *SIGMOID_GATING[what]))
-        return calls
+        return _calls(LayerShape(*MODELS[what]), tokens, training)
     if isinstance(what, LayerShape):
         checks.check_dtype("dtype", what.dtype)
-        return [partial(_run_shape, what, T, training) for T, *_ in classes(tokens, what.num_experts, what.top_k)]
+        counts = [T for T, *_ in classes(tokens, what.num_experts, what.top_k)]
+        calls: list[Callable[[], None]] = [partial(_run_shape, what, T, training) for T in counts]
+        for name, gating in SIGMOID_GATING.items():
+            if MODELS[name] == what[:4]:
+                calls += [partial(_run_sigmoid_gating, what, T, *gating) for T in counts]
+        return calls
     if not isinstance(what, nn.Module):
         raise TypeError(f"what: expected a module, a LayerShape or a model's name, got {type(what).__name__}")
     layers = layers_of(what)

@@ -552,7 +552,7 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_models_own_gating_is_compiled() -> None:
-    """Sigmoid gating has options of the model, so sizes alone do not name it."""
+    """Sigmoid gating has options of the model, which its name or sizes select."""
     pytest.importorskip("helion")
     for name, (_, _, E, top_k) in MODELS.items():
         gatings = [one for one in ahead.collect(ahead._calls(name, [1], False)) if one.operator == "choose_experts"]
@@ -566,6 +566,18 @@ def test_a_models_own_gating_is_compiled() -> None:
         assert E % SIGMOID_GATING[name][0] == 0
         found = {one.inputs[0].dtype for one in gatings if not one.options[1] and one.inputs[1].shape == (E,)}
         assert found == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_command_compiles_a_models_own_gating(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    asked: list[ahead.LayerShape | str] = []
+    monkeypatch.setattr(commands, "compile_ahead", lambda what, **_: asked.extend(what) or ahead.CompileCounts(0, 0, 0))
+    line = ["--gpu", "h200", "--dtype", str(dtype).removeprefix("torch."), "--model", *SIGMOID_GATING]
+    assert compile_main(*line) == 0 and len(asked) == len(SIGMOID_GATING)
+    for what, (*groups, scale) in zip(asked, SIGMOID_GATING.values(), strict=True):
+        gatings = [one for one in ahead.collect(ahead._calls(what, [1], False)) if one.operator == "choose_experts"]
+        found = {(one.options[3:], one.inputs[0].dtype) for one in gatings if not one.options[1]}  # type: ignore[union-attr]
+        assert found == {((*groups, factor), kind) for factor in (scale, 1.0) for kind in (torch.float32, dtype)}
 
 
 @pytest.mark.parametrize("training", [False, True])
