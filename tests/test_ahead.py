@@ -654,7 +654,14 @@ def parse(add: Callable[[argparse.ArgumentParser], None], *arguments: str) -> ar
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("1:8192", range(1, 8193)), ("7", range(7, 8)), ("5:5", range(5, 6)), ("3:4", range(3, 5))]
+    ("text", "expected"),
+    [
+        ("1:8192", range(1, 8193)),
+        ("7", range(7, 8)),
+        ("5:5", range(5, 6)),
+        ("3:4", range(3, 5)),
+        ("1:1073741823", range(1, 2**30)),
+    ],
 )
 def test_token_range(text: str, expected: range) -> None:
     assert commands.token_range(text) == expected
@@ -670,6 +677,7 @@ def test_no_token_range(text: str) -> None:
 
 def test_layer() -> None:
     assert commands.layer("64,32,4,2") == ahead.LayerShape(*SIZES)
+    assert commands.layer("64,32,4,4") == ahead.LayerShape(64, 32, 4, 4)
     for text in ("", "64,32,4", "64,32,4,2,1", "64,32,4,x", "0,32,4,2", "64,32,4,5", "64,32,4,0", "64,-1,4,2"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected"):
             commands.layer(text)
@@ -729,7 +737,8 @@ def test_compile_refuses(
         assert "3 plans, 2 binaries, 1 launcher libraries" in captured.out
         ((what, options),) = asked
         assert what in ([ahead.LayerShape(*MODELS["olmoe"])], [ahead.LayerShape(*SIZES)])
-        assert (options["tokens"], options["training"], options["gpu"]) == (range(1, 8193), False, "h200")
+        expected = {"tokens": range(1, 8193), "training": False, "gpu": "h200", "jobs": 1}
+        assert {name: options[name] for name in expected} == expected
     else:
         assert code == 2
         assert captured.err.startswith("compile: ")
