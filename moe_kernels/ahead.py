@@ -296,7 +296,7 @@ def _logits(shape: LayerShape, T: int) -> list[Tensor]:
 
 def _run_sigmoid_gating(shape: LayerShape, T: int, num_groups: int, top_groups: int, scale: float) -> None:
     """Run a model's own gating on meta tensors, and with the scale 1, which compiled programs apply themselves."""
-    bias = torch.empty(shape.num_experts, device="meta")
+    bias = torch.empty(shape.num_experts, dtype=torch.float32, device="meta")
     options: dict[str, Any] = {"renormalize": True, "bias": bias, "num_groups": num_groups, "top_groups": top_groups}
     with torch.no_grad():
         for logits, factor in product(_logits(shape, T), (scale, 1.0)):

@@ -580,6 +580,18 @@ def test_the_command_compiles_a_models_own_gating(monkeypatch: pytest.MonkeyPatc
         assert found == {((*groups, factor), kind) for factor in (scale, 1.0) for kind in (torch.float32, dtype)}
 
 
+@pytest.mark.parametrize("what", ["glm-4.5-air", SHAPE], ids=str)
+def test_the_default_dtype_changes_no_plan(what: Any) -> None:
+    pytest.importorskip("helion")
+    calls, before = ahead._calls(what, [1, 20], True), torch.get_default_dtype()
+    expected = [one.signature for one in ahead.collect(calls)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert [one.signature for one in ahead.collect(calls)] == expected
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("sizes", [SIZES, (64, 32, 5, 3)])
 def test_a_class_of_token_counts_shares_its_plans(sizes: tuple[int, int, int, int], training: bool) -> None:
