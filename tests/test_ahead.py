@@ -491,6 +491,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ahead.compile_ahead((64, 64, 2, 1), tokens=[1], gpu="h200")
     with pytest.raises(ValueError, match="jobs: expected at least 1"):
         ahead.compile_ahead(bare(), tokens=[1], gpu="h200", jobs=0)
+    with pytest.raises(TypeError, match="training: expected True or False, got 1"):
+        ahead.compile_ahead(bare(), tokens=[1], gpu="h200", training=1)  # type: ignore[arg-type]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET makes Triton run on the CPU, and nothing can be"):
         ahead.compile_ahead(bare(), tokens=[1], gpu="h200")
@@ -549,6 +551,16 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(OSError, match=f"{tmp_path / 'kept'}: plans cannot be kept there.*LIMIT_MB"):
         ahead.compile_ahead(bare(), tokens=[2], gpu="h200")
     assert asked == ["choose_experts", "moe_mlp"]
+
+
+def test_what_is_kept_already_is_not_stored_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the folder may be one that is only read. Token counts may come from any iterable."""
+    pytest.importorskip("helion")
+    monkeypatch.setattr(ahead, "_kept", lambda *_: {})
+    monkeypatch.setattr(store, "can_write", lambda: False)
+    monkeypatch.setattr(launch, "build_libraries", lambda _: 0)
+    found = ahead.compile_ahead(bare(), tokens=[1, 5], gpu="h200")
+    assert ahead.compile_ahead(bare(), tokens=iter([1, 5]), gpu="h200") == found
 
 
 def test_a_models_own_gating_is_compiled() -> None:
