@@ -217,6 +217,7 @@ def _print_configs() -> None:
             found = os.path.exists(file)
             print(f"  {file}: {f'{known.count(file)} entries for these versions' if found else 'not there'}")
     rows = []
+    tma = gpu is None or gpu.has_tma
     for name, G, M, N, K, dtype in _TYPICAL:
         mean_rows = M // G
         problem = grouped.Problem(
@@ -227,9 +228,9 @@ def _print_configs() -> None:
             G=G,
             dtype=dtype,
             tf32=False,
-            tma_A=True,
-            tma_B=True,
-            tma_out=True,
+            tma_A=tma,
+            tma_B=tma,
+            tma_out=tma,
             has_bias=False,
             gpu=gpu,
         )

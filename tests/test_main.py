@@ -198,6 +198,21 @@ def test_info_where_the_user_may_not_look_into_the_cache_folder(
     assert f"{hidden}/moe_kernels/configs/nvidia-h200.json: not there" in capsys.readouterr().out
 
 
+def test_info_on_a_gpu_whose_kernels_use_pointers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(targets, "of_device", lambda kind, index: targets.KNOWN["a100"])
+    monkeypatch.setattr(cli, "_gpu", lambda: "cuda")
+    monkeypatch.setattr(cli, "_gpu_fields", list)
+    rules.reload()
+    assert cli.main(["info"]) == 0
+    rules.reload()
+    text = capsys.readouterr().out
+    assert text.count(" 0 of 3 tensors by TMA") == len(cli._TYPICAL) and "jagged_tails" not in text
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_tune_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--model", "qwen3-30b-a3b"]) == 2
