@@ -115,7 +115,7 @@ def rule(problem: Problem, variant: str = "auto", block_m: int | None = None) ->
     by_tma = addressing.tma_A or addressing.tma_B
     if variant == "basic" and block_m == 64 and by_tma and (thin or _at_once(problem, 64, 64)):
         # As many loads as fit are in flight at once. With more tiles than SMs, two programs share an SM.
-        tiles = problem.M // 64 * -(-problem.N // 64)
+        tiles = problem.M // 64
         alone = thin and (problem.gpu is None or tiles <= problem.gpu.multiprocessors)
         block_n, block_k, num_stages = 64, 128, 5 if alone else 3
     two_per_sm = variant == "persistent" and addressing.tma_out and _stores_most(problem)
