@@ -166,6 +166,15 @@ def test_entries_of_uniform_products(tmp_path: Path) -> None:
     assert choose_quietly(DECODE).source == "rule"  # an entry serves one operator only
 
 
+def test_an_entry_for_groups_that_are_not_folded(tmp_path: Path) -> None:
+    """It keeps its kernel where groups could be folded, too."""
+    bucket = uniform.bucket_of(uniform_problem())
+    file = put(named(tmp_path), entry_of("batched", bucket, ["A", "B", "out"], block_sizes=[64, 64, 64]))
+    for M in (512, 520):
+        choice = uniform.choose(uniform_problem(M=M))
+        assert (choice.source, choice.variant) == (str(file), "batched")
+
+
 def test_an_entry_for_torch_bmm(tmp_path: Path) -> None:
     file = put(named(tmp_path), entry_of("bmm", uniform.bucket_of(uniform_problem()), []))
     choice = uniform.choose(uniform_problem())
@@ -229,6 +238,10 @@ def test_illegal_entries_of_the_other_forms(
         ({"tma_B": False}, ("bmm", None, None)),
         ({"dtype": torch.float32, "out_dtype": torch.float32}, ("bmm", None, None)),
         ({"tma_B": False, "bmm": False}, ("batched", [64, 64, 64], 3)),
+        ({"tma_A": False}, ("bmm", None, None)),
+        ({"tma_A": False, "bmm": False}, ("batched", [64, 64, 64], 3)),
+        ({"K": 1000}, ("batched", [64, 64, 128], 5)),  # a folded tile would read the next group
+        ({"M": 64, "N": 4096, "bmm": False}, ("folded", [64, 64, 128], 3)),
     ],
     ids=str,
 )
@@ -236,6 +249,8 @@ def test_the_rule_for_uniform_products(changed: dict[str, Any], expected: tuple[
     choice = uniform.rule(uniform_problem(**changed))
     values = choice.config.config
     assert (choice.variant, values.get("block_sizes"), values.get("num_stages")) == expected
+    groups_first = choice.variant != "bmm" and changed.get("N", 64) <= 64
+    assert values.get("loop_orders") == ([[2, 1, 0]] if groups_first else None)
 
 
 @pytest.mark.parametrize(("N", "variant"), [(127 * 256, "tails"), (128 * 256, "persistent")])
@@ -275,6 +290,22 @@ def test_the_rule_for_varied_products(shapes: list[tuple[int, int, int]], expect
     choice = varied.rule(varied_problem(*shapes))
     values = varied.stored(choice)
     assert (*values["block_sizes"], values["num_sm_multiplier"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"aligned": False}, (64, 64, 32, 1, 8, 3)),
+        ({"dtype": torch.float32, "b_columns": True}, (128, 64, 32, 1, 4, 3)),
+        ({"dtype": torch.float32}, (64, 64, 32, 1, 8, 3)),
+        ({"dtype": torch.float32, "b_columns": True, "tf32": True}, (64, 64, 32, 1, 8, 3)),
+    ],
+    ids=str,
+)
+def test_the_rule_for_other_varied_products(changed: dict[str, Any], expected: tuple[int, ...]) -> None:
+    values = varied.stored(varied.rule(varied_problem(*[(2048, 2048, 2048)] * 8, **changed)))
+    names = ("num_sm_multiplier", "num_warps", "num_stages")
+    assert (*values["block_sizes"], *(values[name] for name in names)) == expected
 
 
 def test_the_steps_of_the_busiest_sm() -> None:
@@ -900,6 +931,14 @@ def test_each_gpu_without_entries_has_a_warning(tmp_path: Path) -> None:
         ({"rows": 16, "M": 2048, "K": 36, **POINTERS, "gpu": GPU}, ("persistent", 64, [256, 16], 4, 3)),
         ({"rows": 1, "M": 128, "N": 512, "K": 8, **POINTERS, "gpu": GPU}, ("basic", 16, [16, 64, 256, 16], 4, 3)),
         ({"rows": 512, "M": 65536, "K": 72, **POINTERS, "gpu": GPU}, ("persistent", 128, [128, 32], 8, 3)),
+        # Few rows and columns.
+        ({"rows": 8, "M": 64, "N": 512, "G": 8, "gpu": GPU}, ("basic", 16, [16, 128, 16, 128], 4, 4)),
+        ({"rows": 32, "M": 32, "N": 64, "G": 1, "gpu": GPU}, ("basic", 64, [64, 64, 2, 128], 4, 5)),
+        ({"rows": 32, "M": 32, "N": 8, "G": 1, "tma_B": False, "gpu": GPU}, ("basic", 64, [64, 16, 2, 32], 4, 3)),
+        (
+            {"rows": 128, "M": 1024, "G": 8, "N": 2048, "out_dtype": torch.float32, "gpu": GPU},
+            ("basic", 128, [128, 256, 16, 64], 8, 4),
+        ),
         # Few columns, with weights that TMA cannot read.
         ({"rows": 512, "M": 65536, "N": 8, "tma_B": False, "gpu": GPU}, ("basic", 64, [64, 16, 256, 128], 4, 3)),
         ({"rows": 8, "M": 1024, "N": 36, "tma_B": False, "gpu": GPU}, ("basic", 64, [64, 64, 256, 128], 4, 5)),
@@ -1005,6 +1044,7 @@ FP8 = scaled.Problem(
         ({"block_scaled": True, "N": 1024, "K": 1024}, "basic"),
         ({"block_scaled": True, "N": 1024}, "persistent"),
         ({"block_scaled": True, "N": 2048, "K": 1024}, "persistent"),
+        ({"K": 0}, "basic"),
     ],
     ids=str,
 )
@@ -1039,6 +1079,30 @@ def test_tiles_of_fp8_products_with_few_rows(changed: dict[str, Any], width: int
     assert choice.addressing.tma_A == (changed.get("tma_A", True) and fits)
     assert choice.config.config["block_sizes"][:2] == [choice.block_m, width]
     assert choice.config.config["num_stages"] == num_stages
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected", "tma"),
+    [
+        ({}, ([128], 4, 3), 2),
+        ({"M": 64}, ([128], 4, 3), 2),  # it reads half a tile at once
+        ({"M": 32}, ([32], 8, 2), 1),
+        ({"tma_A": False}, ([32], 8, 2), 1),
+        ({"K": 72}, ([128], 4, 3), 2),
+        ({"K": 64}, ([32], 8, 2), 0),
+        ({"fast": True}, ([256, 128], 8, 4), 3),
+        ({"fast": True, "out_dtype": torch.float32}, ([128, 128], 8, 4), 3),
+        ({"fast": True, "tma_out": False}, ([256, 128], 8, 4), 2),
+        ({"fast": True, "M": 64}, ([32, 128], 8, 2), 1),
+        ({"fast": True, "K": 16}, ([32, 32], 8, 2), 0),
+    ],
+    ids=str,
+)
+def test_how_persistent_fp8_products_are_read(changed: dict[str, Any], expected: tuple[Any, ...], tma: int) -> None:
+    choice = scaled.rule(replace(FP8, **{"tma_out": True, **changed}), "persistent")
+    values = choice.config.config
+    assert (values["block_sizes"], values["num_warps"], values["num_stages"]) == expected
+    assert choice.addressing.tma == ([], ["B"], ["A", "B"], ["A", "B", "out"])[tma]
 
 
 @pytest.mark.parametrize(
@@ -1160,6 +1224,37 @@ def test_what_the_rule_gives_for_thin_weight_gradients(changed: dict[str, Any], 
     assert (*got, values.get("pid_type", "flat")) == expected
 
 
+@pytest.mark.parametrize(
+    ("changed", "expected", "tma"),
+    [
+        ({}, ("persistent", 64, [256], 8, 4), 3),
+        ({"int64_rows": True}, ("persistent", 64, [256], 8, 4), 3),
+        ({"M": 32768}, ("persistent", 64, [256], 8, 4), 3),
+        ({"M": 16384}, ("basic", 32, [128, 128], 4, 5), 3),
+        ({"Q": 1920}, ("basic", 32, [128, 128], 4, 5), 3),
+        ({"M": 1 << 17, "Q": 1920}, ("basic", 64, [256, 128], 8, 3), 3),
+        ({"M": 1 << 17, "Q": 192}, ("basic", 32, [128, 128], 4, 5), 3),
+        ({"tma_out": False}, ("basic", 64, [256, 128], 8, 4), 2),
+        ({"tma_out": False, "Q": 192}, ("basic", 64, [128, 256], 8, 4), 2),
+        ({"tma_out": False, "P": 192, "Q": 192}, ("basic", 64, [256, 128], 8, 4), 2),
+        ({"M": 64, "G": 1}, ("basic", 32, [128, 128], 4, 5), 3),
+        ({"M": 32, "G": 1}, ("basic", 32, [128, 64], 4, 3), 0),  # a block of TMA has 32 or 64 rows
+        ({"int64_out": True}, ("basic", 32, [128, 64], 4, 3), 0),
+        ({"tma": False, "int64_rows": True}, ("basic", 32, [128, 64], 4, 3), 0),
+        ({"dtype": torch.float32}, ("basic", 32, [64, 64], 4, 3), 0),
+    ],
+    ids=str,
+)
+def test_what_the_rule_gives_for_weight_gradients(changed: dict[str, Any], expected: tuple[Any, ...], tma: int) -> None:
+    choice = wgrad.rule(replace(WGRAD, **{"P": 2048, **changed}))
+    values = choice.config.config
+    got = (choice.variant, choice.block_m, values["block_sizes"], values["num_warps"], values["num_stages"])
+    assert got == expected
+    assert choice.addressing.tma == ["A", "B", "out"][:tma]
+    assert choice.addressing.int64_index == (tma == 0 and any(name.startswith("int64") for name in changed))
+    assert values.get("num_sm_multiplier") == (2 if values["num_stages"] == 5 else None)
+
+
 FIRST_HALF = swiglu.Problem(
     rows=128,
     M=16384,
@@ -1191,6 +1286,9 @@ FIRST_HALF = swiglu.Problem(
         ({"slow_memory": True, "int64_out": True}, (True, 128, [64], 8)),
         ({"slow_memory": True, "int64_A": True}, (True, 128, [64], 8)),
         ({"slow_memory": True, "paired": False}, (False, 64, [64, 64, 256, 64], 4)),
+        ({"paired": False, "tma_B": False}, (False, 64, [64, 32, 256, 32], 4)),
+        ({"paired": False, "dtype": torch.float32}, (False, 64, [64, 32, 256, 16], 8)),
+        ({"paired": False, "dtype": torch.float32, "precision": "tf32x3"}, (False, 64, [64, 64, 256, 32], 8)),
     ],
     ids=str,
 )
@@ -1198,6 +1296,17 @@ def test_what_the_rule_gives_for_the_first_half(changed: dict[str, Any], expecte
     choice = swiglu.rule(replace(FIRST_HALF, **changed))
     values = choice.config.config
     assert (choice.variant == "persistent", choice.block_m, values["block_sizes"], values["num_warps"]) == expected
+
+
+@pytest.mark.parametrize(("rows", "height"), [(32, 64), (64, 128)])
+def test_tma_reads_the_rows_of_a_first_half_if_they_fill_a_tile(rows: int, height: int) -> None:
+    for M in (height // 2, height):
+        for tma_A, tma_out in itertools.product((False, True), repeat=2):
+            problem = replace(FIRST_HALF, rows=rows, M=M, E=M // rows, tma_A=tma_A, tma_out=tma_out)
+            choice = swiglu.rule(problem)
+            stores = tma_out and choice.variant == "persistent"
+            assert choice.block_m == height
+            assert choice.addressing == (tma_A and height == M, True, stores, False)
 
 
 @pytest.mark.parametrize(("rows", "K", "cost"), [(512, 2048, 56), (1024, 2048, 48), (1024, 768, 50)])
