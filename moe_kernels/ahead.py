@@ -299,7 +299,7 @@ def _run_sigmoid_gating(shape: LayerShape, T: int, num_groups: int, top_groups: 
     bias = torch.empty(shape.num_experts, dtype=torch.float32, device="meta")
     options: dict[str, Any] = {"renormalize": True, "bias": bias, "num_groups": num_groups, "top_groups": top_groups}
     with torch.no_grad():
-        for logits, factor in product(_logits(shape, T), (scale, 1.0)):
+        for logits, factor in product(_logits(shape, T), dict.fromkeys((scale, 1.0))):
             topk_sigmoid(logits, shape.top_k, scale=factor, **options)
 
 
