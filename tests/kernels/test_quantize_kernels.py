@@ -117,7 +117,6 @@ def test_special_values(format: str, dtype: torch.dtype, interpreted: tuple[dict
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_sizes(format: str, device: str) -> None:
     for R, K in [(0, 16), (1, 1), (17, 1), (1, 16), (129, 16), (17, 127), (1, 128), (17, 128), (129, 129), (3, 2880)]:
         assert_as_twin(spread(R, K, torch.bfloat16, device), format)
@@ -142,7 +141,6 @@ def test_weights_and_strides(format: str, dtype: torch.dtype, device: str) -> No
 
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_squares_in_both_orders(dtype: torch.dtype, by_columns: bool, device: str) -> None:
     for G, R, K in [(2, 136, 130), (1, 128, 256), (2, 7, 8)]:
         x = spread(G * R, K, dtype, device).view(G, R, K)
@@ -184,7 +182,6 @@ def test_long_rows(device: str) -> None:
 @pytest.mark.parametrize(
     ("G", "R", "K"), [(2, 130, 264), (3, 5, 1), (1, 1, 72), (2, 128, 130), (1, 300, 16), (2, 7, 8)]
 )
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_rows_and_then_columns(G: int, R: int, K: int, dtype: torch.dtype, device: str) -> None:
     """Rows are quantised together with amax of the columns, and columns by that, as their twins."""
     x = spread(G * R, K, dtype, device).view(G, R, K)

@@ -99,7 +99,6 @@ def _routing(T: int, top_k: int, num_experts: int, device: str, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("T", "top_k", "H"), [(9, 3, 40), (1, 1, 1), (20, 2, 1030)])
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_permute_copies(T: int, top_k: int, H: int, dtype: torch.dtype, device: str) -> None:
     routing = _routing(T, top_k, 5, device)
     hidden = torch.randn(T, H, device=device).to(dtype)
@@ -108,7 +107,6 @@ def test_permute_copies(T: int, top_k: int, H: int, dtype: torch.dtype, device: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_unpermute_adds_in_float32_in_order_and_rounds_once(dtype: torch.dtype, weighted: bool, device: str) -> None:
     routing = _routing(20, 3, 5, device)
     rows = torch.randn(60, 40, device=device).to(dtype)

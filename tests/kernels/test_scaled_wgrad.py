@@ -71,7 +71,6 @@ def columns(x: Tensor, group_offsets: Tensor, row_to_slot: Tensor | None, square
         ("empty", False, torch.float32),
     ],
 )
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_columns_are_quantised_bit_for_bit(
     name: str, gathered: bool, dtype: torch.dtype, squares: bool, device: str, fresh_plans: None
 ) -> None:
@@ -127,7 +126,6 @@ def assert_right(
         ("all blocks", 72, 40, torch.bfloat16),
     ],
 )
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_products(name: str, P: int, Q: int, dtype: torch.dtype, device: str) -> None:
     group_offsets = offsets_of(OFFSETS[name], device)
     X, Y = spread(260, P, dtype, device), spread(260, Q, dtype, device)
@@ -199,7 +197,6 @@ def assert_rowwise_right(
         ("one", 72, 40, torch.bfloat16, (E4M3, E4M3)),
     ],
 )
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_rowwise_products(
     name: str,
     P: int,

@@ -61,7 +61,6 @@ def no_bmm(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
         (3, 16, 7, 1),
     ],
 )
-@pytest.mark.usefixtures("reads_in_bounds")
 def test_sizes(G: int, M: int, N: int, K: int, device: str) -> None:
     A, B = make(G, M, N, K, device)
     assert_close(uniform_grouped_gemm(A, B, G), A, B)
