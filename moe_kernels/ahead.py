@@ -102,7 +102,8 @@ def compile_ahead(
     Raises:
         TypeError, ValueError: a size or token count that is not an int or out of range; an unsupported dtype; an
             unknown GPU or model, a module without a layer of this package, or sharded weights.
-        RuntimeError: `gpu` is None, and there is no GPU; there is no C compiler; or TRITON_INTERPRET is set.
+        RuntimeError: `gpu` is None, and there is no GPU; there is no C compiler; TRITON_INTERPRET is set; or `training`
+            is True for weights in fp8, whose layer has no gradients.
         OSError: the folder cannot be written to, or its size limit is too small.
         ImportError: as for `grouped_gemm`.
     """
