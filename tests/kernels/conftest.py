@@ -49,7 +49,8 @@ def _between_guards(shape: tuple[int, ...], strides: tuple[int, ...], dtype: tor
 
 
 _interpret = interpreter._interpret
-_spans: list[tuple[int, int]] = []  # addresses of the running kernel's arguments: the first, and that behind the last
+# Of the running kernel, if it is checked, the addresses of its arguments: the first of each, and that behind the last.
+_running: list[list[tuple[int, int]]] = []
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -68,17 +69,17 @@ def _interpret_in_bounds(function: Any, grid: tuple[int, ...], *arguments: Any) 
     """
     with one_at_a_time:
         if "varied" not in function.__name__:
-            _spans[:] = [_span(given) for given in arguments if isinstance(given, torch.Tensor) and given.numel()]
+            _running.append([_span(x) for x in arguments if isinstance(x, torch.Tensor) and x.numel()])
         try:
             _interpret(function, grid, *arguments)
         finally:
-            _spans.clear()
+            _running.clear()
 
 
 def _load_in_bounds(pointers: Any, mask: Any, *rest: Any) -> Any:
-    if _spans:
+    for spans in _running:
         read = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)]
-        inside = [(begin <= read) & (read < end) for begin, end in _spans]
+        inside = [(begin <= read) & (read < end) for begin, end in spans]
         assert not read.size or np.logical_or.reduce(inside).all(), "read outside of all arguments"
     return _load(pointers, mask, *rest)
 
