@@ -582,6 +582,7 @@ def test_a_models_own_gating_is_compiled() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_command_compiles_a_models_own_gating(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    pytest.importorskip("helion")
     asked: list[ahead.LayerShape | str] = []
     monkeypatch.setattr(commands, "compile_ahead", lambda what, **_: asked.extend(what) or ahead.CompileCounts(0, 0, 0))
     line = ["--gpu", "h200", "--dtype", str(dtype).removeprefix("torch."), "--model", *SIGMOID_GATING]

@@ -133,6 +133,18 @@ def test_info_names_each_gpu(cuda: bool, xpu: bool, gpus: list[str], monkeypatch
     ]
 
 
+def info_on(gpu: targets.Gpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what `info` prints on a machine with this GPU."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(targets, "of_device", lambda kind, index: gpu)
+    monkeypatch.setattr(cli, "_gpu", lambda: "cuda")
+    monkeypatch.setattr(cli, "_gpu_fields", list)
+    rules.reload()
+    assert cli.main(["info"]) == 0
+    rules.reload()
+    return capsys.readouterr().out
+
+
 def test_info_names_the_entry_and_its_distance(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -159,15 +171,8 @@ def test_info_names_the_entry_and_its_distance(
     (tmp_path / "nvidia-sm90.json").write_text("{")
     monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(targets, "of_device", lambda kind, index: gpu)
     monkeypatch.setattr(entries, "BUNDLED", tmp_path / "none")
-    monkeypatch.setattr(cli, "_gpu", lambda: "cuda")
-    monkeypatch.setattr(cli, "_gpu_fields", list)
-    rules.reload()
-    assert cli.main(["info"]) == 0
-    rules.reload()
-    text = capsys.readouterr().out
+    text = info_on(gpu, monkeypatch, capsys)
     assert f"{file}: 1 entries" in text and "not there" in text
     assert f"tuned: {file}, distance 0.19 from 512 rows per group, N 1536, K 1792, G 128" in text
     (float32,) = [line for line in text.splitlines() if line.startswith("Qwen3-30B-A3B, prefill, float32")]
@@ -187,29 +192,16 @@ def test_info_where_the_user_may_not_look_into_the_cache_folder(
         return real(path, *rest, **options)
 
     monkeypatch.setenv("XDG_CACHE_HOME", hidden)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(targets, "of_device", lambda kind, index: targets.KNOWN["h200"])
-    monkeypatch.setattr(cli, "_gpu", lambda: "cuda")
-    monkeypatch.setattr(cli, "_gpu_fields", list)
     monkeypatch.setattr(os, "stat", refuse)
-    rules.reload()
-    assert cli.main(["info"]) == 0
-    rules.reload()
-    assert f"{hidden}/moe_kernels/configs/nvidia-h200.json: not there" in capsys.readouterr().out
+    text = info_on(targets.KNOWN["h200"], monkeypatch, capsys)
+    assert f"{hidden}/moe_kernels/configs/nvidia-h200.json: not there" in text
 
 
 def test_info_on_a_gpu_whose_kernels_use_pointers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(targets, "of_device", lambda kind, index: targets.KNOWN["a100"])
-    monkeypatch.setattr(cli, "_gpu", lambda: "cuda")
-    monkeypatch.setattr(cli, "_gpu_fields", list)
-    rules.reload()
-    assert cli.main(["info"]) == 0
-    rules.reload()
-    text = capsys.readouterr().out
+    text = info_on(targets.KNOWN["a100"], monkeypatch, capsys)
     assert text.count(" 0 of 3 tensors by TMA") == len(cli._TYPICAL) and "jagged_tails" not in text
 
 
