@@ -1567,7 +1567,23 @@ def test_instrumented_code_has_its_own_place_in_tritons_cache(monkeypatch: pytes
     for mode in ("", "consan"):
         monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", mode)
         compiler.compiled_kernel(one, GPU)
-    assert asked == [{"num_warps": 4}, {"instrumentation_mode": "consan", "num_warps": 4}]
+    fused = {"enable_fp_fusion": True, "num_warps": 4}
+    assert asked == [fused, {"instrumentation_mode": "consan", **fused}]
+
+
+@pytest.mark.parametrize("setting", ["0", "1"])
+def test_a_setting_decides_on_fused_multiply_adds(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, Triton 3.9 would warn; see the test above."""
+    pytest.importorskip("helion")
+    import triton
+
+    from moe_kernels.runtime import compile as compiler
+
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(triton, "compile", lambda *_, options, **__: asked.append(options))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", setting)
+    compiler.compiled_kernel(compiler.Specialization("key", triton.jit(nothing), (), {}, {}, {}), GPU)
+    assert asked == [{}]
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])

@@ -204,7 +204,9 @@ def compiled_kernel(specialized: Specialization, gpu: Gpu) -> Any:
     target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
     # Triton 3.6 instruments by the setting, but names instrumented code in its cache by the option alone.
     mode = getattr(triton.knobs.compilation, "instrumentation_mode", "")
-    options = {"instrumentation_mode": mode} if mode else {}
+    options: dict[str, Any] = {"instrumentation_mode": mode} if mode else {}
+    if "TRITON_DEFAULT_FP_FUSION" not in os.environ:
+        options["enable_fp_fusion"] = True  # as by default up to Triton 3.9, which warns that 3.10 has another default
     return triton.compile(source, target=target, options=options | dict(specialized.options))
 
 

@@ -200,6 +200,9 @@ def launcher(kernel: Any) -> Launcher:
         RuntimeError: there is no C compiler, and no library that was built before.
     """
     kernel.run  # noqa: B018  (loads the kernel, and its launcher)
+    # From Triton 3.9 on, a kernel unloads itself when it is freed. At the end of a process it cannot, since Triton's
+    # modules are gone, and prints an error. With a reference that is never dropped, it is never freed.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kernel))
     try:
         return DirectLauncher(kernel)
     except UNEXPECTED:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -242,6 +244,20 @@ def test_unknown_launchers_are_left_to_triton(name: str, version: str) -> None:
     assert isinstance(launch.launcher(kernel), DirectLauncher)
     UNKNOWN[name](kernel)
     assert isinstance(launch.launcher(kernel), TritonLauncher)
+
+
+def test_kernels_are_not_freed(version: str) -> None:
+    """At the end of a process, one that is freed would fail to unload itself, with Triton 3.9."""
+
+    def freed(load: Callable[[Any], Any]) -> bool:
+        kernel = Kernel(version)
+        load(kernel)
+        known = weakref.ref(kernel)
+        del kernel
+        gc.collect()
+        return known() is None
+
+    assert freed(lambda kernel: None) and not freed(launch.launcher)
 
 
 @pytest.mark.parametrize("other", ["3.5.1", "3.10.0", "4.0.0"])

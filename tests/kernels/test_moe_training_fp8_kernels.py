@@ -229,7 +229,8 @@ def test_amax_of_columns_is_kept(device: str) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("format", "I"), [("rowwise", 72), ("rowwise", 300), ("1x128", 128), ("1x128", 1152)])
 def test_activation_backward_quantises(format: str, I: int, gated: bool, weigh: bool, device: str) -> None:  # noqa: E741
-    """The gradient has the bits of `quantize`, and the other results those without a format.
+    """The gradient has the bits of `quantize`, and the other results those without a format. The gradients of the
+    router's weights are sums over columns, which a compiler may round otherwise: Triton 3.9 does.
 
     This includes rows of zeros, with infinity and NaN, subnormals, and rows in no group.
     """
@@ -245,8 +246,13 @@ def test_activation_backward_quantises(format: str, I: int, gated: bool, weigh: 
     )
     *made, data, scales = quantized_activate_backward(preact, d_act, *order, weigh, format, *spec)
     *right, _, _ = quantized_activate_backward(preact, d_act, *order, weigh, None, *spec)
-    for a, b in zip(made, right, strict=True):
+    *_, of_magnitudes, _, _ = quantized_activate_backward(preact.abs(), d_act.abs(), *order, weigh, None, *spec)
+    *exact, sums = zip(made, right, strict=True)
+    for a, b in exact:
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    finite = sums[1].isfinite()
+    assert torch.equal(sums[0].isnan(), sums[1].isnan()) and finite.any() and sums[1].any()
+    assert ((sums[0] - sums[1]).abs() <= 2.0**-22 * of_magnitudes)[finite].all()
     assert made[0][:4].any() and not made[0][11:].any()
     twin = reference.quantize(made[0], format)
     assert torch.equal(data, twin.data.view(torch.uint8))
