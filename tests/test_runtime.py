@@ -57,6 +57,7 @@ from moe_kernels.runtime.symbolic import (
     SymbolicTensor,
     int_from_json,
     least,
+    lies_transposed,
     most,
     needs_int64,
     text,
@@ -160,6 +161,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "narrow, last": lambda x: x.narrow(-1, 3, 5),
     "even": lambda x: x[..., ::2],
     "odd": lambda x: x[..., 1::2],
+    "even, then odd": lambda x: x[..., ::2][..., 1::2],
     "unsqueeze, first": lambda x: x.unsqueeze(0),
     "unsqueeze, inner": lambda x: x.unsqueeze(1),
     "unsqueeze, last": lambda x: x.unsqueeze(3),
@@ -176,13 +178,32 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_of_symbolic_tensors_are_those_of_tensors(name: str, dtype: torch.dtype) -> None:
     x = torch.empty(2, 6, 8, dtype=dtype)
-    view, made = (VIEWS[name](one) for one in (x, SymbolicTensor(3, dtype, tuple(x.shape), x.stride(), aligned=True)))
+    described = SymbolicTensor(3, dtype, tuple(x.shape), x.stride(), aligned=True)
+    view, made = (VIEWS[name](one) for one in (x, described))
     assert (made.variable, made.dtype, made.dim()) == (3, dtype, view.dim())
     assert (made.size(), made.stride()) == (tuple(view.shape), view.stride())
     assert (made.size(-1), made.stride(0)) == (view.size(-1), view.stride(0))
     assert made.offset == view.storage_offset() * dtype.itemsize
     assert made.aligned == (made.offset % 16 == 0)
+    assert not VIEWS[name](replace(described, aligned=False)).aligned
     assert made.is_contiguous() == view.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "transposed"),
+    [
+        ((2, 3, 4), (12, 4, 1), False),
+        ((2, 3, 4), (12, 1, 3), True),
+        ((3, 4), (1, 3), True),
+        ((3, 4), (8, 2), False),
+        ((3, 1), (1, 1), False),
+        ((1, 4), (1, 1), False),
+    ],
+)
+def test_matrices_that_lie_transposed(shape: tuple[int, ...], strides: tuple[int, ...], transposed: bool) -> None:
+    tensor = torch.empty_strided(shape, strides, device="meta")
+    described = SymbolicTensor(0, torch.float16, shape, strides, aligned=True)
+    assert lies_transposed(tensor) == lies_transposed(described) == transposed
 
 
 def test_symbolic_tensors_are_contiguous_whatever_the_stride_of_a_single_element() -> None:

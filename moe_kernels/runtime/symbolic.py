@@ -19,8 +19,8 @@ INT32_MAX = 2**31 - 1
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {"+": add, "-": sub, "*": mul, "//": floordiv}
 
 
-def _operator(op: str, swapped: bool = False) -> Callable[[Any, Any], SymbolicInt]:
-    return lambda self, other: _operation(op, other, self) if swapped else _operation(op, self, other)
+def _operator(op: str) -> Callable[[Any, Any], SymbolicInt]:
+    return lambda self, other: _operation(op, self, other)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class SymbolicInt:
         return cls("extent", (tensor, dim), least, most)
 
     __add__, __sub__, __mul__, __floordiv__ = (_operator(op) for op in _OPERATIONS)
-    __radd__, __rmul__ = _operator("+", swapped=True), _operator("*", swapped=True)
+    __radd__, __rmul__ = __add__, __mul__
 
     def __eq__(self, other: object) -> bool:
         raise TypeError(f"a plan cannot depend on the value of {self}")
