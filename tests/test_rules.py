@@ -616,6 +616,38 @@ def check_loops_of_tails(file: Path, tuned: entries.Entry, problem: grouped.Prob
     assert grouped.why_illegal(larger, replace(problem, K=96)) is not None
 
 
+@pytest.mark.parametrize(
+    ("variant", "changed", "reason"),
+    [
+        ("basic", {"indexing": "pointer"}, "indexing is pointer"),
+        ("tall", {"indexing": None}, "indexing is None"),
+        ("tails", {"block_sizes": 64}, "block_sizes are 64"),
+        ("tall", {"block_sizes": [64, 64]}, "block_sizes are [64, 64]"),
+        ("basic", {"block_sizes": [128, 256, 64]}, "block_sizes are [128, 256, 64]"),
+        ("basic", {"block_sizes": [128, 48, 256, 64]}, "a block is no power of two"),
+        ("basic", {"block_sizes": [128, 0, 256, 64]}, "a block is no power of two"),
+        ("tall", {"block_sizes": [64.0]}, "a block is no power of two"),
+        ("tails", {"pid_type": "persistent_blocked"}, "pid_type is persistent_blocked"),
+        ("tall", {"block_m": 64}, "its tiles are 128 x 256"),
+        ("basic", {"block_m": 64}, "block_m is 64 and 128"),
+        ("basic", {"block_m": 8, "block_sizes": [8, 256, 256, 64]}, "a block is too small or too large"),
+        ("basic", {"block_m": 256, "block_sizes": [256, 256, 256, 64]}, "a block is too small or too large"),
+        ("tails", {"block_sizes": [8, 64]}, "a block is too small or too large"),
+        ("basic", {"block_sizes": [128, 512, 256, 64]}, "a block is larger than what TMA can read"),
+        ("tall", {"block_sizes": [4096]}, "a block is larger than what TMA can read"),
+    ],
+    ids=str,
+)
+def test_illegal_choices(variant: Any, changed: dict[str, Any], reason: str) -> None:
+    """As in damaged files of entries, or proposed by Helion's search."""
+    problem = replace(PROBLEM, rows=512, M=65536)
+    choice = grouped.rule(problem, variant)
+    assert choice.variant == variant and grouped.why_illegal(choice, problem) is None
+    values = dict(choice.config.config) | {name: value for name, value in changed.items() if name != "block_m"}
+    block_m = changed.get("block_m", choice.block_m)
+    assert grouped.why_illegal(replace(choice, block_m=block_m, config=rules.Config(**values)), problem) == reason
+
+
 def test_a_persistent_entry_with_tiles_of_64_rows(tmp_path: Path) -> None:
     put(named(tmp_path), entry(block_m=64))
     choice = choose_quietly()
