@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import errno
 import functools
+import hashlib
 import io
 import json
 import os
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import tokenize
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -901,6 +903,23 @@ def test_the_limit_is_looked_at_first_and_after_each_16th_of_it(monkeypatch: pyt
     for kilobytes, times in ((0, 1), (31, 1), (33, 2), (31, 2), (65, 3)):
         store.write_library(LIBRARY_KEY, bytes(kilobytes << 10))
         assert len(looked) == times, kilobytes
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(3500, True), (3700, False)])
+def test_files_of_a_clock_that_was_ahead_go_first(
+    seconds: int, kept: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to an hour, as other machines may be that share the folder, such files are the newest."""
+    monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", "1")
+    keys = [hashlib.sha256(name).hexdigest() for name in (b"first", b"second")]
+    for key, moved in zip(keys, (seconds, -10), strict=True):
+        before = set(root.rglob("*"))
+        store.write_library(key, key[:1].encode() * (490 << 10))
+        for path in set(root.rglob("*")) - before:
+            os.utime(path, (time.time() + moved,) * 2)
+    assert all(store.read_library(key) for key in keys)
+    store.write_library(LIBRARY_KEY, bytes(70 << 10))
+    assert [store.read_library(key) is not None for key in keys] == [kept, not kept]
 
 
 def test_code_that_was_evicted_without_its_record(root: Path) -> None:
