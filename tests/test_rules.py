@@ -648,6 +648,22 @@ def test_illegal_choices(variant: Any, changed: dict[str, Any], reason: str) -> 
     assert grouped.why_illegal(replace(choice, block_m=block_m, config=rules.Config(**values)), problem) == reason
 
 
+@pytest.mark.parametrize(
+    ("variant", "N", "reason"),
+    [
+        ("tails", 192, "its tiles are 128 x 256"),
+        ("tall", 192, "its tiles are 128 x 256"),
+        ("tails", 256, None),
+        ("tall", 256, None),
+        ("tails", 264, "N is no multiple of 64"),
+        ("tall", 264, None),
+    ],
+)
+def test_columns_that_tiles_of_one_width_can_have(variant: Any, N: int, reason: str | None) -> None:
+    problem = replace(PROBLEM, rows=512, M=65536, N=N)
+    assert grouped.why_illegal(grouped.rule(problem, variant), problem) == reason
+
+
 def test_a_persistent_entry_with_tiles_of_64_rows(tmp_path: Path) -> None:
     put(named(tmp_path), entry(block_m=64))
     choice = choose_quietly()
