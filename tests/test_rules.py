@@ -506,6 +506,28 @@ def test_a_file_that_cannot_be_used_is_skipped_with_one_warning(tmp_path: Path, 
     assert str(bad) in str(warning.message) and "python -m moe_kernels tune" in str(warning.message)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "out_dtype", "label"),
+    [
+        (torch.bfloat16, False, None, "bfloat16"),
+        (torch.bfloat16, False, torch.bfloat16, "bfloat16"),
+        (torch.bfloat16, False, torch.float32, "bfloat16 to float32"),
+        (torch.float32, False, None, "float32"),
+        (torch.float32, True, None, "tf32"),
+    ],
+)
+def test_dtypes_that_share_entries(dtype: torch.dtype, tf32: bool, out_dtype: torch.dtype | None, label: str) -> None:
+    assert entries.dtype_label(dtype, tf32, out_dtype) == label
+
+
+def test_entries_are_those_of_the_pinned_helion_if_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that were compiled elsewhere run without it."""
+    monkeypatch.setattr(requirements, "installed", {"torch": "2.11.0", "triton": "3.6.0"}.get)
+    assert entries.installed_versions() == entries.Versions("2.11.0", "3.6.0", requirements.HELION)
+    monkeypatch.setattr(requirements, "installed", {"helion": "1.5.1"}.get)
+    assert entries.installed_versions() == entries.Versions("", "", "1.5.1")
+
+
 def test_patch_versions_do_not_matter(tmp_path: Path) -> None:
     versions = entries.installed_versions()
     put(named(tmp_path), entry(versions=replace(versions, helion=f"{versions.helion.rsplit('.', 1)[0]}.99")))
