@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import statistics
 import subprocess
@@ -329,6 +330,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_tables_have_at_most_eight_columns(page: Path) -> None:
     rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert all(line.replace("\\|", "").count("|") <= tables.SHORT + 1 for line in rows)
+
+
+def test_the_page_of_versions_matches_its_results() -> None:
+    script = runpy.run_path(str(ROOT / ".ci" / "versions.py"))
+    assert script["page"](json.loads(script["RESULTS"].read_text())) == script["PAGE"].read_text()
 
 
 def test_readme_is_short() -> None:
