@@ -50,7 +50,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--sizes",
         nargs="+",
         choices=get_args(SizeKind),
-        default=["softmax"],
         help="of the groups of --shapes; default: softmax",
     )
     parser.add_argument(
@@ -92,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.suite and options.shapes:
         return _refused("--suite and --shapes exclude each other")
-    suites = [of_shapes(options.shapes, options.sizes)] if options.shapes else []
+    if options.sizes and not options.shapes:
+        return _refused("--sizes is for --shapes; a suite has its own")
+    suites = [of_shapes(options.shapes, options.sizes or ["softmax"])] if options.shapes else []
     suites = suites or [SUITES[name] for name in dict.fromkeys(options.suite or ["table"])]
     on_cpu = requirements.interpreted() or not torch.cuda.is_available()
     if on_cpu and any(suite.name != "smoke" for suite in suites):
@@ -211,7 +212,7 @@ def _words(options: argparse.Namespace) -> list[str]:
     what = ("suite", "shapes", "sizes", "layout", "providers", "timing", "rounds", "load")
     for name in (*what, "jobs", "json", "csv", "plot"):
         value = getattr(options, name)
-        if value is None or value is False or (name == "sizes" and not options.shapes):
+        if value is None or value is False:
             continue
         alone = value is True or (name == "json" and value == Path())
         values = value if isinstance(value, list) else [] if alone else [value]

@@ -161,6 +161,8 @@ def to_file(text: str, keeps: str | None = None) -> Path:
 
 def to_folder(text: str) -> Path:
     """Parse the name of a folder to write to, for argparse."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, got an empty name")
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"expected a folder, got the file {text!r}")
     _refuse_unwritable(Path(text), text)

@@ -653,6 +653,8 @@ def test_a_peers_failure_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--suite", "table"], "needs a CUDA GPU"),
         (["--shapes", "1,2,3,4"], "needs a CUDA GPU"),
         (["--suite", "smoke", "--shapes", "1,2,3,4"], "exclude each other"),
+        (["--suite", "smoke", "--sizes", "zipf"], "--sizes is for --shapes"),
+        (["--sizes", "softmax"], "--sizes is for --shapes"),
         (["--suite", "smoke", "--timing", "graph"], "no CUDA graphs"),
         (["--suite", "smoke", "--json", "x", "--csv", "../" + Path.cwd().name + "/x"], "name the same file"),
         (["--suite", "smoke", "--providers", "mm"], "none of the providers mm"),
@@ -673,6 +675,9 @@ def test_files_and_folders_are_told_apart_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").touch()
     wrong, expected = (tmp_path / "file", "folder") if option == "--plot" else (tmp_path, "file")
+    with pytest.raises(SystemExit):
+        cli.main(["--suite", "smoke", option, ""])
+    assert f"argument {option}: expected a {expected}, got" in capsys.readouterr().err
     with pytest.raises(SystemExit) as left:
         cli.main(["--suite", "smoke", option, str(wrong)])
     assert left.value.code == 2
@@ -718,6 +723,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     [
         "--suite smoke shared --layout both --rounds 5",
         "--shapes 1,2,3,4 5,6,7,8 --sizes zipf one --timing eager --jobs 4",
+        "--shapes 1,2,3,4 --rounds 3",
         "--providers torch ours --json --csv a.csv --plot b",
         "--csv out.csv --plot .",
     ],
