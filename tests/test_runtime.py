@@ -992,7 +992,11 @@ def test_2d_products_of_bmm_are_no_views() -> None:
 def test_examples_are_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch 2.11 allocates on the device of a fake tensor, for which other processes may have reserved it."""
     compiler = pytest.importorskip("moe_kernels.runtime.compile")
-    index = torch.cuda.device_count() - 1 if torch.cuda.is_available() else 1  # fake tensors need a GPU that exists
+    if torch.cuda.is_available():
+        index = torch.cuda.device_count() - 1  # fake tensors need a GPU that exists
+    else:
+        index = 1
+        monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
     for gpu, device in ((targets.KNOWN["h200"], f"cuda:{index}"), (targets.INTERPRETER, "cpu")):
