@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from training import COMPUTE, DIFFERENTIABLE, exactly, run
 
-from moe_kernels import QuantizedWeight, moe_mlp, quantize, quantize_weight, reference
+from moe_kernels import QuantizedWeight, moe_mlp, quantize, quantize_weight, reference, requirements
 from moe_kernels.ops import quantized_activate_backward, quantized_grouped_gemm, quantized_moe_mlp
 from moe_kernels.testing import make_experts, make_tokens
 
@@ -230,7 +231,7 @@ def test_amax_of_columns_is_kept(device: str) -> None:
 @pytest.mark.parametrize(("format", "I"), [("rowwise", 72), ("rowwise", 300), ("1x128", 128), ("1x128", 1152)])
 def test_activation_backward_quantises(format: str, I: int, gated: bool, weigh: bool, device: str) -> None:  # noqa: E741
     """The gradient has the bits of `quantize`, and the other results those without a format. The gradients of the
-    router's weights are sums over columns, which a compiler may round otherwise: Triton 3.9 does.
+    router's weights are sums over columns, which Triton 3.9 rounds otherwise on a GPU.
 
     This includes rows of zeros, with infinity and NaN, subnormals, and rows in no group.
     """
@@ -250,7 +251,8 @@ def test_activation_backward_quantises(format: str, I: int, gated: bool, weigh: 
     *exact, (sums, others) = zip(made, right, strict=True)
     for a, b in exact:
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    rounded = (sums - others).abs() <= 2.0**-22 * of_magnitudes
+    of_magnitudes *= 2.0**-22 if device == "cuda" and requirements.minor(triton.__version__) == (3, 9) else 0
+    rounded = (sums - others).abs() <= of_magnitudes
     assert (rounded | (sums == others) | (sums.isnan() & others.isnan())).all() and others.nan_to_num().any()
     assert made[0][:4].any() and not made[0][11:].any()
     twin = reference.quantize(made[0], format)
