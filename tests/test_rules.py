@@ -1625,35 +1625,32 @@ def nothing() -> None:
     """The source of a kernel."""
 
 
-def test_instrumented_code_has_its_own_place_in_tritons_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def options_of_triton(monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, Any]:
+    """Return the options with which Triton compiles a kernel that a plan wants with `options`."""
     pytest.importorskip("helion")
     import triton
 
     from moe_kernels.runtime import compile as compiler
 
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(triton, "compile", lambda *_, options, **__: asked.append(options))
-    one = compiler.Specialization("key", triton.jit(nothing), (), {}, {}, {"num_warps": 4})
-    for mode in ("", "consan"):
-        monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", mode)
-        compiler.compiled_kernel(one, GPU)
-    fused = {"enable_fp_fusion": True, "num_warps": 4}
-    assert asked == [fused, {"instrumentation_mode": "consan", **fused}]
+    monkeypatch.setattr(triton, "compile", lambda *_, options, **__: options)
+    return compiler.compiled_kernel(compiler.Specialization("key", triton.jit(nothing), (), {}, {}, options), GPU)
+
+
+@pytest.mark.parametrize(("mode", "more"), [("", {}), ("consan", {"instrumentation_mode": "consan"})])
+def test_instrumented_code_has_its_own_place_in_tritons_cache(
+    mode: str, more: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
+    monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", mode)
+    assert options_of_triton(monkeypatch, num_warps=4) == {"enable_fp_fusion": True, "num_warps": 4, **more}
 
 
 @pytest.mark.parametrize("setting", ["0", "1"])
 def test_a_setting_decides_on_fused_multiply_adds(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, Triton 3.9 would warn; see the test above."""
-    pytest.importorskip("helion")
-    import triton
-
-    from moe_kernels.runtime import compile as compiler
-
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(triton, "compile", lambda *_, options, **__: asked.append(options))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", setting)
-    compiler.compiled_kernel(compiler.Specialization("key", triton.jit(nothing), (), {}, {}, {}), GPU)
-    assert asked == [{}]
+    assert options_of_triton(monkeypatch) == {}
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
