@@ -118,6 +118,13 @@ def test_means_in_performance_match_the_results() -> None:
         assert len(found) == 22
         assert f"| the 22 lines below | {load} | {mean_and_lowest(found)} |" in text
 
+    speedups = []
+    for case in tables.by_case(Results.read(folder / "table-torch-2.15.json").records):
+        speedups.append((case[base, "graph"]["us"] / case[ours, "graph"]["us"], next(iter(case.values()))["case"]))
+    mean, lowest = mean_and_lowest(speedups).split(" | ")
+    assert len(speedups) == 22
+    assert f"in these 22 lines has a geometric mean of {mean}; the lowest is {lowest}." in text
+
     for name, others, cells in (
         ("wide.json", [], "both products of 14 models, 64 to 65536 rows, five routings | bursts"),
         ("wide.json", [base], f"the same, over `{base}` alone | bursts"),
