@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_kernels import checks, reference
 from moe_kernels.glu import ACTIVATIONS, CLAMPED, GLUSpec
-from moe_kernels.runtime.torch_internals import has_no_values
+from moe_kernels.runtime.torch_internals import has_no_values, without_modes
 
 
 class Layout(NamedTuple):
@@ -152,9 +152,15 @@ def activation_of(experts: Sequence[nn.Module], stacked: Stacked) -> str:
 
     All are called with the same random weights, each in its current train or eval mode.
     """
+    if has_no_values(stacked.w_down):
+        with without_modes():  # a mode of fake tensors
+            return _activation_of(experts, stacked, torch.device("cpu"))
+    return _activation_of(experts, stacked, stacked.w_down.device)
+
+
+def _activation_of(experts: Sequence[nn.Module], stacked: Stacked, device: torch.device) -> str:
     into, back, gated = stacked.layout
     with torch.no_grad():
-        device = torch.device("cpu") if stacked.w_down.is_meta else stacked.w_down.device
         generator = torch.Generator(device).manual_seed(0)
         shapes = stacked.w_gate_up[0].shape, stacked.w_down[0].shape, (16, stacked.w_down.size(1))
         w_in, w_out, x = (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils import prune
 
 from moe_kernels import MoE
@@ -241,6 +243,16 @@ def test_the_activation_is_found_by_experts_with_buffers() -> None:
     f = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(I, eps=1e-300, affine=False))  # whose running mean is 0, and variance 1
     expert = nn.Sequential(nn.Linear(H, I, bias=False), f, nn.Linear(I, H, bias=False)).eval()
     assert MoE.from_experts([expert], top_k=1, renormalize=True).activation == "relu"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_activation_of_fake_experts_is_found(inside: bool) -> None:
+    mode = FakeTensorMode()
+    with mode:
+        experts = [FFN("w1 w3 w2", F.gelu) for _ in range(E)]
+    with mode if inside else nullcontext():
+        layer = MoE.from_experts(experts, nn.Parameter(experts[0].w1.weight.new_ones(E, H)), top_k=1, renormalize=True)
+    assert layer.activation == "gelu" and isinstance(layer.w_gate_up, FakeTensor)
 
 
 def test_a_router_without_values() -> None:

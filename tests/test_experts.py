@@ -525,6 +525,12 @@ def test_a_router_is_computed_once_in_each_call() -> None:
     assert len(calls) == 1
 
 
+def test_the_choice_of_a_layer_itself_is_not_validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_kernels.checks._VALIDATE", True)  # as with MOE_KERNELS_VALIDATE=1 at import
+    layer, tokens = MoE(H, I, E, TOP_K, renormalize=True), torch.randn(2, 3, H)
+    torch.testing.assert_close(torch.vmap(layer)(tokens), layer(tokens))
+
+
 def test_the_repr_of_a_layer_whose_weights_fsdp_has_flattened() -> None:
     layer = MoE(H, I, E, TOP_K, renormalize=True)
     assert f"hidden_size={H}, intermediate_size={I}, num_experts={E}, top_k={TOP_K}" in repr(layer)

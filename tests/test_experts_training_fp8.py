@@ -697,6 +697,17 @@ def test_autocast_and_without_gradients(compute: str) -> None:
         assert torch.equal(out, run(arguments, d_out, compute=compute)["out"])
 
 
+@pytest.mark.parametrize("compute", [None, *COMPUTE])
+@pytest.mark.parametrize(("H", "I"), [(1, 4), (4, 1), (1, 1)])
+def test_weights_gradients_lie_as_the_weights_with_a_size_of_one(compute: str | None, H: int, I: int) -> None:  # noqa: E741
+    """`DistributedDataParallel` warns of other strides."""
+    layer = MoE(H, I, E, TOP_K, renormalize=True, compute=compute)
+    layer(torch.randn(5, H)).sum().backward()
+    for name in ("w_gate_up", "w_down"):
+        weight = getattr(layer, name)
+        assert weight.grad.stride() == weight.stride(), name
+
+
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_layer(compute: str) -> None:
     layer = MoE(H, I, E, TOP_K, renormalize=True, compute=compute)

@@ -220,10 +220,11 @@ def test_what_no_gradient_needs_is_not_kept() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_weights_gradient_lies_as_the_weight_does(shared: bool, transposed: bool) -> None:
-    B = random(3, 3, 2, grad=False)[0 if shared else slice(None)].contiguous()
+@pytest.mark.parametrize(("K", "N"), [(3, 2), (1, 2), (3, 1), (1, 1)])
+def test_the_weights_gradient_lies_as_the_weight_does(K: int, N: int, shared: bool, transposed: bool) -> None:
+    B = random(3, K, N, grad=False)[0 if shared else slice(None)].contiguous()
     B = (B.mT.contiguous().mT if transposed else B).requires_grad_()
-    grouped_gemm(random(7, 3), B, OFFSETS).backward(torch.randn(7, 2, dtype=torch.float64))
+    grouped_gemm(random(7, K), B, OFFSETS).backward(torch.randn(7, N, dtype=torch.float64))
     assert B.grad is not None
     assert B.grad.stride() == B.stride()
 

@@ -13,11 +13,10 @@ from moe_kernels.checks import clamp_offsets
 from moe_kernels.glu import GLUSpec, columns
 from moe_kernels.ops.library import check_rows, define, free_saved, use_kernels
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, route_fake, scatter_rows
-from moe_kernels.ops.products import bias_gradient, grouped_gemm, grouped_gemm_wgrad
+from moe_kernels.ops.products import bias_gradient, gradient_transposed, grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.rules.layer import sorts
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
-from moe_kernels.runtime.symbolic import lies_transposed
 
 
 def layer_operator(name: str, *parameters: str) -> Operator:
@@ -254,7 +253,7 @@ def _projection_gradients(
 
 def weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient of `weight [E, K, N]` from `rows [R, K]` and `d [R, N]`, in the weight's memory layout."""
-    return grouped_gemm_wgrad(rows, d, group_offsets, False, lies_transposed(weight), weight.dtype)
+    return grouped_gemm_wgrad(rows, d, group_offsets, False, gradient_transposed(weight), weight.dtype)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -55,7 +55,7 @@ def _grouped_gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     A_packed, B, group_offsets, bias, _, variant = inputs
     save_operands(ctx, A_packed, B, group_offsets)
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.shared, ctx.transposed, ctx.variant = B.dim() == 2, lies_transposed(B), variant
+    ctx.shared, ctx.transposed, ctx.variant = B.dim() == 2, gradient_transposed(B), variant
 
 
 def _grouped_gemm_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,6 +89,12 @@ def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     mat_a, mat_b, offs, bias, out_dtype = inputs
     group_offsets = packing.group_offsets_from_offs(offs)
     _grouped_gemm_setup(ctx, (mat_a, mat_b, group_offsets, bias, out_dtype, "auto"), output)
+
+
+def gradient_transposed(weight: Tensor) -> bool:
+    """Whether the gradient of `weight [.., K, N]` is stored as `[.., N, K]`, to lie as the weight does."""
+    # With K = 1 both strides of a transposed weight are 1.
+    return lies_transposed(weight) or weight.size(-2) == weight.stride(-2) == 1
 
 
 def bias_gradient(

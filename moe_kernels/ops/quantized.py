@@ -19,11 +19,10 @@ from moe_kernels.ops.layer import (
 )
 from moe_kernels.ops.library import along_rows, check_rows, define, free_saved, needs, refusing, use_kernels
 from moe_kernels.ops.moves import combine_rows, route_fake, scatter_rows
-from moe_kernels.ops.products import bias_gradient, wgrad_fake
+from moe_kernels.ops.products import bias_gradient, gradient_transposed, wgrad_fake
 from moe_kernels.rules.quantize import finds_amax, quantises_gradient
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
-from moe_kernels.runtime.symbolic import lies_transposed
 from moe_kernels.scaled import scales_shape
 
 
@@ -314,7 +313,7 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
         d_w_in = weight_gradient(rows, d_preact, group_offsets, w_in)
         del rows
     elif need_w_in:
-        transposed = lies_transposed(w_in)
+        transposed = gradient_transposed(w_in)
         d_w_in = quantized_wgrad(hidden, d_preact, group_offsets, row_to_slot, None, transposed, w_in.dtype)
     if need_b_in:
         d_b_in = bias_gradient(d_preact, group_offsets, b_in.dtype)
@@ -327,7 +326,7 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
             d_w_out = weight_gradient(weighted, rows, group_offsets, w_out)
         del rows
     if need_w_out and ctx.fp8_wgrad:
-        transposed = lies_transposed(w_out)
+        transposed = gradient_transposed(w_out)
         d_w_out = quantized_wgrad(weighted, d_out, group_offsets, None, row_to_slot, transposed, w_out.dtype)
     if not need_topk_weights:
         d_topk_weights = None
