@@ -222,7 +222,7 @@ def cache_main(options: argparse.Namespace) -> int:
         if _is_no_folder(store.folder()):
             print(f"cache: {store.folder()}: is no folder", file=sys.stderr)
             return 1
-        print(f"{store.clear()} files removed from {store.folder()}")
+        print(f"Files removed from {store.folder()}: {store.clear()}")
         if store.contents(store.folder()):
             print("cache: the user may not remove the others", file=sys.stderr)
             return 1

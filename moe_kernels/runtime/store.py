@@ -1,10 +1,10 @@
 """Plans and binaries on disk, so that a new process compiles nothing and imports no compiler.
 
-    <folder>/<environment>/plans/<key>.json             a plan, and the SHA-256 of each binary that it launches
-    <folder>/<environment>/binaries/<key>.json          types and Triton's metadata of a kernel, and its code's SHA-256
-    <folder>/<environment>/binaries/<SHA-256>.cubin     its code
-    <folder>/libraries/<ABI>/<key>.json                 the SHA-256 of one of Triton's launchers, by that of its source
-    <folder>/libraries/<ABI>/<SHA-256>.so               a launcher, a C extension of one Python ABI
+    <folder>/<environment>/plans/<key>       a plan, and the SHA-256 of each binary that it launches
+    <folder>/<environment>/binaries/<key>    a kernel's code, types and Triton's metadata
+    <folder>/libraries/<ABI>/<key>           one of Triton's launchers, a C extension of one Python ABI, by its source
+
+A file is a line with the checksum of its name and of the rest, a line of JSON, and the code, if it has any.
 
 The folder is MOE_KERNELS_CACHE_DIR, or else moe_kernels/compiled in the user's cache folder. Folders in
 MOE_KERNELS_CACHE_READONLY, and `compiled` in the installed package, are read after it and never written. An environment
@@ -44,7 +44,7 @@ from moe_kernels.requirements import HELION, installed
 from moe_kernels.runtime.plan import Plan, plan_from_json
 from moe_kernels.runtime.targets import Gpu
 
-SCHEMA = 1
+SCHEMA = 2
 _PACKAGE = Path(__file__).parent.parent
 _SOURCES = (  # the sources that plans depend on; SCHEMA is the version of the storage format
     "glu.py",
@@ -102,7 +102,7 @@ _COMPILER_SETTINGS = (
     "TRITON_SWAP_MIR_ENABLE_MISCHED",
 )
 _LIMIT_MB = 2048
-_EXTENSIONS = ("cubin", "hsaco", "spv", "so")
+_EXTENSIONS = ("cubin", "hsaco", "spv")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _FOLDERS = re.compile("[0-9a-f]{16}(/(plans|binaries))?|libraries(/[^/]+)?")
 _ARGUMENT = re.compile(r"\*?\w+|tensordesc<\w+\[[\d, ]+\]>", re.ASCII)  # a type, as Triton writes it
@@ -205,16 +205,14 @@ def plan_key(signature: str, gpu: Gpu, tuned: str) -> str:
 
 def read_plan(key: str, known: Mapping[str, Binary]) -> tuple[Plan, dict[str, Binary]] | None:
     """Read a plan and its binaries, which come from `known` if possible. None if anything is missing or invalid."""
-    name = f"{environment()}/plans/{key}.json"
 
-    def accept(_: Path, content: bytes) -> tuple[Plan, dict[str, str]]:
-        payload = _payload(name, content)
+    def accept(_: Path, payload: dict[str, Any], __: bytes) -> tuple[Plan, dict[str, str]]:
         plan, digests = plan_from_json(payload["plan"]), dict(payload["binaries"])
         if set(digests) != set(plan.binaries):
             raise ValueError("a plan without its binaries' checksums")
         return plan, digests
 
-    found = _find(name, accept)
+    found = _find(f"{environment()}/plans/{key}", accept)
     if found is None:
         return None
     plan, digests = found
@@ -232,31 +230,22 @@ def read_plan(key: str, known: Mapping[str, Binary]) -> tuple[Plan, dict[str, Bi
 def write_plan(key: str, plan: Plan, binaries: Mapping[str, Binary]) -> None:
     """Store a plan whose binaries have been written."""
     payload = {"plan": plan.to_json(), "binaries": {name: binaries[name].sha256 for name in plan.binaries}}
-    _write_payload(f"{environment()}/plans/{key}.json", payload)
+    _write(f"{environment()}/plans/{key}", payload)
 
 
 def read_binary(key: str, sha256: str | None = None) -> Binary | None:
     """Read a binary, which must have the checksum if one is given. None if it is missing or invalid."""
-    place = f"{environment()}/binaries"
-    name = f"{place}/{key}.json"
 
-    def accept(root: Path, content: bytes) -> Binary:
-        record = _payload(name, content)
-        if not all(map(_ARGUMENT.fullmatch, record["signature"])) or {type(n) for n in record["constants"]} - {int}:
-            raise ValueError("no types of arguments")
-        binary = Binary(
-            key=key,
-            signature=tuple(record["signature"]),
-            constants=tuple(record["constants"]),
-            metadata=record["metadata"],
-            extension=record["extension"],
-            code=_read_code(root, place, record),
-        )
+    def accept(path: Path, payload: dict[str, Any], code: bytes) -> Binary:
+        types, constants, extension = tuple(payload["signature"]), tuple(payload["constants"]), payload["extension"]
+        if not all(map(_ARGUMENT.fullmatch, types)) or {*map(type, constants)} - {int} or extension not in _EXTENSIONS:
+            raise ValueError("no types of arguments, or of code")
+        binary = Binary(key, types, constants, payload["metadata"], extension, code)
         if sha256 not in (None, binary.sha256):
-            raise _Refused("is not the binary that its plan was made with", root / name)
+            raise _Refused("is not the binary that its plan was made with", path)
         return binary
 
-    return _find(name, accept)
+    return _find(f"{environment()}/binaries/{key}", accept)
 
 
 def write_binary(binary: Binary, replace: bool = False) -> Binary:
@@ -265,17 +254,12 @@ def write_binary(binary: Binary, replace: bool = False) -> Binary:
     Two compilations of one kernel may differ in the paths of its debug information. With `replace`, a stored binary
     does not count.
     """
-    place = f"{environment()}/binaries"
-    record = {"signature": binary.signature, "constants": binary.constants, "metadata": binary.metadata}
-    if not _write_code(place, binary.code, binary.extension, record):
-        return binary
-    name = f"{place}/{binary.key}.json"
-    if not replace:
-        if _write_payload(name, record, replace=False):
-            return binary
+    name = f"{environment()}/binaries/{binary.key}"
+    payload = {field: getattr(binary, field) for field in ("signature", "constants", "metadata", "extension")}
+    if _write(name, payload, binary.code, replace) is False:
         if (other := read_binary(binary.key)) is not None:
             return other
-    _write_payload(name, record)
+        _write(name, payload, binary.code)
     return binary
 
 
@@ -301,62 +285,40 @@ def _libraries() -> str:
 
 def read_library(key: str) -> bytes | None:
     """Read a launcher library of this Python's ABI, by the SHA-256 of its source. None if it is missing or invalid."""
-    name = f"{_libraries()}/{key}.json"
-    return _find(name, lambda root, content: _read_code(root, _libraries(), _payload(name, content)))
+
+    def accept(_: Path, __: dict[str, Any], code: bytes) -> bytes:
+        if not code:
+            raise ValueError("no library")
+        return code
+
+    return _find(f"{_libraries()}/{key}", accept)
 
 
 def write_library(key: str, content: bytes) -> None:
     """Store a launcher library."""
-    record: dict[str, Any] = {}
-    if _write_code(_libraries(), content, "so", record):
-        _write_payload(f"{_libraries()}/{key}.json", record)
+    _write(f"{_libraries()}/{key}", {}, content)
 
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _checksum(name: str, payload: Any) -> str:
-    """The checksum of a payload and the name of its file, so that no file passes for another."""
-    return _sha256(json.dumps([name, payload], sort_keys=True, separators=(",", ":")).encode())
+def _checksum(name: str, content: bytes) -> bytes:
+    """The checksum of a file's content and of its name, so that no file passes for another."""
+    digest = hashlib.sha256(f"{SCHEMA}\0{name}\0".encode())
+    digest.update(content)
+    return digest.hexdigest().encode()
 
 
-def _payload(name: str, content: bytes) -> dict[str, Any]:
-    """Return the payload in a file by `_write_payload`. Raises one of _DAMAGE if the content is not valid."""
-    value = json.loads(content)
-    payload: dict[str, Any] = value["payload"]
-    if value["schema"] != SCHEMA or value["sha256"] != _checksum(name, payload):
-        raise ValueError("another schema or checksum")
-    return payload
-
-
-def _write_payload(name: str, payload: dict[str, Any], replace: bool = True) -> bool:
-    value = {"schema": SCHEMA, "sha256": _checksum(name, payload), "payload": payload}
-    return _write(name, json.dumps(value).encode(), replace)
-
-
-def _read_code(root: Path, place: str, record: Mapping[str, Any]) -> bytes:
-    """Return the code that a record names by its checksum. Raises the errors of `_read`, or one of _DAMAGE."""
-    digest, extension = record["code"], record["extension"]
-    if not _SHA256.fullmatch(digest) or extension not in _EXTENSIONS:
-        raise ValueError("no checksum of code")
-    content = _read(root, f"{place}/{digest}.{extension}")
-    if _sha256(content) != digest:
-        raise ValueError("another checksum")
-    return content
-
-
-def _write_code(place: str, code: bytes, extension: str, record: dict[str, Any]) -> bool:
-    """Write code to a file named by its checksum, so that no writer replaces other code. Add that name to `record`."""
-    record |= {"code": _sha256(code), "extension": extension}
-    return _write(f"{place}/{record['code']}.{extension}", code)
-
-
-def _find(name: str, accept: Callable[[Path, bytes], _T]) -> _T | None:
-    """Return `accept(root, content)` of the first folder that has a valid file of this name, None if there is none."""
+def _find(name: str, accept: Callable[[Path, dict[str, Any], bytes], _T]) -> _T | None:
+    """Return `accept(path, payload, code)` of the first valid file of this name, None if no folder has one."""
     for root in (folder(), *read_only_folders()):
         try:
-            return accept(root, _read(root, name))
+            checksum, _, content = _read(root, name).partition(b"\n")
+            if checksum != _checksum(name, content):
+                raise ValueError("another schema or checksum")
+            payload, _, code = content.partition(b"\n")
+            return accept(root / name, json.loads(payload), code)
         except FileNotFoundError:
             continue
         except _Refused as error:
@@ -453,11 +415,12 @@ def _is_of_user_alone(gid: int, uid: int) -> bool:
     return uid != 0 and group.gr_name == user and set(group.gr_mem) <= {user}
 
 
-def _write(name: str, content: bytes, replace: bool = True) -> bool:
-    """Write a file of the store atomically. Return False with a warning if that fails, and False without one if the
-    file exists and `replace` is False.
+def _write(name: str, payload: dict[str, Any], code: bytes = b"", replace: bool = True) -> bool | None:
+    """Write a file of the store atomically, and return True; None, with a warning, if that fails; False if the file
+    exists and `replace` is False.
     """
-    root = folder()
+    root, content = folder(), json.dumps(payload).encode() + b"\n" + code
+    content = _checksum(name, content) + b"\n" + content
     try:
         with suppress(FileNotFoundError):
             _check(root, name)
@@ -467,10 +430,10 @@ def _write(name: str, content: bytes, replace: bool = True) -> bool:
             return False
     except _Refused as error:
         _warn(error.path, str(error))
-        return False
+        return None
     except OSError as error:
         _warn(root / name, f"cannot be written to ({error.strerror or error})")
-        return False
+        return None
     _keep_within_limit(len(content))
     return True
 
@@ -504,7 +467,7 @@ def can_write() -> bool:
     """Whether files can be stored. If not, this gives the warning that the first file would."""
     for place in _places():
         name = f"{place}/probe"
-        if not _write(name, b""):
+        if not _write(name, {}):
             return False
         _remove(str(folder() / name))
     return True
@@ -598,7 +561,7 @@ def contents(root: Path) -> dict[str, tuple[int, int]]:
         top, inner, _ = Path(path).relative_to(root).parts
         kind = top if top == "libraries" else inner if top == present else "other versions"
         count, size = found.get(kind, (0, 0))
-        found[kind] = (count + path.endswith(".json"), size + status.st_size)
+        found[kind] = (count + (not path.endswith(".tmp")), size + status.st_size)
     return found
 
 
