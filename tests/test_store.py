@@ -1285,7 +1285,18 @@ def test_hostile_files_that_check_out(root: Path, monkeypatch: pytest.MonkeyPatc
             assert store.read_plan(PLAN_KEY, {}) is None, changed
 
 
-@pytest.mark.filterwarnings("ignore:moe_kernels keeps")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("line", [b"", b"\xff", b"1" * 5000, b"[" * 100_000, b'{"plan": '], ids=lambda line: line[:3])
+def test_a_file_that_checks_out_without_json(root: Path, kind: str, line: bytes) -> None:
+    write_all()
+    path = file_of(root, kind)
+    content = line + b"\n" + path.read_bytes().split(b"\n", 2)[2]
+    path.write_bytes(store._checksum(str(path.relative_to(root)), content) + b"\n" + content)
+    with one_warning("is damaged"):
+        assert read_all() == left_without(kind)
+
+
+@pytest.mark.filterwarnings("ignore:moe_kernels stores")
 def test_an_expression_of_any_depth(root: Path) -> None:
     """It is read or refused."""
     write_all()
