@@ -229,6 +229,19 @@ def test_the_weights_gradient_lies_as_the_weight_does(K: int, N: int, shared: bo
     assert B.grad.stride() == B.stride()
 
 
+@pytest.mark.parametrize("N", [1, 4])
+def test_the_gradient_of_a_weight_with_rows_that_only_the_data_tells(N: int) -> None:
+    def product(A: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+        return grouped_gemm(A[:, mask], rows[mask], OFFSETS)
+
+    A, rows, mask = random(7, 9), random(9, N), torch.arange(9) < 5
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(product, fullgraph=True, backend="aot_eager", dynamic=True)
+        out = compiled(A, rows, mask)
+    gradients = torch.autograd.grad(out.sum(), (A, rows))
+    torch.testing.assert_close(gradients, torch.autograd.grad(product(A, rows, mask).sum(), (A, rows)))
+
+
 def test_expanded_gradients_and_accumulation() -> None:
     A, B = random(7, 3), random(3, 3, 2)
     for _ in range(2):

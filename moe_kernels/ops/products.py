@@ -93,8 +93,8 @@ def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def gradient_transposed(weight: Tensor) -> bool:
     """Whether the gradient of `weight [.., K, N]` is stored as `[.., N, K]`, to lie as the weight does."""
-    # With K = 1 both strides of a transposed weight are 1.
-    return lies_transposed(weight) or weight.size(-2) == weight.stride(-2) == 1
+    # Both strides of a transposed weight with K = 1 are 1, and those of another one with N = 1.
+    return lies_transposed(weight) or weight.stride(-2) == 1 != weight.size(-1)
 
 
 def bias_gradient(
