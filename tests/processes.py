@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # workers of this pytest run
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +29,12 @@ def run_tests(files: list[Path], environment: dict[str, str]) -> None:
     result = subprocess.run(run, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert " passed" in result.stdout
+
+
+def stored_in(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Return the payload and the code in a file of the store."""
+    _, line, code = path.read_bytes().split(b"\n", 2)
+    return json.loads(line), code
 
 
 def forget_store() -> None:

@@ -27,7 +27,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from processes import forget_store, python_path
+from processes import forget_store, python_path, stored_in
 from torch import nn
 
 from moe_kernels import MoE, ahead, commands
@@ -320,7 +320,7 @@ def test_launchers_load_the_driver(made: Made, tmp_path: Path) -> None:
     assert launchers
     for file in launchers:
         launcher = tmp_path / file.name
-        launcher.write_bytes(file.read_bytes().split(b"\n", 2)[2])
+        launcher.write_bytes(stored_in(file)[1])
         needed = subprocess.run(["readelf", "-d", launcher], capture_output=True, text=True, check=True).stdout
         assert "Shared library: [libcuda.so.1]" in needed
 

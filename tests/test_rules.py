@@ -22,7 +22,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from processes import forget_store
+from processes import forget_store, stored_in
 
 from moe_kernels import requirements, rules
 from moe_kernels.ops.batched import varied_launch
@@ -1511,8 +1511,7 @@ class Machine:
         """Return the kernels that the stored plans launch."""
         files = list(store.folder().glob("*/plans/*"))
         assert len(files) <= 1
-        plans = [json.loads(file.read_bytes().split(b"\n")[1])["plan"] for file in files]
-        return {step["launch"] for plan in plans for step in plan["steps"]}
+        return {step["launch"] for file in files for step in stored_in(file)[0]["plan"]["steps"]}
 
     def run(self) -> str:
         """Return the kernel that a call runs."""

@@ -35,7 +35,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from processes import forget_store, python_path
+from processes import forget_store, python_path, stored_in
 from triton import knobs
 
 from moe_kernels.runtime import emit, launch, store, targets
@@ -276,10 +276,15 @@ DAMAGE: dict[str, Callable[[bytes], Any]] = {
 
 def put(root: Path, path: Path, content: Any, code: bytes = b"") -> None:
     """Write bytes, or a payload and code with their checksum."""
-    if not isinstance(content, bytes):
-        content = json.dumps(content).encode() + b"\n" + code
-        content = store._checksum(str(path.relative_to(root)), content) + b"\n" + content
-    path.write_bytes(content)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        put_checked(root, path, json.dumps(content).encode(), code)
+
+
+def put_checked(root: Path, path: Path, line: bytes, code: bytes) -> None:
+    content = line + b"\n" + code
+    path.write_bytes(store._checksum(str(path.relative_to(root)), content) + b"\n" + content)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -1242,8 +1247,7 @@ def test_hostile_files_that_check_out(root: Path, monkeypatch: pytest.MonkeyPatc
     """Hostile files with a correct checksum are refused, too."""
     write_all()
     plan, binary = file_of(root, "plan"), file_of(root, "binary")
-    _, line, code = binary.read_bytes().split(b"\n", 2)
-    good = json.loads(line)
+    good, code = stored_in(binary)
     evil = '*bf16"; system("true"); //'
     changes = [
         {"signature": [evil]},
@@ -1272,7 +1276,7 @@ def test_hostile_files_that_check_out(root: Path, monkeypatch: pytest.MonkeyPatc
     assert opened == {binary}
     put(root, binary, good, code)
     assert read_all() == ALL
-    payload = json.loads(plan.read_bytes().split(b"\n")[1])
+    payload, _ = stored_in(plan)
     for changed in (
         payload | {"binaries": [KEYS[0], KEYS[1]]},
         payload | {"binaries": {KEYS[0]: payload["binaries"][KEYS[0]]}},
@@ -1290,8 +1294,7 @@ def test_hostile_files_that_check_out(root: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_file_that_checks_out_without_json(root: Path, kind: str, line: bytes) -> None:
     write_all()
     path = file_of(root, kind)
-    content = line + b"\n" + path.read_bytes().split(b"\n", 2)[2]
-    path.write_bytes(store._checksum(str(path.relative_to(root)), content) + b"\n" + content)
+    put_checked(root, path, line, stored_in(path)[1])
     with one_warning("is damaged"):
         assert read_all() == left_without(kind)
 
