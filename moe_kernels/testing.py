@@ -143,9 +143,9 @@ def make_tokens(
     check_int("top_k", top_k, 1, E)
     hidden = torch.randn(T, H, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(seed))
     generator = torch.Generator("cpu").manual_seed(seed)
-    probabilities = torch.softmax(0.5 * torch.randn(E, generator=generator, device="cpu"), 0)
+    probabilities = torch.softmax(0.5 * torch.randn(E, generator=generator, dtype=torch.float32, device="cpu"), 0)
     topk_ids = torch.multinomial(probabilities.expand(T, E), top_k, generator=generator)
-    topk_weights = torch.softmax(torch.randn(T, top_k, generator=generator, device="cpu"), 1)
+    topk_weights = torch.softmax(torch.randn(T, top_k, generator=generator, dtype=torch.float32, device="cpu"), 1)
     return hidden, topk_ids.to(device), topk_weights.to(device, dtype)
 
 
@@ -319,7 +319,7 @@ def _draw_counts(kind: str, G: int, M: int, seed: int) -> list[int]:
         weights = torch.arange(1, G + 1, dtype=torch.float64, device="cpu") ** -1.5
     else:
         spread = 0.5 if kind in ("softmax", "half-empty") else 2.0
-        weights = torch.softmax(spread * torch.randn(G, generator=generator, device="cpu"), 0)
+        weights = torch.softmax(spread * torch.randn(G, generator=generator, dtype=torch.float32, device="cpu"), 0)
     drawn = torch.multinomial(weights, M, replacement=True, generator=generator)
     return drawn.bincount(minlength=G).tolist()
 

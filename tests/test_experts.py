@@ -193,6 +193,29 @@ def test_gradients_of_the_second_product_alone(name: str, needed: tuple[str, ...
     assert "moe_kernels::grouped_gemm" not in [event.name for event in shown.events()]
 
 
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_no_gradient_needs_may_change(dtype: torch.dtype, two: bool) -> None:
+    """As those of frozen experts. The gradient has their dtype, also beside weights in float32."""
+    rows = torch.randn(9, 16).to(dtype).requires_grad_()
+    weights = [torch.randn(3, 8, 16) for _ in range(2)] if two else [torch.randn(3, 16, 16), None]
+    offsets = group_offsets_from_sizes(torch.tensor([4, 0, 5]))
+    for weight in weights:  # the gradient of either needs the rows
+        if weight is not None:
+            given = rows * 1
+            out = swiglu_ffn(given, weights[0], offsets, w_up=weights[1])
+            weight.requires_grad_()
+            recorded = swiglu_ffn(given, weights[0], offsets, w_up=weights[1])
+            weight.requires_grad_(False)
+            (expected,) = torch.autograd.grad(recorded.sum(), rows, retain_graph=True)
+            given.add_(1)
+            (found,) = torch.autograd.grad(out.sum(), rows)
+            assert found.dtype == dtype
+            assert torch.equal(found, expected)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                recorded.sum().backward()
+
+
 def test_the_backward_keeps_one_product_of_the_rows() -> None:
     kept: list[Tensor] = []
     arguments = make({})

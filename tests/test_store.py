@@ -1064,6 +1064,10 @@ def test_which_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert store.folder() == tmp_path / "home" / ".cache" / "moe_kernels" / "compiled"
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", "~/kept")  # from where no shell expands it
+    monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "~/first:/second")
+    assert store.folder() == tmp_path / "home" / "kept"
+    assert store.read_only_folders() == [tmp_path / "home" / "first", Path("/second")]
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -447,3 +447,15 @@ def test_tokens_under_another_default_device() -> None:
     assert all(map(torch.equal, made, expected))
     with pytest.raises(ValueError, match=r"^top_k: expected 1 to 4, got 5"):
         make_tokens(4, 8, 4, 5, **options)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    sizes, tokens = [group_sizes_for(kind, 8, 256) for kind in get_args(SizeKind)], make_tokens(4, 8, 4, 2, **options)
+    torch.set_default_dtype(default)
+    try:
+        assert [group_sizes_for(kind, 8, 256) for kind in get_args(SizeKind)] == sizes
+        assert all(map(torch.equal, make_tokens(4, 8, 4, 2, **options), tokens))
+    finally:
+        torch.set_default_dtype(torch.float32)

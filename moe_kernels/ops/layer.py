@@ -190,7 +190,9 @@ def _swiglu_ffn_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     rows, group_offsets, w_in, w_up, b_in, b_up, ctx.save_preact, *ctx.spec = inputs
     _, preact, preact_up = output
     kept = (preact, preact_up) if ctx.save_preact else (None, None)
-    ctx.save_for_backward(rows, group_offsets, w_in, w_up, b_in, b_up, *kept)
+    ctx.dtype = rows.dtype
+    needed = not ctx.save_preact or ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+    ctx.save_for_backward(rows if needed else None, group_offsets, w_in, w_up, b_in, b_up, *kept)
     ctx.set_materialize_grads(False)
 
 
@@ -212,7 +214,8 @@ def _swiglu_ffn_gradient(
     need_rows, _, need_w_in, need_w_up, need_b_in, need_b_up, *_ = ctx.needs_input_grad
     needed = (need_rows, need_w_in, need_w_up, need_b_in, need_b_up)
     parameters = (w_in, w_up, b_in, b_up)
-    d_rows, *d_parameters = _projection_gradients(needed, rows, group_offsets, parameters, d_preact, d_preact_up)
+    found = _projection_gradients(needed, rows, ctx.dtype, group_offsets, parameters, d_preact, d_preact_up)
+    d_rows, *d_parameters = found
     return d_rows, None, *d_parameters, None, *[None] * len(ctx.spec)
 
 
@@ -227,6 +230,7 @@ def _zeros_outside(preact: Tensor | None, group_offsets: Tensor) -> Tensor | Non
 def _projection_gradients(
     needed: tuple[bool, ...],  # one per result
     rows: Tensor | None,  # [M, H]; None if no weight's gradient is needed
+    dtype: torch.dtype | None,  # of the gradient of rows; None for that of d_preact
     group_offsets: Tensor,  # [E + 1]
     parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],  # w_in, w_up, b_in, b_up
     d_preact: Tensor | None,  # [M, 2I] or [M, I]
@@ -242,8 +246,7 @@ def _projection_gradients(
         if weight is None or d is None:
             continue
         if need_rows:
-            dtype = d.dtype if rows is None else rows.dtype
-            d_rows = _sum(grouped_gemm(d, weight.mT, group_offsets, None, dtype, "auto"), d_rows)
+            d_rows = _sum(grouped_gemm(d, weight.mT, group_offsets, None, dtype or d.dtype, "auto"), d_rows)
         if need_weights[i]:
             d_weights[i] = weight_gradient(rows, d, group_offsets, weight)
         if bias is not None and need_biases[i]:
@@ -333,8 +336,10 @@ def _moe_mlp_gradient(
     need_w_in, need_w_out, need_w_up, need_b_in, need_b_up, need_b_out, *_ = needed
     need_act = any((need_hidden, need_topk_weights, need_w_in, need_w_up, need_b_in, need_b_up))
     spec = ctx.spec
-    top_k = topk_weights.size(1)
-    routing = slot_to_row, group_offsets, top_k
+    routing = slot_to_row, group_offsets, topk_weights.size(1)
+    weights_dtype = topk_weights.dtype
+    if b_out is not None and need_topk_weights:  # their gradient is a sum of two, which is rounded once
+        topk_weights = topk_weights.to(torch.promote_types(weights_dtype, torch.float32))
     d_topk_weights: Any = None
     d_w_out = d_b_out = None
     if not ctx.save_preact:
@@ -346,7 +351,7 @@ def _moe_mlp_gradient(
     if d_out is not None:
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
         if need_act:
-            d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, preact.dtype, "auto")
+            d_act = grouped_gemm(d_rows, w_out.mT, group_offsets, None, unweighted_dtype(preact.dtype), "auto")
         else:  # `weighted` does not depend on it
             d_act = preact.new_zeros(preact.size(0), w_out.size(1))
         preact_up = None if w_up is None else preact_up
@@ -362,12 +367,12 @@ def _moe_mlp_gradient(
     d_hidden = None
     if need_hidden:
         of_rows = (True, False, False, False, False)
-        d_sorted = _projection_gradients(of_rows, None, group_offsets, first, d_preact, d_preact_up)[0]
+        d_sorted = _projection_gradients(of_rows, None, None, group_offsets, first, d_preact, d_preact_up)[0]
         d_hidden = None if d_sorted is None else combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
     of_parameters = (False, need_w_in, need_w_up, need_b_in, need_b_up)
     rows = scatter_rows(hidden, None, *routing, hidden.dtype) if need_w_in or need_w_up else None
-    _, *d_first = _projection_gradients(of_parameters, rows, group_offsets, first, d_preact, d_preact_up)
+    _, *d_first = _projection_gradients(of_parameters, rows, None, group_offsets, first, d_preact, d_preact_up)
     del d_preact, d_preact_up, rows
     if d_out is not None and d_rows is not None:
         if need_w_out:
@@ -376,11 +381,19 @@ def _moe_mlp_gradient(
             d_b_out = bias_gradient(d_rows, group_offsets, b_out.dtype, weights_of_rows(topk_weights, *routing))
         if b_out is not None and need_topk_weights:
             d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
+            d_topk_weights = d_topk_weights.to(weights_dtype)
     d_w_in, d_w_up, d_b_in, d_b_up = d_first
     d_weights = (columns(d, ctx.transposed) for d in (d_w_in, d_w_out, d_w_up))
     if not need_topk_weights:
         d_topk_weights = None
     return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_up, d_b_out, None, None, *[None] * len(spec)
+
+
+def unweighted_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the gradient of act `[R, I]` before a token's weight multiplies it, where that of
+    preactivations is `dtype`: in float16 it may overflow although the product with the weight does not.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def weights_of_rows(topk_weights: Tensor, slot_to_row: Tensor, group_offsets: Tensor, top_k: int) -> Tensor:  # [R, 1]
@@ -400,7 +413,7 @@ def dots_with_down_bias(
 ) -> Tensor:  # [T, top_k]
     """Return the contribution of the bias to the gradient of topk_weights."""
     ones = d_out.new_ones(1, 1).expand(slot_to_row.size(0), 1)
-    biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_out.dtype, "auto")
+    biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, b_out.dtype, "auto")
     return dot_rows(d_out, biases, slot_to_row, group_offsets, top_k, topk_weights.dtype)
 
 

@@ -14,6 +14,7 @@ from moe_kernels.ops.layer import (
     dots_with_down_bias,
     layer_operator,
     run_layer,
+    unweighted_dtype,
     weight_gradient,
     weights_of_rows,
 )
@@ -290,10 +291,13 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
     d_hidden = d_w_in = d_w_out = d_b_in = d_b_out = None
     products, routing = (ctx.rowwise, ctx.fast_accumulation), (slot_to_row, group_offsets, topk_weights.size(1))
     tokens, spec = (group_offsets, slot_to_row), GLUSpec(*ctx.spec)
+    weights_dtype = topk_weights.dtype
+    if b_out is not None and need_topk_weights:  # their gradient is a sum of two, which is rounded once
+        topk_weights = topk_weights.to(torch.promote_types(weights_dtype, torch.float32))
     if not ctx.save:
         first = (w_in, None) if data_in is None else (data_in.mT, scales_in.mT)
         preact = quantized_grouped_gemm(hidden, None, *first, *tokens, b_in, *products, hidden.dtype)
-    d_act = quantized_grouped_gemm(d_out, None, *by_out, *tokens, None, *products, preact.dtype)
+    d_act = quantized_grouped_gemm(d_out, None, *by_out, *tokens, None, *products, unweighted_dtype(preact.dtype))
     format = None
     if need_hidden and quantises_gradient(d_act.size(1), ctx.rowwise, spec.gated, spec.interleaved):
         format = "rowwise" if ctx.rowwise else "1x128"
@@ -332,6 +336,7 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
         d_topk_weights = None
     elif b_out is not None:
         d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
+        d_topk_weights = d_topk_weights.to(weights_dtype)
     d_weights = (None if d is None else d.mT for d in (d_w_in, d_w_out))
     made = d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_out, *[None] * (len(ctx.needs_input_grad) - 7)
     if not torch.is_grad_enabled():

@@ -144,7 +144,7 @@ class _Refused(Exception):
 def folder() -> Path:
     """The folder of plans and binaries."""
     if named := os.environ.get("MOE_KERNELS_CACHE_DIR"):
-        return Path(named)
+        return Path(os.path.expanduser(named))
     try:
         return user_folder() / "compiled"
     except RuntimeError:
@@ -166,7 +166,7 @@ def read_only_folders() -> list[Path]:
     package's own if there is one. None if the variable is set to "".
     """
     named, packaged = os.environ.get("MOE_KERNELS_CACHE_READONLY"), _PACKAGE / "compiled"
-    folders = [Path(part) for part in (named or "").split(os.pathsep) if part]
+    folders = [Path(os.path.expanduser(part)) for part in (named or "").split(os.pathsep) if part]
     return [*folders, packaged] if named != "" and packaged.is_dir() else folders
 
 

@@ -453,6 +453,35 @@ def test_at_the_size_of_models(name: str, T: int, kind: str, device: str) -> Non
 
 
 @pytest.mark.parametrize("compute", [None, "fp8_rowwise", "fp8_block"])
+def test_gradients_in_float16_overflow_with_the_tokens_weights_only(compute: str | None, device: str) -> None:
+    """Before a weight of 0.02 or 0 multiplies it, the gradient of act exceeds 65504."""
+    tensors, ids, options = make({}, 4, 16, 8, 2, 2, device, torch.float16)
+    ids.copy_(torch.tensor([[0, 1]] * 4))
+    tensors["topk_weights"].copy_(torch.tensor([[0.02, 0.0]] * 4))
+    tensors["w_down"].fill_(8.0)
+    d_out = torch.full_like(tensors["hidden"], 1024.0)
+    exact = with_gradients(reference.moe_mlp, in_float64(tensors), ids.cpu(), options, d_out.cpu().double())
+    found = with_gradients(moe_mlp, tensors, ids, options | {"compute": compute}, d_out)
+    for name, right in exact.items():
+        assert (found[name].cpu() - right).norm() < (0.2 if compute else 4e-3) * right.norm(), name
+
+
+@pytest.mark.parametrize("compute", [None, "fp8_rowwise", "fp8_block"])
+def test_the_gradient_of_weights_of_slots_is_rounded_once(compute: str | None, device: str) -> None:
+    """It is the sum of two that may cancel, of the second product and of its bias."""
+    tensors, ids, options = make({"bias": True}, 8, 16, 8, 2, 2, device, torch.float32)
+    tensors["topk_weights"].fill_(1.0)
+    d_out = torch.randn_like(tensors["hidden"])
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        given = tensors | {"topk_weights": tensors["topk_weights"].to(dtype)}
+        found = with_gradients(moe_mlp, given, ids, options | {"compute": compute}, d_out)
+        gradients.append(found["topk_weights"])
+    assert gradients[0].bfloat16().ne(gradients[0]).any()
+    assert torch.equal(gradients[1], gradients[0].bfloat16())
+
+
+@pytest.mark.parametrize("compute", [None, "fp8_rowwise", "fp8_block"])
 def test_gradients_that_pytorch_knows_to_be_zero(compute: str | None, device: str) -> None:
     """The derivative of `sgn` has no memory that kernels could read."""
     layer = MoE(24, 40, 5, 2, renormalize=True, compute=compute, device=device, dtype=torch.float16)
