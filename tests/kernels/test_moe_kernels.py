@@ -452,8 +452,7 @@ def test_at_the_size_of_models(name: str, T: int, kind: str, device: str) -> Non
         assert_layer_close(*make(layer, T, H, I, E, top_k, device, dtype, kind))
 
 
-@pytest.mark.parametrize("compute", [None, "fp8_rowwise", "fp8_block"])
-def test_gradients_in_float16_overflow_with_the_tokens_weights_only(compute: str | None, device: str) -> None:
+def test_gradients_in_float16_overflow_with_the_tokens_weights_only(device: str) -> None:
     """Before a weight of 0.02 or 0 multiplies it, the gradient of act exceeds 65504."""
     tensors, ids, options = make({}, 4, 16, 8, 2, 2, device, torch.float16)
     ids.copy_(torch.tensor([[0, 1]] * 4))
@@ -461,9 +460,9 @@ def test_gradients_in_float16_overflow_with_the_tokens_weights_only(compute: str
     tensors["w_down"].fill_(8.0)
     d_out = torch.full_like(tensors["hidden"], 1024.0)
     exact = with_gradients(reference.moe_mlp, in_float64(tensors), ids.cpu(), options, d_out.cpu().double())
-    found = with_gradients(moe_mlp, tensors, ids, options | {"compute": compute}, d_out)
+    found = with_gradients(moe_mlp, tensors, ids, options, d_out)
     for name, right in exact.items():
-        assert (found[name].cpu() - right).norm() < (0.2 if compute else 4e-3) * right.norm(), name
+        assert (found[name].cpu() - right).norm() < 4e-3 * right.norm(), name
 
 
 @pytest.mark.parametrize("compute", [None, "fp8_rowwise", "fp8_block"])

@@ -103,6 +103,19 @@ def test_as_the_twins(compute: str, options: dict[str, Any], device: str, monkey
     assert not made["w_down"][2].any()
 
 
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_gradients_in_float16_overflow_with_the_tokens_weights_only(
+    compute: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a weight of 0.004 or 0 multiplies it, the gradient of act exceeds 65504."""
+    arguments = make(T=10, top_k=2, **SIZES, device=device)
+    arguments["topk_weights"].copy_(torch.tensor([0.004, 0.0]))
+    arguments["w_down"] *= 60
+    d_out = 1024 * torch.randn(10, 136, device=device)
+    made = assert_as_twins(arguments, d_out, monkeypatch, compute=compute)
+    assert made["topk_weights"].abs().max() > 65504
+
+
 def test_whole_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An expert has more than 128 tokens, topk_weights are strided, and weights are in float32."""
     arguments = make(T=150, top_k=2, H=136, I=128, E=3, dtype=torch.float16, device=device)
