@@ -94,7 +94,7 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=positive, default=1, metavar="N", help="processes that compile at the same time, by default 1"
     )
-    parser.add_argument("--output", metavar="DIR", help="the folder to write to")
+    parser.add_argument("--output", type=os.path.expanduser, metavar="DIR", help="the folder to write to")
     parser.add_argument(
         "--torch", metavar="VERSION", help="version on the target, 2.11 to 2.15; plans do not depend on it"
     )

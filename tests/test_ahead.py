@@ -841,16 +841,17 @@ def test_sigterm_ends_compile_as_ctrl_c_does(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize(("name", "both"), [("folder", True), ("h200:v1", False)])
+@pytest.mark.parametrize(("name", "both"), [("folder", True), ("h200:v1", False), ("~/folder", True)])
 def test_compile_names_the_variables_for_its_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, both: bool
 ) -> None:
     """MOE_KERNELS_CACHE_READONLY is a list of folders."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(commands, "compile_ahead", lambda *_, **__: ahead.CompileCounts(0, 0, 0))
     assert compile_main("--model", "olmoe", "--gpu", "h200", "--output", name) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith(f" to {tmp_path / name}") and ("MOE_KERNELS_CACHE_READONLY" in last) == both
+    assert last.endswith(f" to {tmp_path / name.removeprefix('~/')}") and ("MOE_KERNELS_CACHE_READONLY" in last) == both
     assert "MOE_KERNELS_CACHE_DIR" in last
 
 

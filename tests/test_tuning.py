@@ -500,6 +500,14 @@ def test_the_folder_of_the_entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert files == [entries.file_in(expected, GPU.name)]
 
 
+def test_folders_in_the_users_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where no shell expands `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MOE_KERNELS_CONFIG_DIR", "~/named")
+    assert entries.folders()[0] == tmp_path / "named"
+    assert options("--model", "olmoe", "--output", "~/output").output == str(tmp_path / "output")
+
+
 def test_concise_leaves_out_defaults_alone() -> None:
     values = {
         "block_sizes": [0, 0],

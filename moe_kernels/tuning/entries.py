@@ -111,7 +111,7 @@ def dtype_label(dtype: torch.dtype, tf32: bool, out_dtype: torch.dtype | None = 
 def folders() -> list[Path]:
     """Return the folders that users' entries are read from, preferred first. `tune` writes to the first by default."""
     named = os.environ.get("MOE_KERNELS_CONFIG_DIR")
-    found = [Path(named)] if named else []
+    found = [Path(os.path.expanduser(named))] if named else []
     with suppress(RuntimeError):  # the user has no home directory
         found.append(store.user_folder() / "configs")
     return list(dict.fromkeys(found))

@@ -12,6 +12,7 @@ import argparse
 import datetime
 import itertools
 import math
+import os
 import re
 import sys
 import time
@@ -115,6 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=seconds, default=600.0, help="time for all problems: 90s, 10m (default) or 2h")
     parser.add_argument(
         "--output",
+        type=os.path.expanduser,
         metavar="DIR",
         help="default: the folder in MOE_KERNELS_CONFIG_DIR, or else the user's cache folder, see `info`",
     )
