@@ -23,7 +23,7 @@ from moe_kernels import (
     varied_grouped_gemm,
     varied_schedule,
 )
-from moe_kernels.ops.batched import VariedLaunch, _on_device
+from moe_kernels.ops.batched import VariedLaunch, _in_memory, _on_device
 from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.schedule import Tile, tile_counts
 
@@ -270,6 +270,13 @@ def test_more_rows_than_kernels_can_count() -> None:
     A, B, out = (torch.empty(shape, device="meta") for shape in ((2**30, 1), (1, 1), (2**30, 1)))
     with pytest.raises(ValueError, match=f"^group_A: expected at most {2**30 - 1} rows, got {2**30}; split"):
         VariedLaunch([B, A], [B, B], [B, out])
+
+
+@pytest.mark.parametrize("N", [1, 2])
+def test_the_contiguous_dimension_of_vectors_is_the_aligned_one(N: int) -> None:
+    columns = [torch.zeros(N, K, dtype=torch.bfloat16).mT for K in (64, 32)]
+    for matrices, contiguous in ((columns, 0), ([x.mT for x in columns], 1)):
+        assert _in_memory(matrices, matrices[0], 8)[1:] == (contiguous, 8)
 
 
 def test_no_plans_of_transformed_tensors() -> None:

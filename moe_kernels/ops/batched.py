@@ -209,7 +209,8 @@ class VariedLaunch:
 
 def _in_memory(tensors: Sequence[Tensor], base: Tensor, most: int) -> tuple[list[tuple[int, int, int]], int, int]:
     """Return (offset from `base`, *strides) of each matrix; the dimension that is contiguous in all, or 2; and the unit
-    of these numbers in elements: the largest common divisor, up to `most`, of those that the kernel uses.
+    of these numbers in elements: the largest common divisor, up to `most`, of those that the kernel uses. If both
+    dimensions are contiguous, as those of vectors, it is the one with the larger unit.
     """
     size, origin = base.element_size(), base.data_ptr()
     places: list[tuple[int, int, int]] = []
@@ -229,8 +230,8 @@ def _in_memory(tensors: Sequence[Tensor], base: Tensor, most: int) -> tuple[list
         elif right != 1:
             candidates.discard(1)
         places.append(((tensor.data_ptr() - origin) // size, down, right))
-    contiguous = max(candidates, default=2)
-    unit = 1 if contiguous == 2 else math.gcd(most, *[p[0] for p in places], *[p[2 - contiguous] for p in places])
+    units = {d: math.gcd(most, *[p[0] for p in places], *[p[2 - d] for p in places]) for d in candidates}
+    unit, contiguous = max(((unit, d) for d, unit in units.items()), default=(1, 2))
     return [(offset // unit, down // unit, right // unit) for offset, down, right in places], contiguous, unit
 
 

@@ -81,6 +81,14 @@ def test_layouts_and_dtypes(columns: tuple[bool, bool], dtype: torch.dtype, devi
     assert_close(outs, A, B)
 
 
+@pytest.mark.parametrize("columns", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("shapes", [[(24, 1, 64), (40, 1, 32)], [(1, 40, 64), (1, 24, 32)], [(40, 24, 1), (8, 16, 1)]])
+def test_vectors(shapes: Shapes, columns: tuple[bool, bool], device: str) -> None:
+    """Either dimension of a vector is contiguous."""
+    A, B = make(shapes, device, columns=columns)
+    assert_close(varied_grouped_gemm(A, B), A, B)
+
+
 def views(x: Tensor) -> dict[str, Tensor]:
     """Return `x` as other views of memory, whose gaps hold NaN."""
     rows, cols = x.shape
