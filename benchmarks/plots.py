@@ -25,7 +25,8 @@ def pictures(results: Results, folder: Path) -> list[Path]:
             found.append(folder / f"{suite}.png")
         elif results.of(suite).records and suite not in tables.SCRIPTS:
             found.append(folder / f"{suite}.png")
-            found += [folder / f"{suite}-roofline.png"] if results.meta.get("ceilings") else []
+            multiplies = any(record.get("tflops") for record in results.of(suite).records)
+            found += [folder / f"{suite}-roofline.png"] if multiplies and results.meta.get("ceilings") else []
             found += [folder / f"{suite}-cubes.png"] if _cubes(results.of(suite)) else []
     return found
 
@@ -185,7 +186,9 @@ def _roofline(results: Results) -> Figure:
             lowest, highest = min(lowest, *x), max(highest, *x)
     ends = [lowest / 1.5, top / slope, highest * 1.5]
     axes.plot(ends, [ends[0] * slope, top, top], color="black", linewidth=1, zorder=2)
-    axes.annotate(f"large dense product: {top:.3g} TFLOP/s", (ends[2], top), ha="right", va="bottom", fontsize=8)
+    axes.annotate(
+        f"large dense product in bfloat16: {top:.3g} TFLOP/s", (ends[2], top), ha="right", va="bottom", fontsize=8
+    )
     axes.annotate(f" large copy: {ceiling['gbps']:.0f} GB/s", (ends[0], ends[0] * slope), va="top", fontsize=8)
     axes.set_xscale("log")
     axes.set_yscale("log")

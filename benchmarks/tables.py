@@ -572,11 +572,12 @@ def _short_fp8_table(results: Results) -> list[str]:
         f"geometric mean of {len(many_rows)} cases without decoding",
         *(record["case"] for record in decoding),
     ]
-    rows = [
-        [_code(label), _number(_fp8_mean(many_rows, label, base), 2)]
-        + [_number(_fp8_speedup(record, label, base), 2) for record in decoding]
-        for label in labels
-    ]
+    rows = []
+    for label in labels:
+        timed = sum(_fp8_speedup(record, label, base) is not None for record in many_rows)
+        of = "" if timed == len(many_rows) else f" ({timed} of {len(many_rows)})"
+        row = [_code(label), _number(_fp8_mean(many_rows, label, base), 2) + of]
+        rows.append(row + [_number(_fp8_speedup(record, label, base), 2) for record in decoding])
     return [f"{_where(results.meta)}. {_calls(results.meta)}.", "", *_markdown_rows(head, rows)]
 
 
@@ -700,17 +701,23 @@ SHORT_SCRIPTS = {"fp8": _short_fp8_table}
 
 
 def of_tritonbench(found: Measured) -> str:
-    """Return a table of the baseline's time for each input, and the speedups over it with their geometric means."""
+    """Return a table of the baseline's time for each input, and the speedups over it with their geometric means.
+
+    Means are over the inputs for which all providers have a speedup, but for providers that have none.
+    """
     times = found.providers.get(found.baseline, {}).get("latency", [None] * len(found.names))
     rows = [[name, _number(ms and 1e3 * ms)] for name, ms in zip(found.names, times, strict=True)]
-    head, means = [found.title, f"{_clearer(found.baseline)} us"], ["geometric mean", ""]
-    for label, metrics in found.providers.items():
-        if "speedup" in metrics:
-            head.append(f"{_clearer(label)} speedup")
-            for row, ratio in zip(rows, metrics["speedup"], strict=True):
-                row.append(_number(ratio, 2))
-            ratios = [ratio for ratio in metrics["speedup"] if ratio]
-            means.append(_number(statistics.geometric_mean(ratios) if ratios else None, 2))
+    speedups = {label: metrics["speedup"] for label, metrics in found.providers.items() if "speedup" in metrics}
+    timed = [ratios for ratios in speedups.values() if any(ratios)]
+    common = [i for i in range(len(rows)) if timed and all(ratios[i] for ratios in timed)]
+    of = "" if len(common) == len(rows) else f" of {len(common)} of {len(rows)} inputs"
+    head, means = [found.title, f"{_clearer(found.baseline)} us"], [f"geometric mean{of}", ""]
+    for label, ratios in speedups.items():
+        head.append(f"{_clearer(label)} speedup")
+        for row, ratio in zip(rows, ratios, strict=True):
+            row.append(_number(ratio, 2))
+        there = [ratio for i in common if (ratio := ratios[i])]
+        means.append(_number(statistics.geometric_mean(there) if there else None, 2))
     return "\n".join([*_markdown_rows(head, [*rows, means]), ""])
 
 

@@ -237,7 +237,7 @@ def test_markdown_of_fp8() -> None:
         assert line in lines, line
     short = tables.markdown(found, short=True).splitlines()
     head = "| speedup over `torch._grouped_mm` (bfloat16) | geometric mean of 3 cases without decoding | decode_dsv3 |"
-    rows = ["| `grouped_gemm` (rowwise) | 4.00 | 3.00 |", "| DeepGEMM | 2.24 | 2.25 |"]
+    rows = ["| `grouped_gemm` (rowwise) | 4.00 (2 of 3) | 3.00 |", "| DeepGEMM | 2.24 (2 of 3) | 2.25 |"]
     assert [line for line in short if line.startswith("| ")] == [head, *rows]
     products[1]["host_new_rows_us"] = {"grouped_gemm, rowwise": 41.0}
     assert "| `grouped_gemm` (rowwise) | 25 | 30 | 41 | 41 |" in tables.markdown(found)
@@ -334,6 +334,15 @@ def test_a_plot_over_n(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"varied.png", "varied-roofline.png", "varied-cubes.png"}
 
 
+def test_only_what_multiplies_has_a_roofline(tmp_path: Path) -> None:
+    base, ours = tables.roles("table")
+    found = results_of(record("a", base, 10.0), record("a", ours, 8.0))
+    assert [path.name for path in plots.pictures(found, tmp_path)] == ["table.png", "table-roofline.png"]
+    for one in found.records:
+        one["tflops"] = 0.0
+    assert [path.name for path in plots.pictures(found, tmp_path)] == ["table.png"]
+
+
 def test_the_readme_is_written_and_checked(tmp_path: Path) -> None:
     """The tables of two suites are written, and the text around them stays."""
     base, ours = tables.roles("table")
@@ -383,7 +392,7 @@ average;0.1;20.3;0.093;35.0;0.83;
 
 
 def test_a_csv_of_tritonbench(tmp_path: Path) -> None:
-    """A failed input is left out of a provider's mean, and a provider without any number is left out of the table."""
+    """A failed input is left out of the mean, and a provider without any number is left out of the table."""
     found = tritonbench.read(TRITONBENCH)
     assert found.names == ["8, zipf", "4, one", "2, one"] and tritonbench.plotted(found) == ["tflops", "speedup"]
     assert found.providers["fast (packed)"]["speedup"] == [2.0, None, 0.5]
@@ -393,7 +402,7 @@ def test_a_csv_of_tritonbench(tmp_path: Path) -> None:
         "| 8, zipf | 200 | 2.00 |",
         "| 4, one | 12.4 | - |",
         "| 2, one | 90.0 | 0.50 |",
-        "| geometric mean |  | 1.00 |",
+        "| geometric mean of 2 of 3 inputs |  | 1.00 |",
     ]
     file, page = tmp_path / "op.csv", tmp_path / "page.md"
     file.write_text(TRITONBENCH)
@@ -417,5 +426,15 @@ def test_a_csv_of_tritonbench_whose_baseline_failed() -> None:
         "|---|---|---|",
         "| 1 | - | 0.00 |",
         "| 2 | - | 0.00 |",
-        "| geometric mean |  | - |",
+        "| geometric mean of 0 of 2 inputs |  | - |",
     ]
+
+
+def test_means_of_a_csv_of_tritonbench_are_over_the_same_inputs() -> None:
+    text = "(x);base-latency;base-speedup;other-latency;other-speedup;ours-latency;ours-speedup;never-speedup\n"
+    text += "a;1;;0.5;2;0.5;2;\nb;1;;unsupported;;0.1;10;\n"
+    last = tables.of_tritonbench(tritonbench.read(text)).splitlines()[-1]
+    assert last == "| geometric mean of 1 of 2 inputs |  | 2.00 | 2.00 |"
+    complete = text.replace("unsupported;;", "0.5;2;")
+    last = tables.of_tritonbench(tritonbench.read(complete)).splitlines()[-1]
+    assert last == "| geometric mean |  | 2.00 | 4.47 |"
