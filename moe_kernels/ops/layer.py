@@ -413,7 +413,7 @@ def dots_with_down_bias(
 ) -> Tensor:  # [T, top_k]
     """Return the contribution of the bias to the gradient of topk_weights."""
     ones = d_out.new_ones(1, 1).expand(slot_to_row.size(0), 1)
-    biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, b_out.dtype, "auto")
+    biases = grouped_gemm(ones, b_out.unsqueeze(1), group_offsets, None, d_out.dtype, "auto")
     return dot_rows(d_out, biases, slot_to_row, group_offsets, top_k, topk_weights.dtype)
 
 
