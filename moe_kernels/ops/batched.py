@@ -230,8 +230,8 @@ def _in_memory(tensors: Sequence[Tensor], base: Tensor, most: int) -> tuple[list
         elif right != 1:
             candidates.discard(1)
         places.append(((tensor.data_ptr() - origin) // size, down, right))
-    units = {d: math.gcd(most, *[p[0] for p in places], *[p[2 - d] for p in places]) for d in candidates}
-    unit, contiguous = max(((unit, d) for d, unit in units.items()), default=(1, 2))
+    units = [(math.gcd(most, *[p[0] for p in places], *[p[2 - d] for p in places]), d) for d in candidates]
+    unit, contiguous = max(units, default=(1, 2))
     return [(offset // unit, down // unit, right // unit) for offset, down, right in places], contiguous, unit
 
 

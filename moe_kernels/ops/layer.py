@@ -213,9 +213,8 @@ def _swiglu_ffn_gradient(
     del preact, preact_up
     need_rows, _, need_w_in, need_w_up, need_b_in, need_b_up, *_ = ctx.needs_input_grad
     needed = (need_rows, need_w_in, need_w_up, need_b_in, need_b_up)
-    parameters = (w_in, w_up, b_in, b_up)
-    found = _projection_gradients(needed, rows, ctx.dtype, group_offsets, parameters, d_preact, d_preact_up)
-    d_rows, *d_parameters = found
+    parameters, d_preacts = (w_in, w_up, b_in, b_up), (d_preact, d_preact_up)
+    d_rows, *d_parameters = _projection_gradients(needed, rows, ctx.dtype, group_offsets, parameters, *d_preacts)
     return d_rows, None, *d_parameters, None, *[None] * len(ctx.spec)
 
 
