@@ -292,9 +292,9 @@ def test_opcheck_of_the_activation() -> None:
     operators = torch.ops.moe_kernels
     opcheck(operators.activate.default, (h, None, *form))
     opcheck(operators.activate.default, (h, h.detach() + 1, *form))
-    opcheck(operators.activate_backward.default, (h, None, d, None, None, None, False, *form))
+    opcheck(operators.activate_backward.default, (h, None, d, None, None, None, False, None, *form))
     order = (routing.row_to_slot, routing.group_offsets)
-    opcheck(operators.activate_backward.default, (h, None, d, topk_weights.double(), *order, True, *form))
+    opcheck(operators.activate_backward.default, (h, None, d, topk_weights.double(), *order, True, None, *form))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

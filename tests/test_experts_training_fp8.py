@@ -269,8 +269,19 @@ def test_operators_of_the_gradient() -> None:
         opcheck(torch.ops.moe_kernels.quantized_grouped_gemm.default, given, test_utils=checks)
     order, spec = (torch.rand(T // 2, 2), rows, offsets), ("silu", True, False, 1.702, 7.0)
     for weigh, format in ((True, None), (False, "rowwise"), (True, "1x128")):
-        given = (torch.randn(T, 2 * I), y, *order, weigh, format, *spec)
-        opcheck(torch.ops.moe_kernels.quantized_activate_backward.default, given, test_utils=checks)
+        given = (torch.randn(T, 2 * I), None, y, *order, weigh, format, *spec)
+        opcheck(torch.ops.moe_kernels.activate_backward.default, given, test_utils=checks)
+
+
+def test_a_gradient_in_fp8_refuses_gradients() -> None:
+    order = (torch.rand(T // 2, 2), torch.arange(T, dtype=torch.int32), torch.tensor([0, T], dtype=torch.int32))
+    preact, d_act, spec = torch.randn(T, 2 * I, requires_grad=True), torch.randn(T, I), ("silu", True, False, 1.0, 1.0)
+    d_preact, *_ = torch.ops.moe_kernels.activate_backward(preact, None, d_act, *order, False, None, *spec)
+    d_preact.sum().backward()
+    assert preact.grad is not None and preact.grad.any()
+    d_preact, *_ = torch.ops.moe_kernels.activate_backward(preact, None, d_act, *order, False, "rowwise", *spec)
+    with pytest.raises(RuntimeError, match="a gradient in fp8 has no gradients"):
+        d_preact.sum().backward()
 
 
 @pytest.mark.parametrize("compute", COMPUTE)

@@ -279,68 +279,38 @@ def write_scaled_activation(
 
 
 def plan_activate_backward(
-    builder: Builder, tensors: Operands, options: tuple[bool, GLUSpec]
+    builder: Builder, tensors: Operands, options: tuple[bool, str | None, GLUSpec]
 ) -> tuple[SymbolicTensor, ...]:
     """Plan `reference.activate_backward` from preact, preact_up, d_act, topk_weights, row_to_slot and group_offsets.
 
-    Results: the gradients of preact and preact_up, weighted act if the first option is True, and the gradient of
-    topk_weights. Results that do not exist are empty tensors.
+    Results: the gradients of preact and preact_up, weighted act if the first option is True, the gradient of
+    topk_weights, and that of preact in fp8 with its scales `[R, parts]` if there is a format. Results that do not exist
+    are empty tensors.
     """
-    preact, preact_up, d_act, *order = tensors
-    weigh, spec = options
-    if order[0] is not None:
-        return _plan_weighted(builder, preact, preact_up, d_act, order, weigh, None, spec)[:4]
+    preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets = tensors
+    weigh, format, spec = options
     gate, up = spec.halves(preact, preact_up)
     d_preact = builder.alloc(preact.shape, preact.dtype)
     d_preact_up = builder.alloc((0,) if preact_up is None else preact_up.shape, preact.dtype)
     d_gate, d_up = spec.halves(d_preact, None if preact_up is None else d_preact_up)
-    _launch(builder, activate_backward, (d_gate, d_up, gate, up, d_act), spec)
-    return d_preact, d_preact_up, *(builder.alloc((0,), preact.dtype) for _ in range(2))
-
-
-def plan_quantized_activate_backward(
-    builder: Builder, tensors: Operands, options: tuple[bool, str | None, GLUSpec]
-) -> tuple[SymbolicTensor, ...]:
-    """Plan the results of `plan_activate_backward`, except for preact_up, which does not exist here; and the gradient
-    of preact in fp8 with its scales `[R, parts]`, both of which are empty without a format.
-    """
-    preact, d_act, *order = tensors
-    weigh, format, spec = options
-    d_preact, _, *others = _plan_weighted(builder, preact, None, d_act, order, weigh, format, spec)
-    return d_preact, *others
-
-
-def _plan_weighted(
-    builder: Builder,
-    preact: SymbolicTensor,  # [R, 2I] or [R, I]
-    preact_up: SymbolicTensor | None,  # [R, I]
-    d_act: SymbolicTensor,  # [R, I]
-    order: Sequence[SymbolicTensor],  # topk_weights [T, top_k], row_to_slot [R], group_offsets [E + 1]
-    weigh: bool,
-    format: str | None,  # of the gradient of preact
-    spec: GLUSpec,
-) -> tuple[SymbolicTensor, ...]:
-    """Return what `weighted_backward` writes: both gradients, weighted act, dots, fp8 data and scales."""
-    topk_weights, row_to_slot, group_offsets = order
-    gate, up = spec.halves(preact, preact_up)
-    I = gate.size(1)  # noqa: E741
-    d_preact = builder.alloc(preact.shape, preact.dtype)
-    d_preact_up = builder.alloc((0,) if preact_up is None else preact_up.shape, preact.dtype)
     weighted = builder.alloc(d_act.shape if weigh else (0,), preact.dtype)
-    d_weights = builder.alloc(topk_weights.shape, topk_weights.dtype)
+    shape, dtype = ((0,), preact.dtype) if topk_weights is None else (topk_weights.shape, topk_weights.dtype)
+    d_weights = builder.alloc(shape, dtype)
     data = builder.alloc((0,) if format is None else preact.shape, torch.float8_e4m3fn)
     scales = builder.alloc((0,) if format is None else scales_shape(preact.shape, format), torch.float32)
     made = d_preact, d_preact_up, weighted, d_weights, data, scales
+    if topk_weights is None:
+        _launch(builder, activate_backward, (d_gate, d_up, gate, up, d_act), spec)
+        return made
     if is_empty(gate):
         builder.zero(d_weights)
         return made
     if not topk_weights.is_contiguous():
         topk_weights = builder.call("contiguous", (topk_weights,), ((row_to_slot.size(0),), topk_weights.dtype))
-    d_gate, d_up = spec.halves(d_preact, None if preact_up is None else d_preact_up)
     quantised = (None, None, None) if format is None else (*spec.halves(data, None), scales)
     written = (d_gate, d_up, weighted if weigh else None, d_weights.flatten(), *quantised)
     tensors = (*written, gate, up, d_act, topk_weights.flatten(), row_to_slot, group_offsets)
-    config, width = quantize_rules.weighted_backward(I, format)
+    config, width = quantize_rules.weighted_backward(gate.size(1), format)
     constants = (format == "rowwise", width, torch.finfo(data.dtype).max, spec.activation, spec.alpha, spec.limit)
     builder.launch(weighted_backward, (*tensors, *constants), config, int64_index=needs_int64(*tensors))
     return made

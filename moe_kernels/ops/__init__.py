@@ -21,12 +21,12 @@ except in fp8. Below, `to` is slot_to_row, w topk_weights, and d or dOut (dB of 
 `grouped_mm` is grouped_gemm with PyTorch's `offs`. `scaled_grouped_gemm` and `scaled_wgrad` are products of fp8
 operands with scales, and `scaled_moe_mlp` is a layer with fp8 weights; they have no gradients. `quantized_moe_mlp` is
 moe_mlp with products in fp8, whose operands it quantises itself, except weights that `quantize_weight` has quantised.
-Its gradient uses `quantized_grouped_gemm`, `quantized_activate_backward` and `quantized_wgrad`, and raises an error
-when differentiated. `moe_layer` is moe_mlp of calls that autograd does not record; for one token it has kernels that do
-not sort. Its gradient, for programs that were traced in such a call, computes what moe_mlp saves. Second-order
-gradients of `activate` use plain PyTorch. The rest of the package calls the functions of these names here. In eager
-mode they bypass torch.library, which costs the host more time than some kernels take, unless a profiler is on, which
-shows operators by name. Under torch.func transforms and in forward mode each is an autograd.Function.
+Its gradient uses `quantized_grouped_gemm` and `quantized_wgrad`, and raises an error when differentiated. `moe_layer`
+is moe_mlp of calls that autograd does not record; for one token it has kernels that do not sort. Its gradient, for
+programs that were traced in such a call, computes what moe_mlp saves. Second-order gradients of `activate` use plain
+PyTorch. The rest of the package calls the functions of these names here. In eager mode they bypass torch.library, which
+costs the host more time than some kernels take, unless a profiler is on, which shows operators by name. Under
+torch.func transforms and in forward mode each is an autograd.Function.
 """
 
 from moe_kernels.ops.batched import uniform_grouped_gemm, varied_grouped_gemm
@@ -34,12 +34,7 @@ from moe_kernels.ops.gating import choose_experts
 from moe_kernels.ops.layer import activate, activate_backward, moe_layer, moe_mlp, swiglu_ffn
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad, grouped_mm
-from moe_kernels.ops.quantized import (
-    quantized_activate_backward,
-    quantized_grouped_gemm,
-    quantized_moe_mlp,
-    quantized_wgrad,
-)
+from moe_kernels.ops.quantized import quantized_grouped_gemm, quantized_moe_mlp, quantized_wgrad
 from moe_kernels.ops.scaled import quantize, quantize_weight, scaled_grouped_gemm, scaled_moe_mlp, scaled_wgrad
 
 __all__ = [
@@ -55,7 +50,6 @@ __all__ = [
     "moe_mlp",
     "quantize",
     "quantize_weight",
-    "quantized_activate_backward",
     "quantized_grouped_gemm",
     "quantized_moe_mlp",
     "quantized_wgrad",

@@ -17,6 +17,7 @@ from moe_kernels.ops.products import bias_gradient, gradient_transposed, grouped
 from moe_kernels.rules.layer import sorts
 from moe_kernels.runtime import cache
 from moe_kernels.runtime.signature import Counts, Operator
+from moe_kernels.scaled import scales_shape
 
 
 def layer_operator(name: str, *parameters: str) -> Operator:
@@ -81,7 +82,8 @@ def _activate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _activate_gradient(ctx: Any, d_act: Tensor) -> tuple[Any, ...]:
     preact, preact_up = ctx.saved_tensors
-    d_preact, d_preact_up, _, _ = activate_backward(preact, preact_up, d_act, None, None, None, False, *ctx.spec)
+    order = (None, None, None)
+    d_preact, d_preact_up, *_ = activate_backward(preact, preact_up, d_act, *order, False, None, *ctx.spec)
     return d_preact, None if preact_up is None else d_preact_up, *[None] * len(ctx.spec)
 
 
@@ -93,36 +95,45 @@ def _activate_backward(
     row_to_slot: Tensor | None,  # [R]
     group_offsets: Tensor | None,  # [E + 1]
     weigh: bool,
+    format: str | None,
     *spec: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `reference.activate_backward`, empty tensors for None; weighted act only if `weigh`."""
+) -> tuple[Tensor, ...]:
+    """Return the results of `reference.activate_backward`, weighted act only if `weigh`; and d_preact in fp8, as uint8,
+    with its scales if there is a `format`. Results that do not exist are empty tensors.
+    """
     spec = GLUSpec(*spec)
     tensors = (preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets)
-    if not use_kernels(preact):
-        found = reference.activate_backward(*tensors, spec)
-        d_preact, d_preact_up, weighted, dots = (preact.new_empty(0) if x is None else x for x in found)
-        return d_preact, d_preact_up, weighted if weigh else preact.new_empty(0), dots
-    return cache.call(ACTIVATE_BACKWARD, tensors, (weigh, spec))
+    if use_kernels(preact) and not (format and preact.numel() == 0):
+        *made, data, scales = cache.call(ACTIVATE_BACKWARD, tensors, (weigh, format, spec))
+        return *made, data.view(torch.uint8), scales
+    d_preact, d_preact_up, weighted, dots = reference.activate_backward(*tensors, spec)
+    made = [preact.new_empty(0) if x is None else x for x in (d_preact, d_preact_up, weighted if weigh else None, dots)]
+    if not format:
+        return *made, *(preact.new_empty(0, dtype=dtype) for dtype in (torch.uint8, torch.float32))
+    data, scales, _ = reference.quantize(d_preact, format)
+    return *made, data.view(torch.uint8), scales.contiguous()
 
 
-def _activate_backward_fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    preact, preact_up, d_act, topk_weights, _, _, weigh, *_ = inputs
-    d_preact = preact.new_empty(preact.shape)
+def _activate_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    preact, preact_up, d_act, topk_weights, _, _, weigh, format, *_ = inputs
     d_preact_up = preact.new_empty((0,) if preact_up is None else preact_up.shape)
-    if topk_weights is None:
-        return d_preact, d_preact_up, preact.new_empty(0), preact.new_empty(0)
     weighted = preact.new_empty(d_act.shape if weigh else (0,))
-    return d_preact, d_preact_up, weighted, topk_weights.new_empty(topk_weights.shape)
+    dots = preact.new_empty(0) if topk_weights is None else topk_weights.new_empty(topk_weights.shape)
+    data = preact.new_empty(preact.shape if format else (0,), dtype=torch.uint8)
+    scales = preact.new_empty(scales_shape(preact.shape, format) if format else (0,), dtype=torch.float32)
+    return preact.new_empty(preact.shape), d_preact_up, weighted, dots, data, scales
 
 
 def _activate_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.weigh = inputs[:-SPEC_LENGTH]
+    *tensors, ctx.weigh, ctx.format = inputs[:-SPEC_LENGTH]
     ctx.spec = inputs[-SPEC_LENGTH:]
     ctx.save_for_backward(*tensors)
 
 
 def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    """Second-order gradients, computed by plain PyTorch."""
+    """Second-order gradients, computed by plain PyTorch; none with a format."""
+    if ctx.format:
+        raise RuntimeError("activate_backward: a gradient in fp8 has no gradients")
     spec = GLUSpec(*ctx.spec)
     inputs = ctx.saved_tensors
     asked = [i for i in range(4) if ctx.needs_input_grad[i]]
@@ -135,17 +146,21 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         found = list(reference.activate_backward(*given))
         if not ctx.weigh:
             found[2] = None
-        upstream[:] = [d for y, d in zip(found, grads, strict=True) if y is not None]
+        upstream[:] = [d for y, d in zip(found, grads[:4], strict=True) if y is not None]
         return tuple(y for y in found if y is not None)
 
     pullback: Any = torch.func.vjp(outputs, *(inputs[i] for i in asked))[1]
     by_input = dict(zip(asked, pullback(tuple(upstream)), strict=True))
-    return *(by_input.get(i) for i in range(6)), None, *[None] * len(spec)
+    return *(by_input.get(i) for i in range(6)), None, None, *[None] * len(spec)
 
 
 activate = define(_activate, _activate_fake, _activate_setup, _activate_gradient)
 activate_backward = define(
-    _activate_backward, _activate_backward_fake, _activate_backward_setup, _activate_backward_gradient
+    _activate_backward,
+    _activate_backward_fake,
+    _activate_backward_setup,
+    _activate_backward_gradient,
+    results=6,
 )
 
 
@@ -208,7 +223,7 @@ def _swiglu_ffn_gradient(
         preact_up = None if w_up is None else preact_up
         if torch.is_grad_enabled():
             preact, preact_up = (_zeros_outside(x, group_offsets) for x in (preact, preact_up))
-        found = activate_backward(preact, preact_up, d_act, None, None, None, False, *ctx.spec)
+        found = activate_backward(preact, preact_up, d_act, None, None, None, False, None, *ctx.spec)
         d_preact, d_preact_up = _sum(found[0], d_preact), _sum(found[1], d_preact_up)
     del preact, preact_up
     need_rows, _, need_w_in, need_w_up, need_b_in, need_b_up, *_ = ctx.needs_input_grad
@@ -354,8 +369,8 @@ def _moe_mlp_gradient(
         else:  # `weighted` does not depend on it
             d_act = preact.new_zeros(preact.size(0), w_out.size(1))
         preact_up = None if w_up is None else preact_up
-        d_preact_by_act, d_preact_up_by_act, weighted, d_topk_weights = activate_backward(
-            preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, need_w_out, *spec
+        d_preact_by_act, d_preact_up_by_act, weighted, d_topk_weights, *_ = activate_backward(
+            preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, need_w_out, None, *spec
         )
         del d_act
         d_preact, d_preact_up = _sum(d_preact_by_act, d_preact), _sum(d_preact_up_by_act, d_preact_up)

@@ -11,6 +11,7 @@ from moe_kernels import reference
 from moe_kernels.glu import GLUSpec
 from moe_kernels.ops.layer import (
     SPEC_LENGTH,
+    activate_backward,
     dots_with_down_bias,
     layer_operator,
     run_layer,
@@ -54,12 +55,6 @@ QUANTIZED_WGRAD = Operator(
     inputs=("X", "Y", "group_offsets", "x_row_to_slot", "y_row_to_slot"),
     rows=("X", "Y", "x_row_to_slot", "y_row_to_slot"),
     counts=_counts_of_wgrad,
-)
-QUANTIZED_ACTIVATE_BACKWARD = Operator(
-    "quantized_activate_backward",
-    planner="moe_kernels.kernels.activation",
-    inputs=("preact", "d_act", "topk_weights", "row_to_slot", "group_offsets"),
-    rows=("preact", "d_act", "topk_weights", "row_to_slot"),
 )
 QUANTIZED_MOE_MLP = layer_operator(
     "quantized_moe_mlp", "w_gate_up", "scales_in", "w_down", "scales_out", "b_in", "b_out"
@@ -122,42 +117,6 @@ def _quantized_wgrad_fake(X: Tensor, Y: Tensor, group_offsets: Tensor, *others: 
     return wgrad_fake(X, Y, group_offsets, False, transposed, out_dtype)
 
 
-def _quantized_activate_backward(
-    preact: Tensor,  # [R, 2I] or [R, I]
-    d_act: Tensor,  # [R, I]
-    topk_weights: Tensor,  # [T, top_k]
-    row_to_slot: Tensor,  # [R]
-    group_offsets: Tensor,  # [E + 1]
-    weigh: bool,
-    format: str | None,
-    *spec: Any,
-) -> tuple[Tensor, ...]:
-    """Return d_preact, weighted act if `weigh`, d_topk_weights, and d_preact in fp8 as uint8 with its scales, if there
-    is a `format`. Results that do not exist are empty tensors.
-    """
-    spec = GLUSpec(*spec)
-    order = topk_weights, row_to_slot, group_offsets
-    if not use_kernels(preact) or preact.numel() == 0:
-        found: Any = reference.activate_backward(preact, None, d_act, *order, spec)
-        d_preact, _, weighted, d_topk_weights = found
-        data, scales = (preact.new_empty(0, dtype=dtype) for dtype in (torch.uint8, torch.float32))
-        if format:
-            data, scales, _ = reference.quantize(d_preact, format)
-        weighted = weighted if weigh else preact.new_empty(0)
-        return d_preact, weighted, d_topk_weights, data.view(torch.uint8), scales.contiguous()
-    tensors = (preact, d_act, *order)
-    *made, data, scales = cache.call(QUANTIZED_ACTIVATE_BACKWARD, tensors, (weigh, format, spec))
-    return *made, data.view(torch.uint8), scales
-
-
-def _quantized_activate_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    preact, d_act, topk_weights, _, _, weigh, format, *_ = inputs
-    weighted = preact.new_empty(d_act.shape if weigh else (0,))
-    data = preact.new_empty(preact.shape if format else (0,), dtype=torch.uint8)
-    scales = preact.new_empty(scales_shape(preact.shape, format) if format else (0,), dtype=torch.float32)
-    return preact.new_empty(preact.shape), weighted, topk_weights.new_empty(topk_weights.shape), data, scales
-
-
 _FIRST_ORDER_ONLY = refusing(
     "moe_mlp: with compute there are neither gradients of gradients nor forward-mode derivatives; "
     "pass compute=None for them"
@@ -171,9 +130,6 @@ def _first_order(gradient: Tensor, source: Tensor) -> Tensor:
 first_order = define(_first_order, lambda gradient, source: torch.empty_like(gradient), *_FIRST_ORDER_ONLY)
 quantized_grouped_gemm = define(_quantized_grouped_gemm, _quantized_grouped_gemm_fake, *_FIRST_ORDER_ONLY)
 quantized_wgrad = define(_quantized_wgrad, _quantized_wgrad_fake, *_FIRST_ORDER_ONLY)
-quantized_activate_backward = define(
-    _quantized_activate_backward, _quantized_activate_backward_fake, *_FIRST_ORDER_ONLY, results=5
-)
 
 
 def _quantized_moe_mlp(
@@ -302,8 +258,8 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
     if need_hidden and quantises_gradient(d_act.size(1), ctx.rowwise, spec.gated, spec.interleaved):
         format = "rowwise" if ctx.rowwise else "1x128"
     order = topk_weights, row_to_slot, group_offsets
-    d_preact, weighted, d_topk_weights, *d_quantized = quantized_activate_backward(
-        preact, d_act, *order, need_w_out, format, *spec
+    d_preact, _, weighted, d_topk_weights, *d_quantized = activate_backward(
+        preact, None, d_act, *order, need_w_out, format, *spec
     )
     del preact, by_out, d_act
     if need_hidden:

@@ -357,14 +357,14 @@ def test_activations(activation: str, dtype: torch.dtype, device: str) -> None:
         torch.testing.assert_close(act, reference.activate(preact, preact_up, spec), **tolerance)
         d = torch.randn(6, act.size(1), device=device).to(dtype)
         for arguments in ((None, None, None), order):
-            found = activate_backward(preact, preact_up, d, *arguments, arguments is order, *spec)
+            found = activate_backward(preact, preact_up, d, *arguments, arguments is order, None, *spec)
             expected = reference.activate_backward(preact, preact_up, d, *arguments, spec)
-            for x, y in zip(found, expected, strict=True):
+            for x, y in zip(found, (*expected, None, None), strict=True):
                 if y is None:
                     assert x.numel() == 0
                 else:
                     torch.testing.assert_close(x, y, **tolerance)
-        unweighted = activate_backward(preact, preact_up, d, *order, False, *spec)
+        unweighted = activate_backward(preact, preact_up, d, *order, False, None, *spec)
         assert unweighted[2].numel() == 0
         assert all(torch.equal(x, y) for i, (x, y) in enumerate(zip(unweighted, found, strict=True)) if i != 2)
 
@@ -375,7 +375,7 @@ def test_weights_of_slots_in_the_other_memory_order(device: str) -> None:
     preact, d = torch.randn(6, 40, device=device), torch.randn(6, 20, device=device)
     spec = GLUSpec("silu", True, False, 1.0, 1.0)
     found, expected = (
-        activate_backward(preact, None, d, w, row_to_slot, group_offsets, True, *spec)
+        activate_backward(preact, None, d, w, row_to_slot, group_offsets, True, None, *spec)
         for w in (topk_weights, topk_weights.contiguous())
     )
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
@@ -391,7 +391,7 @@ def test_derivative_in_float32(function: Any, activation: str, device: str) -> N
     if function is None:
         found = reference.activate_backward(x, None, torch.ones_like(x), None, None, None, spec)
     else:
-        found = function(x, None, torch.ones_like(x), None, None, None, False, *spec)
+        found = function(x, None, torch.ones_like(x), None, None, None, False, None, *spec)
     assert (found[0] - exact).abs().max() < 6e-7  # a difference that cancels has 8e-7
 
 
@@ -408,7 +408,7 @@ def test_derivative_where_it_jumps(activation: str, device: str) -> None:
     f = torch.relu(g) if activation == "relu" else g * torch.sigmoid((1.3 if activation == "clamped_swiglu" else 1) * g)
     d = torch.randn(1, 8, device=device)
     (expected,) = torch.autograd.grad(f * (u + 1 if activation == "clamped_swiglu" else u), preact, d)
-    found = activate_backward(preact.detach(), None, d, None, None, None, False, *spec)
+    found = activate_backward(preact.detach(), None, d, None, None, None, False, None, *spec)
     torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -418,7 +418,7 @@ def test_one_tensor_for_two_arguments_and_then_two(device: str) -> None:
     gate, up, d = torch.randn(3, 6, 40, device=device)
     for tensors in ((gate, gate, d), (gate, up, gate), (gate, up, up), (gate, up, d)):
         expected = reference.activate_backward(*tensors, None, None, None, spec)[:2]
-        torch.testing.assert_close(activate_backward(*tensors, None, None, None, False, *spec)[:2], expected)
+        torch.testing.assert_close(activate_backward(*tensors, None, None, None, False, None, *spec)[:2], expected)
     w_gate, w_up = torch.randn(2, 3, 24, 40, device=device) * 24**-0.5  # the layout that the kernel takes
     rows = torch.randn(30, 24, device=device)
     offsets = group_offsets_from_sizes(torch.tensor([10, 0, 20], device=device))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from training import COMPUTE, DIFFERENTIABLE, exactly, run
 
 from moe_kernels import QuantizedWeight, moe_mlp, quantize, quantize_weight, reference, requirements
-from moe_kernels.ops import quantized_activate_backward, quantized_grouped_gemm, quantized_moe_mlp
+from moe_kernels.ops import activate_backward, quantized_grouped_gemm, quantized_moe_mlp
 from moe_kernels.testing import make_experts, make_tokens
 
 NAN, INF = float("nan"), float("inf")
@@ -258,9 +258,9 @@ def test_activation_backward_quantises(format: str, I: int, gated: bool, weigh: 
         torch.randperm(R, dtype=torch.int32).to(device),
         torch.tensor([0, 5, 11], dtype=torch.int32, device=device),
     )
-    *made, data, scales = quantized_activate_backward(preact, d_act, *order, weigh, format, *spec)
-    *right, _, _ = quantized_activate_backward(preact, d_act, *order, weigh, None, *spec)
-    *_, of_magnitudes, _, _ = quantized_activate_backward(preact.abs(), d_act.abs(), *order, weigh, None, *spec)
+    *made, data, scales = activate_backward(preact, None, d_act, *order, weigh, format, *spec)
+    *right, _, _ = activate_backward(preact, None, d_act, *order, weigh, None, *spec)
+    *_, of_magnitudes, _, _ = activate_backward(preact.abs(), None, d_act.abs(), *order, weigh, None, *spec)
     *exact, (sums, others) = zip(made, right, strict=True)
     for a, b in exact:
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

@@ -19,7 +19,6 @@ from moe_kernels.ops.gating import CHOOSE_EXPERTS
 from moe_kernels.ops.layer import ACTIVATE, ACTIVATE_BACKWARD, MOE_MLP, SWIGLU_FFN
 from moe_kernels.ops.moves import COMBINE_ROWS, DOT_ROWS, ROUTE, SCATTER_ROWS
 from moe_kernels.ops.products import GROUPED_GEMM, GROUPED_GEMM_WGRAD
-from moe_kernels.ops.quantized import QUANTIZED_ACTIVATE_BACKWARD
 from moe_kernels.runtime.cache import make_plan
 from moe_kernels.runtime.plan import Request
 from moe_kernels.runtime.signature import RANK_UP_TO, rows_bounds, rows_class, symbolic
@@ -180,8 +179,8 @@ def test_activation(R: int, width: int, name: str) -> None:
     weighted = f32(R // 8, 8), i32(R), i32(129)
     asked_for = [
         *requests(ACTIVATE, (preact, None), (spec,)),
-        *requests(ACTIVATE_BACKWARD, (preact, None, d_act, None, None, None), (False, spec)),
-        *requests(ACTIVATE_BACKWARD, (preact, None, d_act, *weighted), (True, spec)),
+        *requests(ACTIVATE_BACKWARD, (preact, None, d_act, None, None, None), (False, None, spec)),
+        *requests(ACTIVATE_BACKWARD, (preact, None, d_act, *weighted), (True, None, spec)),
     ]
     names = [request.kernel.name for request in asked_for]
     assert names == ["activate", "activate_backward", "weighted_backward"]
@@ -196,8 +195,8 @@ def test_activation(R: int, width: int, name: str) -> None:
 def test_activation_backward_quantises(R: int, I: int, format: str) -> None:  # noqa: E741
     """The gradient is quantised in registers; only scales and what belongs to a slot is narrow."""
     spec = GLUSpec("silu", True, False, 1.0, 1.0)
-    tensors = empty(R, 2 * I), empty(R, I), f32(R // 8, 8), i32(R), i32(129)
-    (request,) = requests(QUANTIZED_ACTIVATE_BACKWARD, tensors, (True, format, spec))
+    tensors = empty(R, 2 * I), None, empty(R, I), f32(R // 8, 8), i32(R), i32(129)
+    (request,) = requests(ACTIVATE_BACKWARD, tensors, (True, format, spec))
     (report,) = lean([request])
     assert report["name"] == "weighted_backward" and report["regs"] <= 64
     assert "cvt.rn.satfinite.e4m3x2.f32" in report["ptx"]
