@@ -152,9 +152,8 @@ def scaled_both(
     for one, operand, beside in ((name, value, other_name), (other_name, other, name)):
         if not isinstance(operand, ScaledTensor):
             check_not_torchao(one, operand)
-            raise TypeError(
-                f"{one}: expected a ScaledTensor, as for {beside}, got {type(operand).__name__}; quantize both or none"
-            )
+            hint = _hint(operand) or "; quantize both or none"
+            raise TypeError(f"{one}: expected a ScaledTensor, as for {beside}, got {type(operand).__name__}{hint}")
         made.append(operand)
     return made[0], made[1]
 
@@ -552,13 +551,13 @@ def check_quantize(x: Tensor, format: str, dtype: torch.dtype, power_of_two: boo
     check_dtype("dtype", dtype, FP8_DTYPES)
 
 
-def check_quantize_weight(weight: Tensor, compute: str) -> None:  # [E, N, K]
+def check_quantize_weight(weight: Tensor, compute: str, name: str = "weight") -> None:  # [E, N, K]
     """Check the arguments of `quantize_weight`."""
     check_compute("compute", compute)
-    _check_tensor("weight", weight)
-    check_dtype("weight", weight.dtype)
+    _check_tensor(name, weight)
+    check_dtype(name, weight.dtype)
     if weight.dim() != 3:
-        raise ValueError(f"weight: expected shape [E, N, K], got {list(weight.shape)}")
+        raise ValueError(f"{name}: expected shape [E, N, K], got {list(weight.shape)}")
 
 
 def check_dequantize(scaled: ScaledTensor, dtype: torch.dtype) -> None:
@@ -955,16 +954,23 @@ def check_offset_values(values: list[int], M: int) -> None:
 
 def validate_offs(offs: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
     """As `validate_offsets` for PyTorch's `offs [G]`, which divide mat_a's rows, mat_b's columns or the contraction."""
-    extent = mat_a.shape[0] if mat_b.dim() == 3 else mat_b.shape[1 if mat_a.dim() == 3 else 0]
-    _check_order("offs", [0, *values_of(offs, _VALIDATION_READS)], extent, 0)
+    if mat_b.dim() == 3:
+        extent, counted = mat_a.shape[0], "rows"
+    elif mat_a.dim() == 3:
+        extent, counted = mat_b.shape[1], "columns"
+    else:
+        extent, counted = mat_b.shape[0], "rows of mat_b"
+    _check_order("offs", [0, *values_of(offs, _VALIDATION_READS)], extent, 0, counted)
 
 
-def _check_order(name: str, values: list[int], M: int, second: int) -> None:
-    """Check that each value is at least the one before it, and at most M. Messages call values[1] `name[second]`."""
+def _check_order(name: str, values: list[int], M: int, second: int, counted: str = "rows") -> None:
+    """Check that each value is at least the one before it, and at most M. Messages call values[1] `name[second]`, and
+    M the number of what is `counted`.
+    """
     for i, (low, value) in enumerate(pairwise(values), start=second):
         if not low <= value <= M:
             raise ValueError(
-                f"{name}[{i}]: expected {low} (the offset before it) to {M} (the number of rows), got {value}"
+                f"{name}[{i}]: expected {low} (the offset before it) to {M} (the number of {counted}), got {value}"
             )
 
 
@@ -1061,16 +1067,7 @@ def _check_tensor(name: str, value: object) -> None:
         return
     got = type(value).__name__
     if not isinstance(value, Tensor):
-        hint = ""
-        if isinstance(value, ScaledTensor):
-            hint = "; fp8 is for grouped_gemm and moe_mlp, elsewhere pass what dequantize returns"
-        elif isinstance(value, QuantizedWeight):
-            hint = "; it is for moe_mlp with compute, elsewhere pass its weight"
-        elif isinstance(value, tuple) and value and getattr(value[0], "dtype", None) in FP8_DTYPES:
-            hint = "; pass ScaledTensor(data, scales, format), of some experts (data[:n], scales[:n], format)"
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-            hint = "; pack_groups packs matrices of different heights, torch.stack stacks tensors of one shape"
-        raise TypeError(f"{name}: expected a torch.Tensor, got {got}{hint}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {got}{_hint(value)}")
     if value.is_nested:
         raise TypeError(
             f"{name}: expected a dense tensor, got a nested one; pack_groups({name}.unbind()) gives rows and offsets"
@@ -1093,6 +1090,21 @@ def _check_tensor(name: str, value: object) -> None:
                 f"{name}: expected a torch.Tensor, got {got}, which holds its values as {held}; "
                 f"convert it with {how}, or leave these weights out when the model is quantised"
             )
+
+
+def _hint(value: object) -> str:
+    """Say what to pass instead of what is no tensor. A slice of a ScaledTensor or QuantizedWeight is a tuple."""
+    if isinstance(value, ScaledTensor):
+        return "; fp8 is for grouped_gemm and moe_mlp, elsewhere pass what dequantize returns"
+    if isinstance(value, QuantizedWeight):
+        return "; it is for moe_mlp with compute, elsewhere pass its weight"
+    if isinstance(value, tuple) and any(isinstance(part, ScaledTensor) for part in value):
+        return "; pass a QuantizedWeight, of some experts what quantize_weight(weight[:n], compute) returns"
+    if isinstance(value, tuple) and value and getattr(value[0], "dtype", None) in FP8_DTYPES:
+        return "; pass ScaledTensor(data, scales, format), of some experts (data[:n], scales[:n], format)"
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        return "; pack_groups packs matrices of different heights, torch.stack stacks tensors of one shape"
+    return ""
 
 
 def check_not_torchao(name: str, value: object) -> None:

@@ -5,7 +5,7 @@ hidden --dispatch--> rows of this rank's experts --swiglu_ffn, grouped_gemm or m
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,10 @@ _NO_MEMBER = "group: expected a process group of which this rank is a member"
 _NOT_IN_GRAPHS = (
     "dispatch and combine exchange rows outside of compiled graphs, which fullgraph=True and torch.export rule out: "
     "call them outside"
+)
+_GRAD_AND_VJP = (
+    "dispatch and combine support only grad and vjp of torch.func: in place of forward mode, and of transforms that "
+    "vectorize, such as vmap and jacrev, call vjp once per vector"
 )
 
 
@@ -235,3 +239,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_out: Tensor) -> tuple[Tensor, None, None, None, None]:
         return _exchange_rows(d_out[0], ctx.received, ctx.sent, ctx.group), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        raise RuntimeError(_GRAD_AND_VJP)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *_: Any) -> NoReturn:
+        raise RuntimeError(_GRAD_AND_VJP)

@@ -370,12 +370,15 @@ def quantize_once(module: nn.Module) -> Iterator[None]:
     kept: dict[MoE, _Kept] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, MoE) and layer.format is None and layer.compute is not None and layer._kept is None:
-            weights = layer.w_gate_up, layer.w_down
+            weights, called = (layer.w_gate_up, layer.w_down), name or "MoE"
             if any(map(_is_sharded, weights)):
                 raise TypeError(
-                    f"module: the weights of the layer {name or 'MoE'!r} are sharded: call unshard() of each FSDP2 "
+                    f"module: the weights of the layer {called!r} are sharded: call unshard() of each FSDP2 "
                     "module first, or enter this context within FSDP1's summon_full_params"
                 )
+            checks.check_compute(f"{called}.compute", layer.compute)
+            for field, weight in zip(("w_gate_up", "w_down"), weights, strict=True):
+                checks.check_quantize_weight(weight, layer.compute, f"{called}.{field}")
             with torch.inference_mode(False):  # whose results no backward pass could save
                 both = quantize_weight(weights[0], layer.compute), quantize_weight(weights[1], layer.compute)
             kept[layer] = _Kept(layer.compute, both, _versions(weights))

@@ -3,9 +3,10 @@
     out[group g rows] = A_packed[group g rows] @ B[g]        (or @ B, one weight for all groups)
     out[g] = A[g] @ B[g]                                     (uniform and varied)
 
-They run on any device and leave gradients to autograd. Products that are not in fp8 take bfloat16, float16, float32
-or float64. Grouped products read the offsets on the host (a sync). Arguments are checked as those of the public
-functions, by `checks`, and raise the same errors.
+They run on any device and leave gradients to autograd. Autocast applies to their products as to others of PyTorch,
+while the kernels' functions cast only operands, so call them outside of it. Products that are not in fp8 take bfloat16,
+float16, float32 or float64. Grouped products read the offsets on the host (a sync). Arguments are checked as those of
+the public functions, by `checks`, and raise the same errors.
 """
 
 from __future__ import annotations

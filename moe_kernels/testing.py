@@ -1,6 +1,7 @@
 """Group sizes, inputs, the error budget, and FLOP and byte counts, for tests and benchmarks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Literal, TypedDict, get_args
 
@@ -149,7 +150,15 @@ def make_tokens(
     return hidden, topk_ids.to(device), topk_weights.to(device, dtype)
 
 
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Have plain PyTorch compute in the dtypes of its arguments."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
 @torch.no_grad()
+@_without_autocast()
 def assert_scaled_grouped_gemm_close(
     out: Tensor,  # [M, N]
     A_packed: ScaledTensor,  # [M, K]
@@ -180,6 +189,7 @@ def assert_scaled_grouped_gemm_close(
 
 
 @torch.no_grad()
+@_without_autocast()
 def assert_grouped_gemm_close(
     out: Tensor,  # [M, N]
     A_packed: Tensor,  # [M, K]
@@ -242,6 +252,7 @@ def _groups(out: Tensor, M: int, N: int, group_offsets: Tensor) -> list[tuple[in
 
 
 @torch.no_grad()
+@_without_autocast()
 def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: float = 0.0, name: str = "out") -> float:
     """Compare any result with float64. Its error may be twice that of plain PyTorch.
 
@@ -258,12 +269,15 @@ def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: fl
         The error as a share of the budget, at most 1.
 
     Raises:
-        AssertionError: a shape or dtype that differs from that of `plain`, or too large an error.
+        AssertionError: a shape that differs from that of `plain` or `exact`, a dtype that differs from that of `plain`,
+            or too large an error.
         ValueError: the budget is over a tenth of `max|exact|`, so a result of zeros might pass. If `exact` is all
             zeros, `out` must be all zeros.
     """
     if (out.shape, out.dtype) != (plain.shape, plain.dtype):
         raise AssertionError(f"{name}: expected {list(plain.shape)} {plain.dtype}, got {list(out.shape)} {out.dtype}")
+    if exact.shape != out.shape:
+        raise AssertionError(f"{name}: expected {list(exact.shape)} as exact, got {list(out.shape)}")
     if out.numel() == 0:
         return 0.0
     error, plain_error = ((x.double() - exact).abs().amax().item() for x in (out, plain))
@@ -324,6 +338,7 @@ def _draw_counts(kind: str, G: int, M: int, seed: int) -> list[int]:
     return drawn.bincount(minlength=G).tolist()
 
 
+@_without_autocast()
 def plain_product(
     A: Tensor,  # [M, K]
     B: Tensor,  # [K, N]

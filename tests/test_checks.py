@@ -32,6 +32,7 @@ from moe_kernels import (
     offs_from_group_offsets,
     permute,
     quantize,
+    quantize_weight,
     route,
     swiglu_ffn,
     topk_sigmoid,
@@ -45,6 +46,7 @@ from moe_kernels.checks import (
     check_grouped_gemm_wgrad,
     check_grouped_mm,
     clamp_offsets,
+    validate_offs,
     validate_offsets,
 )
 from moe_kernels.runtime import cache
@@ -309,6 +311,19 @@ def test_clamp_of_noncontiguous_offsets_without_reading_them() -> None:
 def test_validate_names_the_first_bad_index(offsets: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         validate_offsets(torch.tensor(offsets), 5)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "counted"),
+    [
+        ((7, 4), (3, 4, 5), "rows"),
+        ((3, 5, 4), (4, 7), "columns"),
+        ((5, 7), (7, 4), "rows of mat_b"),
+    ],
+)
+def test_validate_names_what_offs_divide(a: tuple[int, ...], b: tuple[int, ...], counted: str) -> None:
+    with pytest.raises(ValueError, match=rf"^offs\[2\]: expected 3 .* to 7 \(the number of {counted}\), got 8$"):
+        validate_offs(torch.tensor([2, 3, 8]), torch.ones(a), torch.ones(b))
 
 
 @pytest.mark.parametrize("offsets", [[0], [0, 0, 0], [0, 2, 5], [0, 2, 2, 3]])
@@ -903,3 +918,20 @@ def test_fp8_without_scales_under_autocast() -> None:
     A, B = torch.ones(5, 4).to(torch.float8_e4m3fn), torch.ones(G, 4, 6).to(torch.float8_e4m3fn)
     with torch.autocast("cpu"), pytest.raises(TypeError, match="pass fp8 with its scales"):
         grouped_gemm(A, B, OFFSETS)
+
+
+def test_slices_of_fp8_operands() -> None:
+    """They are tuples, as those of every NamedTuple. The error says how to take some experts."""
+    rows, ids, w = torch.randn(3, 16), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    first, second = torch.randn(4, 16, 16), torch.randn(4, 16, 8)
+    q, d = quantize(first, "rowwise"), quantize(second, "rowwise")
+    some = r"got tuple; pass ScaledTensor\(data, scales, format\), of some experts"
+    with pytest.raises(TypeError, match="^w_down: expected a ScaledTensor, as for w_gate_up, " + some):
+        moe_mlp(rows, ids, w, q, d[:2])
+    with pytest.raises(TypeError, match="^B: expected a ScaledTensor, as for A_packed, " + some):
+        grouped_gemm(quantize(rows, "rowwise"), q.mT[:2], torch.tensor([0, 1, 3]))
+    weights = [quantize_weight(x, "fp8_block")[:2] for x in (first, second)]
+    with pytest.raises(
+        TypeError, match=r"^w_gate_up: .*got tuple; pass a QuantizedWeight, .*quantize_weight\(weight\[:n\]"
+    ):
+        moe_mlp(rows, ids, w, *weights, compute="fp8_block")

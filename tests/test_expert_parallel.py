@@ -306,6 +306,31 @@ def test_a_residual_in_place_under_fsdp2(results: list[dict[str, Any]]) -> None:
                 torch.testing.assert_close(got, sum(each) / P, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+def test_transforms_that_dispatch_does_not_support() -> None:
+    """The errors say what to use instead."""
+    hidden, ids, w = torch.randn(5, H), torch.randint(E, (5, TOP_K)), torch.rand(5, TOP_K)
+
+    def layer(hidden: Tensor) -> Tensor:
+        return combine(*dispatch(hidden, ids, w, E))
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        expected = w.sum(1, keepdim=True)
+        torch.testing.assert_close(layer(hidden), hidden * expected)
+        (gradient,) = torch.func.vjp(layer, hidden)[1](hidden)
+        torch.testing.assert_close(gradient, hidden * expected)
+        for transformed in (
+            lambda: torch.func.jvp(layer, (hidden,), (hidden,)),
+            lambda: torch.func.jacrev(layer)(hidden),
+            lambda: torch.vmap(layer)(torch.stack((hidden, hidden))),
+        ):
+            with pytest.raises(RuntimeError, match=r"only grad and vjp of torch\.func: .*call vjp once per vector$"):
+                transformed()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_combine_names_what_it_needs() -> None:
     with pytest.raises(TypeError, match=r"^exchange: expected the Exchange that dispatch returns, got Tensor$"):
         combine(torch.ones(2, 4), torch.ones(2, 4))  # type: ignore[arg-type]

@@ -575,6 +575,18 @@ def test_weights_are_quantised_once_in_inference_mode() -> None:
     context.__exit__(None, None, None)
 
 
+def test_quantize_once_names_the_layer_that_cannot_be_quantised() -> None:
+    model = torch.nn.Sequential(*[MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block") for _ in range(2)])
+    model[1].w_down.data = model[1].w_down.data.double()
+    with pytest.raises(TypeError, match=r"^1\.w_down: .* got torch\.float64$"), quantize_once(model):
+        pass
+    model[0].compute = "fp8"
+    for module, name in ((model, "0"), (model[0], "MoE")):
+        with pytest.raises(ValueError, match=rf"^{name}\.compute: .* got 'fp8'$"), quantize_once(module):
+            pass
+    assert all(layer._kept is None for layer in model)
+
+
 def test_weights_are_quantised_once_in_compiled_code() -> None:
     """Code is compiled once for all contexts; it quantises no weights, but those that are passed in their place."""
     torch._dynamo.reset()
@@ -663,7 +675,7 @@ def test_quantize_once_refuses() -> None:
             pass
     model = torch.nn.ModuleList(MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_block") for _ in range(2))
     model[1].double()
-    with pytest.raises(TypeError, match=r"^weight: expected bfloat16, float16 or float32"), quantize_once(model):
+    with pytest.raises(TypeError, match=r"^1\.w_gate_up: expected bfloat16, float16 or float32"), quantize_once(model):
         pass
     assert quantises(lambda: model[0](torch.randn(T, H)))
 

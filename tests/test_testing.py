@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_kernels import quantize, testing
-from moe_kernels.reference import grouped_gemm
+from moe_kernels.reference import grouped_gemm, scaled_grouped_gemm
 from moe_kernels.testing import (
     SizeKind,
     assert_grouped_gemm_close,
@@ -19,6 +19,7 @@ from moe_kernels.testing import (
     make_experts,
     make_inputs,
     make_tokens,
+    plain_product,
 )
 
 SIZES = [0, 1, 40, 0, 7]
@@ -392,6 +393,9 @@ def test_assert_within_budget() -> None:
         assert_within_budget(plain, plain * 1.5, exact)
     with pytest.raises(ValueError, match="budget too loose"):
         assert_within_budget(plain, plain, exact, scale=1e7)
+    for other in (exact[0], exact[:, :1], exact.T):
+        with pytest.raises(AssertionError, match=r"^out: expected \[.*\] as exact, got \[40, 30\]$"):
+            assert_within_budget(plain, plain, other)
     with pytest.raises(AssertionError, match=r"expected \[40, 30\] torch\.bfloat16, got \[30, 40\]"):
         assert_within_budget(plain.T, plain, exact)
     with pytest.raises(AssertionError, match=r"expected \[40, 30\] torch\.bfloat16, got \[40, 30\] torch\.float32"):
@@ -459,3 +463,20 @@ def test_another_default_dtype_changes_nothing(default: torch.dtype) -> None:
         assert all(map(torch.equal, make_tokens(4, 8, 4, 2, **options), tokens))
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_the_budget_within_autocast() -> None:
+    """Plain PyTorch would multiply in bfloat16, whose error is no measure for float32."""
+    A, B, group_offsets = make_inputs([20, 0, 30], 8, 64, dtype=torch.float32, device="cpu")
+    out = grouped_gemm(A, B, group_offsets)
+    scaled = quantize(A, "1x128"), quantize(B.mT, "128x128").mT
+    of_scaled = scaled_grouped_gemm(*scaled, group_offsets, out_dtype=torch.float32)
+    plain = plain_product(A, B[0], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_grouped_gemm_close(out, A, B, group_offsets)
+        assert_scaled_grouped_gemm_close(of_scaled, *scaled, group_offsets)
+        assert torch.equal(plain_product(A, B[0], torch.float32), plain)
+        with pytest.raises(AssertionError, match="exceeds the budget"):
+            assert_grouped_gemm_close(out + 2e-3, A, B, group_offsets)
+        with pytest.raises(AssertionError, match="exceeds the budget"):
+            assert_scaled_grouped_gemm_close(of_scaled + 2e-3, *scaled, group_offsets)
