@@ -189,7 +189,6 @@ def assert_scaled_grouped_gemm_close(
 
 
 @torch.no_grad()
-@_without_autocast()
 def assert_grouped_gemm_close(
     out: Tensor,  # [M, N]
     A_packed: Tensor,  # [M, K]
@@ -252,7 +251,6 @@ def _groups(out: Tensor, M: int, N: int, group_offsets: Tensor) -> list[tuple[in
 
 
 @torch.no_grad()
-@_without_autocast()
 def assert_within_budget(out: Tensor, plain: Tensor, exact: Tensor, *, scale: float = 0.0, name: str = "out") -> float:
     """Compare any result with float64. Its error may be twice that of plain PyTorch.
 
