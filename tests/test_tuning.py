@@ -500,6 +500,24 @@ def test_the_folder_of_the_entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert files == [entries.file_in(expected, GPU.name)]
 
 
+@pytest.mark.parametrize(("op", "folder"), [("uniform", True), ("varied", True), ("grouped_gemm", False)])
+def test_shapes_of_every_product_are_tuned_if_there_is_a_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, op: str, folder: bool
+) -> None:
+    monkeypatch.setattr(search, "_no_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(targets, "of_device", lambda *_: GPU)
+    monkeypatch.setattr(entries, "folders", lambda: [tmp_path] if folder else [])
+    tuned: list[search.Task] = []
+    monkeypatch.setattr(search, "tune", lambda todo, *_: tuned.extend(todo) or 0)
+    code = search.main(options("--shapes", "4,64,32,16", "--op", op))
+    error = capsys.readouterr().err
+    if folder:
+        assert (code, error) == (0, "") and [task.op for task in tuned] == [op]
+    else:
+        assert (code, error) == (2, "The user has no home folder: give --output.\n") and not tuned
+
+
 def test_folders_in_the_users_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where no shell expands `~`."""
     monkeypatch.setenv("HOME", str(tmp_path))
