@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -375,11 +377,32 @@ def _making(wanted: Sequence[PlanRequest], gpu: Gpu, jobs: int) -> Iterator[None
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, context, _initialise, (None if here else gpu,))
     try:
-        for future in as_completed([pool.submit(_make, one, gpu) for one in wanted]):
+        with _interrupts_ignored():
+            futures = [pool.submit(_make, one, gpu) for one in wanted]
+        for future in as_completed(futures):
             future.result()
             yield
+    except KeyboardInterrupt:
+        print("\nWaiting for the plans that are being made.", file=sys.stderr, flush=True)
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C, and have processes that start in this context ignore it: a terminal sends it to all, and theirs
+    would end in tracebacks. The parent lets them end what they make.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():  # it cannot be restored, or changed
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _initialise(absent: Gpu | None) -> None:

@@ -867,6 +867,41 @@ def test_other_processes_end_with_a_compile_that_is_killed(tmp_path: Path) -> No
         run.communicate(timeout=60)  # raises TimeoutExpired if a process keeps stdout or stderr open
 
 
+def note_interrupts(folder: Path, _: Any) -> None:
+    Path(folder, str(os.getpid())).write_text(str(signal.getsignal(signal.SIGINT) == signal.SIG_IGN))
+
+
+def test_only_the_parent_reacts_to_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A terminal sends it to the other processes, too, also while they import Helion."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(ahead, "_make", note_interrupts)
+    monkeypatch.setattr(targets, "current", lambda: H200)  # so that the processes need not import Helion
+    list(ahead._making([tmp_path], H200, 2))  # type: ignore[list-item]
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["True"]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_plans_are_made_in_other_threads_than_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where Python cannot change how signals are handled."""
+    monkeypatch.setattr(ahead, "_make", note_interrupts)
+    monkeypatch.setattr(targets, "current", lambda: H200)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: list(ahead._making([tmp_path], H200, 2))).result()  # type: ignore[list-item]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_ctrl_c_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, jobs: int, *_: Any):
+            super().__init__(jobs)
+
+    monkeypatch.setattr(ahead, "_make", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Pool)
+    with pytest.raises(KeyboardInterrupt):
+        list(ahead._making([1, 2], H200, 2))  # type: ignore[list-item]
+    assert capsys.readouterr().err == "\nWaiting for the plans that are being made.\n"
+
+
 def test_a_failure_ends_the_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is raised at once, and plans that no process has begun are not made."""
     made: list[int] = []
