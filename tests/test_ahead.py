@@ -890,13 +890,16 @@ def test_plans_are_made_in_other_threads_than_the_first(monkeypatch: pytest.Monk
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_ctrl_c_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    class Pool(ThreadPoolExecutor):
-        def __init__(self, jobs: int, *_: Any):
-            super().__init__(jobs)
+class Threads(ThreadPoolExecutor):
+    """In place of a pool of processes."""
 
+    def __init__(self, jobs: int, *_: Any):
+        super().__init__(jobs)
+
+
+def test_ctrl_c_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(ahead, "_make", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Threads)
     with pytest.raises(KeyboardInterrupt):
         list(ahead._making([1, 2], H200, 2))  # type: ignore[list-item]
     assert capsys.readouterr().err == "\nWaiting for the plans that are being made.\n"
@@ -912,12 +915,8 @@ def test_a_failure_ends_the_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("first")
         time.sleep(0.2)
 
-    class Pool(ThreadPoolExecutor):
-        def __init__(self, jobs: int, *_: Any):
-            super().__init__(jobs)
-
     monkeypatch.setattr(ahead, "_make", make)
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Threads)
     with pytest.raises(RuntimeError, match="first"):
         list(ahead._making([*range(30)], H200, 1))  # type: ignore[arg-type]
     assert 0 in made and len(made) < 5
