@@ -209,6 +209,86 @@ def test_a_gradient_that_nobody_needs_is_not_computed(needed: tuple[bool, bool],
     assert (A.grad is not None, B.grad is not None) == needed
 
 
+def layers() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
+    weights = random(3, 6, 4), random(3, 4, 3)
+    return {
+        "swiglu_ffn": (lambda rows, w: swiglu_ffn(rows, w, OFFSETS), (random(7, 4), weights[0])),
+        "moe_mlp": (lambda x, g, w_in, w_out: moe_mlp(x, ids, g, w_in, w_out), (random(3, 4), random(3, 2), *weights)),
+        "moe_mlp, biases": (
+            lambda x, g, *w: moe_mlp(x, ids, g, *w[:2], gate_up_bias=w[2], down_bias=w[3]),
+            (random(3, 4), random(3, 2), *weights, random(3, 6), random(3, 4)),
+        ),
+        "fp8": (
+            lambda x, g, w_in, w_out: moe_mlp(x, ids, g, w_in, w_out, compute="fp8_rowwise"),
+            tuple(random(*shape, dtype=torch.float32) for shape in ((3, 32), (3, 2), (3, 64, 32), (3, 32, 32))),
+        ),
+    }
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+@pytest.mark.parametrize("name", products() | moves() | layers())
+def test_a_gradient_that_nobody_asks_for_is_not_computed(
+    name: str, profiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, inputs = (products() | moves() | layers())[name]
+    monkeypatch.setattr(torch_internals, "profiled", lambda: profiled)
+
+    def copies(*required: int) -> list[Tensor]:
+        return [x.detach().requires_grad_(i in required) * 1 for i, x in enumerate(inputs)]
+
+    def called(out: Tensor, *of: Tensor) -> tuple[tuple[Tensor | None, ...], list[str]]:
+        upstream = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)
+        with Calls() as calls:
+            found = torch.autograd.grad(out, of, upstream, retain_graph=True, allow_unused=True)
+        return found, calls.names
+
+    every = copies(*range(len(inputs)))
+    out = function(*every)
+    all_at_once, most = called(out, *every)
+    for i, expected in enumerate(all_at_once):
+        (asked,), names = called(out, every[i])
+        if expected is None:
+            assert asked is None
+            continue
+        frozen = copies(i)
+        (alone,), fewest = called(function(*frozen), frozen[i])
+        for one in (asked, alone):
+            assert one is not None and torch.equal(one, expected) and one.any()
+        assert names == fewest
+    again, names = called(out, *every)
+    assert names == most
+    assert all(a is b or torch.equal(a, b) for a, b in zip(again, all_at_once, strict=True))
+
+
+def test_gradients_of_leaves_that_a_backward_pass_asks_for() -> None:
+    A, B = random(7, 3), random(3, 3, 2)
+    out = grouped_gemm(A, B, OFFSETS).sum()
+    of_A, of_B = torch.autograd.grad(out, (A, B), retain_graph=True)
+    for x, expected, name in ((A, of_A, "grouped_gemm"), (B, of_B, "grouped_gemm_wgrad")):
+        with Calls() as calls:
+            out.backward(inputs=[x], retain_graph=True)
+        assert calls.names == [name] and x.grad is not None and torch.equal(x.grad, expected)
+    with Calls() as calls:
+        assert torch.equal(torch.autograd.grad(out, B, retain_graph=True)[0], of_B)
+    assert calls.names == ["grouped_gemm_wgrad"]
+    with Calls() as calls:
+        assert torch.equal(torch.autograd.grad(out, A)[0], of_A)
+    assert calls.names == ["grouped_gemm", "grouped_gemm_wgrad"]  # PyTorch does not tell that only A is asked for
+
+
+def test_gradients_of_weights_in_a_later_pass() -> None:
+    """As pipelines do: first those of activations, then those of weights from gradients between both."""
+    (hidden, gates, *weights), ids = [x.detach().requires_grad_() for x in layers()["moe_mlp"][1]], [[0, 2]] * 3
+    out = moe_mlp(hidden.cos(), torch.tensor(ids), gates, *weights).sin()
+    expected = torch.autograd.grad(out.sum(), [hidden, gates, *weights], retain_graph=True)
+    out.sum().backward(inputs=[hidden, gates], retain_graph=True)
+    assert all(w.grad is None for w in weights)
+    out.sum().backward(inputs=weights)
+    for x, of_x in zip([hidden, gates, *weights], expected, strict=True):
+        assert x.grad is not None and torch.equal(x.grad, of_x)
+
+
 def test_what_no_gradient_needs_is_not_kept() -> None:
     A, frozen = random(7, 3), random(3, 3, 2, grad=False)
     kept: list[tuple[int, ...]] = []

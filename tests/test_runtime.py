@@ -1515,6 +1515,7 @@ INSTEAD: dict[str, Callable[[Any], bool]] = {  # by name in torch._C: whether it
     ),
     "_dispatch_key_parse": lambda x: x._VMAP_MODE is None,
     "_AutoDispatchBelowADInplaceOrView": lambda x: x.below_autograd is torch.no_grad,
+    "_will_engine_execute_node": lambda x: x._executed is not torch._C._will_engine_execute_node,
 }
 
 

@@ -41,8 +41,9 @@ def _uniform_grouped_gemm(
 def _uniform_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     A, B = ctx.saved_tensors
     a_dtype, b_dtype = ctx.dtypes
-    dA = uniform_grouped_gemm(d_out, B.transpose(1, 2), a_dtype) if ctx.needs_input_grad[0] else None
-    dB = uniform_grouped_gemm(A.transpose(1, 2), d_out, b_dtype) if ctx.needs_input_grad[1] else None
+    need_A, need_B, *_ = torch_internals.asked_gradients(ctx)
+    dA = uniform_grouped_gemm(d_out, B.transpose(1, 2), a_dtype) if need_A else None
+    dB = uniform_grouped_gemm(A.transpose(1, 2), d_out, b_dtype) if need_B else None
     return dA, dB, None
 
 
@@ -76,8 +77,9 @@ def _varied_backward(ctx: Any, d_outs: Sequence[Tensor | None]) -> tuple[list[Te
     A, B = saved[:P], saved[P:]
     grads: tuple[list[Tensor | None], ...] = ([None] * P, [None] * P)
     reached = [(p, d_out) for p, d_out in enumerate(d_outs) if d_out is not None]
-    dA = [(p, d_out, B[p].t()) for p, d_out in reached if ctx.needs_input_grad[0][p]]
-    dB = [(p, A[p].t(), d_out) for p, d_out in reached if ctx.needs_input_grad[1][p]]
+    need_A, need_B = torch_internals.asked_gradients(ctx)
+    dA = [(p, d_out, B[p].t()) for p, d_out in reached if need_A[p]]
+    dB = [(p, A[p].t(), d_out) for p, d_out in reached if need_B[p]]
     for found, products in zip(grads, (dA, dB), strict=True):
         if products:
             places, left, right = zip(*products, strict=True)

@@ -15,7 +15,7 @@ from moe_kernels.ops.library import check_rows, define, free_saved, use_kernels
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient, gradient_transposed, grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.rules.layer import sorts
-from moe_kernels.runtime import cache
+from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.scaled import scales_shape
 
@@ -136,7 +136,7 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         raise RuntimeError("activate_backward: a gradient in fp8 has no gradients")
     spec = GLUSpec(*ctx.spec)
     inputs = ctx.saved_tensors
-    asked = [i for i in range(4) if ctx.needs_input_grad[i]]
+    asked = [i for i, needed in enumerate(torch_internals.asked_gradients(ctx)[:4]) if needed]
     upstream: list[Tensor] = []
 
     def outputs(*values: Tensor) -> tuple[Tensor, ...]:
@@ -226,7 +226,7 @@ def _swiglu_ffn_gradient(
         found = activate_backward(preact, preact_up, d_act, None, None, None, False, None, *ctx.spec)
         d_preact, d_preact_up = _sum(found[0], d_preact), _sum(found[1], d_preact_up)
     del preact, preact_up
-    need_rows, _, need_w_in, need_w_up, need_b_in, need_b_up, *_ = ctx.needs_input_grad
+    need_rows, _, need_w_in, need_w_up, need_b_in, need_b_up, *_ = torch_internals.asked_gradients(ctx)
     needed = (need_rows, need_w_in, need_w_up, need_b_in, need_b_up)
     parameters, d_preacts = (w_in, w_up, b_in, b_up), (d_preact, d_preact_up)
     d_rows, *d_parameters = _projection_gradients(needed, rows, ctx.dtype, group_offsets, parameters, *d_preacts)
@@ -346,7 +346,7 @@ def _moe_mlp_gradient(
     free_saved(ctx)
     *weights, b_in, b_up, b_out = parameters
     w_in, w_out, w_up = (columns(w, ctx.transposed) for w in weights)
-    need_hidden, _, need_topk_weights, *needed = ctx.needs_input_grad
+    need_hidden, _, need_topk_weights, *needed = torch_internals.asked_gradients(ctx)
     need_w_in, need_w_out, need_w_up, need_b_in, need_b_up, need_b_out, *_ = needed
     need_act = any((need_hidden, need_topk_weights, need_w_in, need_w_up, need_b_in, need_b_up))
     spec = ctx.spec

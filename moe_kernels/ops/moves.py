@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.ops.library import check_rows, define, save_operands, use_kernels
 from moe_kernels.rules.layer import sorts
-from moe_kernels.runtime import cache
+from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.runtime.signature import Counts, Operator
 
 ROUTE = Operator(
@@ -94,8 +94,9 @@ def _move_backward(of_first: Callable[..., Tensor], of_second: Callable[..., Ten
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         first, second, *indices = ctx.saved_tensors
         to = (*indices, ctx.top_k)
-        d_first = of_first(d, second, *to, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-        d_second = of_second(d, first, *to, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        need_first, need_second, *_ = torch_internals.asked_gradients(ctx)
+        d_first = of_first(d, second, *to, ctx.dtypes[0]) if need_first else None
+        d_second = of_second(d, first, *to, ctx.dtypes[1]) if need_second else None
         return d_first, d_second, None, None, None, None
 
     return backward

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels import packing, reference
 from moe_kernels.ops.library import check_rows, define, save_operands, use_kernels
-from moe_kernels.runtime import cache
+from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.runtime.symbolic import lies_transposed
 
@@ -62,11 +62,12 @@ def _grouped_gemm_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]
     A_packed, B, group_offsets = ctx.saved_tensors
     a_dtype, b_dtype = ctx.dtypes
     dA = dB = d_bias = None
-    if ctx.needs_input_grad[0]:
+    need_A, need_B, _, need_bias, *_ = torch_internals.asked_gradients(ctx)
+    if need_A:
         dA = grouped_gemm(d_out, B.transpose(-2, -1), group_offsets, None, a_dtype, ctx.variant)
-    if ctx.needs_input_grad[1]:
+    if need_B:
         dB = grouped_gemm_wgrad(A_packed, d_out, group_offsets, ctx.shared, ctx.transposed, b_dtype)
-    if ctx.needs_input_grad[3]:
+    if need_bias:
         d_bias = bias_gradient(d_out, group_offsets, ctx.bias_dtype)
     return dA, dB, None, d_bias, None, None
 
@@ -140,9 +141,10 @@ def _wgrad_backward(ctx: Any, dd_B: Tensor) -> tuple[Tensor | None, ...]:
     A_packed, d_out, group_offsets = ctx.saved_tensors
     a_dtype, d_dtype = ctx.dtypes
     dA = dd_out = None
-    if ctx.needs_input_grad[0]:
+    need_A, need_d_out, *_ = torch_internals.asked_gradients(ctx)
+    if need_A:
         dA = grouped_gemm(d_out, dd_B.transpose(-2, -1), group_offsets, None, a_dtype, "auto")
-    if ctx.needs_input_grad[1]:
+    if need_d_out:
         dd_out = grouped_gemm(A_packed, dd_B, group_offsets, None, d_dtype, "auto")
     return dA, dd_out, None, None, None, None
 

@@ -23,7 +23,7 @@ from moe_kernels.ops.library import along_rows, check_rows, define, free_saved, 
 from moe_kernels.ops.moves import combine_rows, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient, gradient_transposed, wgrad_fake
 from moe_kernels.rules.quantize import finds_amax, quantises_gradient
-from moe_kernels.runtime import cache
+from moe_kernels.runtime import cache, torch_internals
 from moe_kernels.runtime.signature import Counts, Operator
 from moe_kernels.scaled import scales_shape
 
@@ -242,7 +242,8 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
     free_saved(ctx)
     if d_out is None:
         return (None,) * len(ctx.needs_input_grad)
-    need_hidden, _, need_topk_weights, need_w_in, need_w_out, need_b_in, need_b_out, *_ = ctx.needs_input_grad
+    need_hidden, _, need_topk_weights, *needed = torch_internals.asked_gradients(ctx)
+    need_w_in, need_w_out, need_b_in, need_b_out = needed[:4]
     w_in, w_out = w_gate_up.mT, w_down.mT
     d_hidden = d_w_in = d_w_out = d_b_in = d_b_out = None
     products, routing = (ctx.rowwise, ctx.fast_accumulation), (slot_to_row, group_offsets, topk_weights.size(1))

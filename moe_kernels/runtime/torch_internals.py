@@ -7,7 +7,7 @@ replacement: the error names the version. C++ names are used only with tested ve
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +53,8 @@ _parsed_key: Callable[[str], Any] = getattr(_C, "_dispatch_key_parse", _missing(
 _VMAP_MODE = _parsed_key("VmapMode")
 _VIEWS = _parsed_key("ADInplaceOrView")
 unpack_dual: Callable[..., Any] = _forward_ad.unpack_dual
+# Whether the running backward pass executes a node of autograd's graph.
+_executed: Callable[[Any], bool] = getattr(_C, "_will_engine_execute_node", _missing(True))
 # Autograd does not see views that are taken there either, so results may be changed in place.
 below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowADInplaceOrView", torch.no_grad)
 _unsafe_view: Any = getattr(torch.ops.aten, "_unsafe_view", None)
@@ -130,6 +132,36 @@ def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
 def differentiated(*tensors: Tensor | None) -> bool:
     """Whether autograd records a function of these tensors."""
     return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
+
+
+def asked_gradients(ctx: Any) -> Sequence[Any]:
+    """Return for which inputs of an autograd.Function the running backward pass asks gradients, in the form of
+    `ctx.needs_input_grad`.
+
+    `torch.autograd.grad` and `backward(inputs=...)` may ask for fewer than require grad, as pipelines do that compute
+    the gradients of weights later than those of activations. PyTorch raises an error for a leaf whose gradient is
+    returned, not accumulated. That takes 10 us or more, so inputs after it count as asked for.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        needed: Sequence[Any] = ctx.needs_input_grad
+        return needed
+    # Inputs that do not require grad have no node, and those that are no tensors no entry.
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
+    return [_asked(needs, nodes) for needs in ctx.needs_input_grad]
+
+
+def _asked(needs: Any, nodes: Iterator[Any]) -> Any:
+    if isinstance(needs, (list, tuple)):  # of a list of tensors
+        return [_asked(one, nodes) for one in needs]
+    node = next(nodes, None) if needs else None
+    if node is None:
+        return needs
+    try:
+        return _executed(node)
+    except RuntimeError:  # also if no backward pass runs
+        for _ in nodes:
+            pass
+        return True
 
 
 def eager(*tensors: Tensor | None) -> bool:
