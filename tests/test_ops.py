@@ -13,6 +13,7 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, functional, gradcheck, gradgradcheck
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
@@ -287,6 +288,22 @@ def test_gradients_of_weights_in_a_later_pass() -> None:
     out.sum().backward(inputs=weights)
     for x, of_x in zip([hidden, gates, *weights], expected, strict=True):
         assert x.grad is not None and torch.equal(x.grad, of_x)
+
+
+def test_the_two_backward_passes_of_pipelines_with_zero_bubbles() -> None:
+    layer = MoE(6, 4, num_experts=3, top_k=2, renormalize=True, dtype=torch.float64)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(6, dtype=torch.float64), layer)
+    x, upstream = random(5, 6), random(5, 6, grad=False)
+    d_x, *d_parameters = torch.autograd.grad(model(x), [x, *model.parameters()], upstream)
+    out = model(x)
+    with Calls() as calls:
+        (found,), groups = stage_backward_input([out], [upstream], [x], model.parameters())
+    assert torch.equal(found, d_x) and "grouped_gemm_wgrad" not in calls.names
+    with Calls() as calls:
+        stage_backward_weight(model.parameters(), groups)
+    assert calls.names.count("grouped_gemm_wgrad") == 2 and "combine_rows" not in calls.names
+    for parameter, expected in zip(model.parameters(), d_parameters, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, expected)
 
 
 def test_what_no_gradient_needs_is_not_kept() -> None:
