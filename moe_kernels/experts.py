@@ -11,7 +11,7 @@ from moe_kernels.glu import GLUSpec, columns
 from moe_kernels.ops.layer import MOE_MLP
 from moe_kernels.ops.scaled import SCALED_MOE_MLP
 from moe_kernels.runtime import cache
-from moe_kernels.runtime.torch_internals import autocast, differentiated, transformed
+from moe_kernels.runtime.torch_internals import autocast, differentiated
 from moe_kernels.scaled import QuantizedWeight, ScaledTensor
 
 
@@ -158,7 +158,7 @@ def moe_mlp(
         others = "products that are not in fp8; it is for 'rowwise' weights and compute='fp8_rowwise'"
         checks.check_no_fast_accumulation(fast_accumulation, others)
     given: Any = (hidden, topk_ids, topk_weights, None, None, None, w_gate_up, w_down, w_up, *biases)
-    requested = (type(transposed), type(gated), type(interleaved), transposed, spec)
+    requested = (*map(type, (transposed, *spec)), transposed, spec)
     validates = checks.validation_enabled(validate)
     if not validates and w_up is None and (known := cache.repeat(MOE_MLP, given, requested)) is not None:
         return known
@@ -168,12 +168,11 @@ def moe_mlp(
     if validates:
         checks.validate_ids(topk_ids, first.size(0))
     tensors = (hidden, topk_ids, topk_weights, first, second, w_up, *biases)
-    save_preact = differentiated(*tensors)
-    if save_preact or transformed():
-        return ops.moe_mlp(*tensors, transposed, save_preact, *spec)[0]
+    if differentiated(*tensors):
+        return ops.moe_mlp(*tensors, transposed, *spec)[0]
     layer: Tensor = ops.moe_layer(*tensors, transposed, *spec)
     if w_up is None:
-        cache.remember(MOE_MLP, given, requested, (transposed, False, False, False, spec))
+        cache.remember(MOE_MLP, given, requested, (transposed, False, False, spec))
     return layer
 
 
@@ -190,8 +189,8 @@ def _scaled_moe_mlp(
     weights = (first.data, first.scales, second.data, second.scales, experts.gate_up_bias, experts.down_bias)
     given = (hidden, topk_ids, topk_weights, None, None, None, *weights)
     transposed, spec = experts.transposed, experts.spec
-    types = (type(fast_accumulation), type(transposed), type(spec.gated), type(spec.interleaved))
-    requested = (first.format, second.format, types, fast_accumulation, transposed, spec)
+    types = map(type, (fast_accumulation, transposed, *spec))
+    requested = (first.format, second.format, *types, fast_accumulation, transposed, spec)
     validates = checks.validation_enabled(validate)
     repeats = not validates and experts.w_up is None and experts.up_bias is None
     if repeats and (known := cache.repeat(SCALED_MOE_MLP, given, requested)) is not None:

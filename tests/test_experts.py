@@ -261,7 +261,7 @@ def test_opcheck(name: str, keep: bool) -> None:
     biases = [tensors.get(name) for name in ("gate_up_bias", "up_bias", "down_bias")]
     operators = torch.ops.moe_kernels
     layer = (tensors["hidden"], IDS, tensors["topk_weights"], w_gate_up, w_down, w_up, *biases)
-    opcheck(operators.moe_mlp.default, (*layer, transposed, keep, *form))
+    opcheck(operators.moe_mlp.default, (*layer, transposed, *form))
     opcheck(operators.moe_layer.default, (*(None if x is None else x.detach() for x in layer), transposed, *form))
     opcheck(operators.moe_layer.default, (*layer, transposed, *form))
     rows, offsets = torch.randn(8, H, dtype=torch.float64), route(IDS, tensors["topk_weights"], E)[0]

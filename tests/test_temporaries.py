@@ -59,7 +59,7 @@ def test_a_layer_has_no_temporary_per_expert_and_token(T: int) -> None:
     H, width, E, top_k = 2048, 768, 128, 8
     routed = empty(T, top_k, dtype=torch.int64), empty(T, top_k, dtype=torch.float32)
     given = (empty(T, H), *routed, *[None] * 3, empty(E, 2 * width, H), empty(E, H, width), *[None] * 4)
-    options = (False, False, False, False, GLUSpec("silu", True, False, 1.702, 7.0))
+    options = (False, False, False, GLUSpec("silu", True, False, 1.702, 7.0))
     assert temporaries(MOE_MLP, given, options) <= T * top_k * (2 * (width + H) + 8) + TABLES
 
 
@@ -68,7 +68,7 @@ def test_from_how_many_rows_interleaved_weights_are_multiplied_first(dtype: torc
     """Gathered tokens and the first product are then in memory. Products of float32 are computed as three in tf32."""
     H, width, E, top_k = 256, 512, 8, 2
     weights = empty(E, 2 * width, H, dtype=dtype), empty(E, H, width, dtype=dtype)
-    options = (False, False, False, False, GLUSpec("silu", True, True, 1.702, 7.0))
+    options = (False, False, False, GLUSpec("silu", True, True, 1.702, 7.0))
     for tokens, elements in ((T - 1, width + H), (T, 3 * width + 2 * H)):
         routed = empty(tokens, top_k, dtype=torch.int64), empty(tokens, top_k, dtype=torch.float32)
         given = (empty(tokens, H, dtype=dtype), *routed, *[None] * 3, *weights, *[None] * 4)

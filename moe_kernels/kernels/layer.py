@@ -39,11 +39,11 @@ def plan_swiglu_ffn(
 
 
 def plan_moe_mlp(
-    builder: Builder, tensors: Operands, options: tuple[bool, bool, bool, bool, GLUSpec]
+    builder: Builder, tensors: Operands, options: tuple[bool, bool, bool, GLUSpec]
 ) -> SymbolicTensor | tuple[SymbolicTensor, ...]:
     """Plan the result `[T, H]` and, if `training`, also preactivations and the routing unless that is given."""
     hidden, topk_ids, topk_weights, *routing, w_gate_up, w_down, w_up, b_in, b_up, b_out = tensors
-    transposed, adjacent, training, save_preact, spec = options
+    transposed, adjacent, training, spec = options
     w_in, w_out, w_up = (columns(w, transposed) for w in (w_gate_up, w_down, w_up))
     top_k = topk_ids.size(1)
     if not training and one_token_is_faster(most(hidden.size(0)), top_k, w_in, w_out):
@@ -52,7 +52,7 @@ def plan_moe_mlp(
     (group_offsets, row_to_slot, slot_to_row), computed = _routing(builder, topk_ids, routing, w_out.size(0))
     first = (w_in, w_up, b_in, b_up)
     moved = (hidden, group_offsets, row_to_slot, slot_to_row, top_k)
-    act, *preacts = _first_half(builder, *moved, first, save_preact, adjacent, spec)
+    act, *preacts = _first_half(builder, *moved, first, training, adjacent, spec)
     dtype = torch.promote_types(act.dtype, w_out.dtype)
     rows = builder.alloc((act.size(0), w_out.size(2)), dtype)
     multiply(builder, act, w_out, group_offsets, b_out, rows)

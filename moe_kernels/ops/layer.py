@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_kernels import reference
 from moe_kernels.checks import clamp_offsets
 from moe_kernels.glu import GLUSpec, columns
-from moe_kernels.ops.library import check_rows, define, free_saved, use_kernels
+from moe_kernels.ops.library import check_rows, define, free_saved, schema_of, use_kernels
 from moe_kernels.ops.moves import combine_rows, dot_rows, route, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient, gradient_transposed, grouped_gemm, grouped_gemm_wgrad
 from moe_kernels.rules.layer import sorts
@@ -293,45 +293,43 @@ def _moe_mlp(
     b_up: Tensor | None,  # [E, I]
     b_out: Tensor | None,  # [E, H]
     transposed: bool,
-    save_preact: bool,
     *spec: Any,
 ) -> tuple[Tensor, ...]:
     """Return the layer's result `[T, H]`, preact and preact_up as `swiglu_ffn` does, and the routing of `route`."""
     weights = (w_gate_up, w_down, w_up)
     if use_kernels(hidden, *weights):
         tensors = (hidden, topk_ids, topk_weights, *weights, b_in, b_up, b_out)
-        return _planned(tensors, transposed, True, save_preact, GLUSpec(*spec))
+        return _planned(tensors, transposed, True, GLUSpec(*spec))
     w_in, w_out, w_up = (columns(w, transposed) for w in weights)
     routing = reference.route(topk_ids, topk_weights, w_gate_up.size(0))
     rows, offsets = reference.permute(hidden, routing), routing.group_offsets
-    act, *preacts = _swiglu_ffn(rows, offsets, w_in, w_up, b_in, b_up, save_preact, *spec)
+    act, *preacts = _swiglu_ffn(rows, offsets, w_in, w_up, b_in, b_up, True, *spec)
     rows = reference.grouped_linear(act, w_out, offsets, b_out, None)
     return reference.unpermute(rows, routing), *preacts, *routing[:3]
 
 
-def _planned(tensors: Any, transposed: bool, training: bool, save_preact: bool, spec: GLUSpec) -> Any:
+def _planned(tensors: Any, transposed: bool, training: bool, spec: GLUSpec) -> Any:
     """Return the layer's result or, if `training`, all of `_moe_mlp`'s results; `tensors` are the inputs of both."""
     w_gate_up, _, w_up, *_ = parameters = tensors[3:]
-    options = (transposed, adjacent(w_gate_up, w_up), training, save_preact, spec)
+    options = (transposed, adjacent(w_gate_up, w_up), training, spec)
     made, routing = run_layer(MOE_MLP, tensors[:3], parameters, options)
     return (*made, *routing) if training else made
 
 
 def _moe_mlp_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    hidden, topk_ids, _, w_gate_up, _, w_up, _, _, _, transposed, save_preact, *_ = inputs
+    hidden, topk_ids, _, w_gate_up, _, w_up, _, _, _, transposed, *_ = inputs
     out, R, W = _moe_layer_fake(*inputs), topk_ids.numel(), columns(w_gate_up, transposed).size(2)
     dtype = torch.promote_types(hidden.dtype, w_gate_up.dtype)
-    preact = hidden.new_empty((R, W) if save_preact else (0,), dtype=dtype)
-    preact_up = hidden.new_empty((R, W) if save_preact and w_up is not None else (0,), dtype=dtype)
-    return out, preact, preact_up, *route_fake(topk_ids, w_gate_up.size(0))
+    preact_up = hidden.new_empty((0,) if w_up is None else (R, W), dtype=dtype)
+    return out, hidden.new_empty((R, W), dtype=dtype), preact_up, *route_fake(topk_ids, w_gate_up.size(0))
 
 
-def _moe_mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, _, topk_weights, *parameters, ctx.transposed, ctx.save_preact = inputs[:-SPEC_LENGTH]
+def _moe_mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    hidden, _, topk_weights, *parameters, ctx.transposed = inputs[:-SPEC_LENGTH]
     ctx.spec = inputs[-SPEC_LENGTH:]
-    _, preact, preact_up, *routing = output
+    _, *preacts, group_offsets, row_to_slot, slot_to_row = output
+    routing = (group_offsets, row_to_slot, slot_to_row)
     ctx.mark_non_differentiable(*routing)
-    preacts = (preact, preact_up) if ctx.save_preact else (None, None)
     ctx.save_for_backward(hidden, topk_weights, *routing, *parameters, *preacts)
     ctx.set_materialize_grads(False)
 
@@ -356,11 +354,10 @@ def _moe_mlp_gradient(
         topk_weights = topk_weights.to(torch.promote_types(weights_dtype, torch.float32))
     d_topk_weights: Any = None
     d_w_out = d_b_out = None
-    if not ctx.save_preact:
+    if preact is None:  # of `moe_layer`
         rows = scatter_rows(hidden, None, *routing, hidden.dtype)
         _, preact, preact_up = swiglu_ffn(rows, group_offsets, w_in, w_up, b_in, b_up, True, *spec)
         del rows
-        d_preact = d_preact_up = None  # the gradients of empty tensors
     d_rows = weighted = None
     if d_out is not None:
         d_rows = scatter_rows(d_out, None, *routing, d_out.dtype)
@@ -400,7 +397,7 @@ def _moe_mlp_gradient(
     d_weights = (columns(d, ctx.transposed) for d in (d_w_in, d_w_out, d_w_up))
     if not need_topk_weights:
         d_topk_weights = None
-    return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_up, d_b_out, None, None, *[None] * len(spec)
+    return d_hidden, None, d_topk_weights, *d_weights, d_b_in, d_b_up, d_b_out, None, *[None] * len(spec)
 
 
 def unweighted_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -434,28 +431,17 @@ def dots_with_down_bias(
 moe_mlp = define(_moe_mlp, _moe_mlp_fake, _moe_mlp_setup, _moe_mlp_gradient, results=6)
 
 
-def _moe_layer(
-    hidden: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    w_up: Tensor | None,
-    b_in: Tensor | None,
-    b_up: Tensor | None,
-    b_out: Tensor | None,
-    transposed: bool,
-    *spec: Any,
-) -> Tensor:
-    """Return the layer's result `[T, H]` from the inputs of `_moe_mlp` without `save_preact`.
+def _moe_layer(*inputs: Any) -> Tensor:
+    """Return the layer's result `[T, H]` from the inputs of `_moe_mlp`.
 
     For calls that autograd does not record. A program that was traced in one may be differentiated nonetheless.
     """
-    tensors = (hidden, topk_ids, topk_weights, w_gate_up, w_down, w_up, b_in, b_up, b_out)
-    if use_kernels(hidden, w_gate_up, w_down, w_up):
-        layer: Tensor = _planned(tensors, transposed, False, False, GLUSpec(*spec))
+    *tensors, transposed = inputs[:-SPEC_LENGTH]
+    hidden, _, _, *parameters = tensors
+    if use_kernels(hidden, *parameters[:3]):
+        layer: Tensor = _planned(tensors, transposed, False, GLUSpec(*inputs[-SPEC_LENGTH:]))
         return layer
-    return _moe_mlp(*tensors, transposed, False, *spec)[0]
+    return _moe_mlp(*inputs)[0]
 
 
 def _moe_layer_fake(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, *others: Any) -> Tensor:
@@ -465,14 +451,13 @@ def _moe_layer_fake(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, *oth
 
 
 def _moe_layer_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden, topk_ids, topk_weights, *parameters, ctx.transposed = inputs[:-SPEC_LENGTH]
-    ctx.save_preact, ctx.spec = False, inputs[-SPEC_LENGTH:]
-    routing = route(topk_ids, parameters[0].size(0))
-    ctx.save_for_backward(hidden, topk_weights, *routing, *parameters, None, None)
+    _moe_mlp_setup(ctx, inputs, (output, None, None, *route(inputs[1], inputs[3].size(0))))
 
 
-def _moe_layer_gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    return _moe_mlp_gradient(ctx, d_out, None, None)[:-1]  # that of `save_preact`
-
-
-moe_layer = define(_moe_layer, _moe_layer_fake, _moe_layer_setup, _moe_layer_gradient)
+moe_layer = define(
+    _moe_layer,
+    _moe_layer_fake,
+    _moe_layer_setup,
+    lambda ctx, d_out: _moe_mlp_gradient(ctx, d_out, None, None),
+    schema=schema_of(_moe_mlp).partition(" -> ")[0].replace("moe_mlp", "moe_layer") + " -> Tensor",
+)

@@ -38,11 +38,11 @@ def define(
 ) -> Callable[..., Any]:
     """Register an operator; return the function that calls it, which bypasses torch.library if that is unobservable.
 
-    The schema is that of `_schema_of(run, results)` unless given. Meta tensors get `fake`, also in eager mode.
+    The schema is that of `schema_of(run, results)` unless given. Meta tensors get `fake`, also in eager mode.
     autograd.Function does not take lists of tensors: under torch.func transforms, an operator on lists calls
     `transformed` instead.
     """
-    schema = schema or _schema_of(run, results)
+    schema = schema or schema_of(run, results)
     run = without_autocast(run)
 
     def below_autograd(*args: Any) -> Any:
@@ -80,7 +80,7 @@ def define(
     return call
 
 
-def _schema_of(run: Callable[..., Any], results: int) -> str:
+def schema_of(run: Callable[..., Any], results: int = 0) -> str:
     """Return the schema of an operator by the name, without its underscore, and the annotations of `run`.
 
     `*spec` stands for the fields of GLUSpec, and `results` is the number of tensors in a `tuple[Tensor, ...]`.
@@ -227,14 +227,14 @@ def _sample(arg: Any, dim: Any, i: int) -> Any:
     return arg if dim is None else arg.select(dim, i)
 
 
-def needs(ctx: Any, i: int, value: Tensor | None) -> Tensor | None:
+def if_needed(ctx: Any, i: int, value: Tensor | None) -> Tensor | None:
     """Return `value` if the gradient of input i is needed, else None."""
     return value if ctx.needs_input_grad[i] else None
 
 
 def save_operands(ctx: Any, first: Tensor, second: Tensor | None, *others: Tensor) -> None:
     """Save what the gradients of two operands need: each is needed for that of the other. Keep their dtypes."""
-    ctx.save_for_backward(needs(ctx, 1, first), needs(ctx, 0, second), *others)
+    ctx.save_for_backward(if_needed(ctx, 1, first), if_needed(ctx, 0, second), *others)
     ctx.dtypes = first.dtype, None if second is None else second.dtype
 
 

@@ -19,7 +19,7 @@ from moe_kernels.ops.layer import (
     weight_gradient,
     weights_of_rows,
 )
-from moe_kernels.ops.library import along_rows, check_rows, define, free_saved, needs, refusing, use_kernels
+from moe_kernels.ops.library import along_rows, check_rows, define, free_saved, if_needed, refusing, use_kernels
 from moe_kernels.ops.moves import combine_rows, route_fake, scatter_rows
 from moe_kernels.ops.products import bias_gradient, gradient_transposed, wgrad_fake
 from moe_kernels.rules.quantize import finds_amax, quantises_gradient
@@ -212,7 +212,7 @@ def _quantized_moe_mlp_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
     elif ctx.save:
         backward_in, backward_scales_in, backward_out, backward_scales_out = weights
     # Only the gradient of hidden states multiplies by w_gate_up, in fp8.
-    by_in = needs(ctx, 0, backward_in), needs(ctx, 0, backward_scales_in)
+    by_in = if_needed(ctx, 0, backward_in), if_needed(ctx, 0, backward_scales_in)
     again = (preact, None, None) if ctx.save else (None, data_in, scales_in)
     ctx.save_for_backward(
         hidden, topk_weights, *routing, *parameters, *again, *by_in, backward_out, backward_scales_out

@@ -152,6 +152,8 @@ def test_calls_like_an_earlier_one_are_repeats(
     for name, value in (("fast_accumulation", 0), ("transposed", 0), ("gated", 1), ("interleaved", 0)):
         with pytest.raises(TypeError, match=f"^{name}: expected True or False, got {value}"):
             moe_mlp(**arguments, **{name: value})
+    with pytest.raises(TypeError, match=r"^alpha: expected a number, got torch\.Tensor"):
+        moe_mlp(**arguments, alpha=torch.tensor(1.702, dtype=torch.float64))  # type: ignore[arg-type]
 
 
 def assert_exact_but_for_weights(arguments: dict[str, Any], options: dict[str, Any]) -> Tensor:

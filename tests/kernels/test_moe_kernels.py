@@ -305,6 +305,10 @@ def test_calls_like_an_earlier_one(
             value = int(options.get(option, option == "gated"))
             with pytest.raises(TypeError, match=f"^{option}: expected True or False, got {value}"):
                 run(moe_mlp, tensors, ids, options | {option: value})
+        for option, default in (("alpha", 1.702), ("limit", 7.0)):
+            value = torch.tensor(options.get(option, default), dtype=torch.float64)  # equal, but not a number
+            with pytest.raises(TypeError, match=rf"^{option}: expected a number, got torch\.Tensor"):
+                run(moe_mlp, tensors, ids, options | {option: value})
 
 
 def test_a_second_weight_that_lies_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

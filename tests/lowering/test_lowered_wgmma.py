@@ -90,7 +90,7 @@ def test_first_half(left: torch.dtype, right: torch.dtype, transposed: bool, top
         slots = empty(M // top_k, top_k, dtype=torch.int64), empty(M // top_k, top_k, dtype=FP32)
         w_out = matrix(E, I, H, dtype=right, transposed=True)
         operator, tensors = MOE_MLP, (rows, *slots, offsets, index, index, w_in, w_out, None, None, None, None)
-        options = (True, False, True, False, SILU)
+        options = (True, False, False, SILU)
     asked_for = requests(operator, tensors, options)
     first = next(i for i, request in enumerate(asked_for) if request.kernel.name == "swiglu")
     assert_wgmma(asked_for[: first + 1])
