@@ -11,16 +11,3 @@ from moe_kernels.kernels.scaled_gemm import fast_persistent, promoted_persistent
 from moe_kernels.kernels.tiles import tile_table  # noqa: E402
 from moe_kernels.kernels.uniform_gemm import uniform  # noqa: E402
 from moe_kernels.kernels.varied_gemm import varied  # noqa: E402
-
-__all__ = [
-    "fast_persistent",
-    "jagged",
-    "jagged_persistent",
-    "jagged_tails",
-    "jagged_tall",
-    "promoted_persistent",
-    "scaled_jagged",
-    "tile_table",
-    "uniform",
-    "varied",
-]

@@ -203,7 +203,7 @@ def plan_quantized_wgrad(builder: Builder, tensors: Operands, options: tuple[tor
     rows = X if x_row_to_slot is None else x_row_to_slot
     if is_trivial(builder, out, most(rows.size(0)) == 0):
         return out
-    tiles = plan_table(builder, group_offsets, rows, BLOCK, zeros=False)
+    tiles = plan_table(builder, group_offsets, None, BLOCK, M=rows.size(0))
     x = _quantize(builder, X, x_row_to_slot, rows.size(0), tiles, G, top_k, squares=False)
     y = _quantize(builder, Y, y_row_to_slot, rows.size(0), tiles, G, top_k, squares=True)
     _multiply(builder, x, y, group_offsets, rows.size(0), out)
@@ -221,7 +221,7 @@ def plan_scaled_wgrad(builder: Builder, tensors: Operands, options: tuple[torch.
     M = x.size(0) // max(P, 1)
     if is_trivial(builder, out, most(M) == 0):
         return out
-    tiles = plan_table(builder, group_offsets, x.as_strided((M, P), (1, M), 0), BLOCK, zeros=False)
+    tiles = plan_table(builder, group_offsets, None, BLOCK, M=M)
     scales_X, scales_Y = replace(scales_X, few_groups=True), replace(scales_Y, few_groups=True)
     padded_x = _pad(builder, x.as_strided((P, M), (M, 1), 0), tiles, G)
     padded_y = _pad(builder, y.as_strided((Q, M), (M, 1), 0), tiles, G)

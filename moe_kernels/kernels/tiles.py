@@ -12,7 +12,7 @@ from moe_kernels import rules
 from moe_kernels.kernels.declare import kernel
 from moe_kernels.kernels.inline import BY_REGION, BY_ROW, clamped, divide, first_row, int32, running_max
 from moe_kernels.runtime.plan import Builder
-from moe_kernels.runtime.symbolic import SymbolicTensor, needs_int64
+from moe_kernels.runtime.symbolic import SymbolicInt, SymbolicTensor, needs_int64
 
 # Values of `unsplit` that are no number of rows.
 NO_TAILS = (1 << 30) - 1  # all groups have tiles of one height
@@ -242,21 +242,18 @@ def tile_count(tiles: SymbolicTensor) -> SymbolicTensor:
 def plan_table(
     builder: Builder,
     group_offsets: SymbolicTensor,  # [G + 1]
-    out: SymbolicTensor,  # [M, N]
+    out: SymbolicTensor | None,  # [M, N]
     block_m: int,
     unsplit: int = NO_TAILS,
     *,
-    zeros: bool = True,
+    M: SymbolicInt | int | None = None,  # if there is no `out`
 ) -> SymbolicTensor:  # [1 + max_tiles, 3]
-    """List the tiles of `block_m` rows, and set the rows of `out` outside all groups to zero: see `tile_table`.
-
-    Without `zeros`, nothing is written to `out`; it only gives the number of rows.
-    """
-    M, G = out.size(0), group_offsets.size(0) - 1
+    """List the tiles of `block_m` rows, and set the rows of `out` outside all groups to zero: see `tile_table`."""
+    M = M if out is None else out.size(0)
+    G = group_offsets.size(0) - 1
     max_tiles = max_num_tiles(M, G, block_m)
     tiles = builder.alloc((max_tiles + 1, 3), torch.int32)
-    written = out if zeros else None
-    arguments = (group_offsets, written, tiles, max_tiles, M, unsplit, block_m)
-    config = rules.tile_table(G, out.size(1) if zeros else None)
-    builder.launch(tile_table, arguments, config, int64_index=needs_int64(group_offsets, written))
+    config = rules.tile_table(G, None if out is None else out.size(1))
+    arguments = (group_offsets, out, tiles, max_tiles, M, unsplit, block_m)
+    builder.launch(tile_table, arguments, config, int64_index=needs_int64(group_offsets, out))
     return tiles

@@ -36,29 +36,3 @@ from moe_kernels.ops.moves import combine_rows, dot_rows, route, scatter_rows
 from moe_kernels.ops.products import grouped_gemm, grouped_gemm_wgrad, grouped_mm
 from moe_kernels.ops.quantized import quantized_grouped_gemm, quantized_moe_mlp, quantized_wgrad
 from moe_kernels.ops.scaled import quantize, quantize_weight, scaled_grouped_gemm, scaled_moe_mlp, scaled_wgrad
-
-__all__ = [
-    "activate",
-    "activate_backward",
-    "choose_experts",
-    "combine_rows",
-    "dot_rows",
-    "grouped_gemm",
-    "grouped_gemm_wgrad",
-    "grouped_mm",
-    "moe_layer",
-    "moe_mlp",
-    "quantize",
-    "quantize_weight",
-    "quantized_grouped_gemm",
-    "quantized_moe_mlp",
-    "quantized_wgrad",
-    "route",
-    "scaled_grouped_gemm",
-    "scaled_moe_mlp",
-    "scaled_wgrad",
-    "scatter_rows",
-    "swiglu_ffn",
-    "uniform_grouped_gemm",
-    "varied_grouped_gemm",
-]

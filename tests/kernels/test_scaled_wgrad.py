@@ -50,7 +50,7 @@ def columns(x: Tensor, group_offsets: Tensor, row_to_slot: Tensor | None, square
     def draw(builder: Builder, inputs: Any, _: Any) -> tuple[SymbolicTensor, SymbolicTensor]:
         tokens, offsets, to_slot = inputs
         first = tokens if to_slot is None else to_slot
-        table = tiles.plan_table(builder, offsets, first, BLOCK, zeros=False)
+        table = tiles.plan_table(builder, offsets, None, BLOCK, M=first.size(0))
         return scaled_wgrad._quantize(builder, tokens, to_slot, first.size(0), table, G, 2, squares)
 
     globals()["plan_columns"] = draw
