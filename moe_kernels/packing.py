@@ -42,7 +42,9 @@ def pack_groups(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if not isinstance(groups, (Sequence, Tensor, ParameterList)):
         raise no_list("groups", groups)
     if isinstance(groups, Tensor) and groups.dim() != 3:
-        raise ValueError(f"groups: expected a list of tensors, or one [G, M, K], got shape {list(groups.shape)}")
+        # A strided nested tensor has no shape to show.
+        found = f"{groups.dim()} dimensions" if groups.is_nested else f"shape {list(groups.shape)}"
+        raise ValueError(f"groups: expected a list of tensors, or one [G, M, K], got {found}")
     if isinstance(groups, Tensor) and groups.is_nested:
         groups = groups.unbind()
     for i, group in enumerate(groups):

@@ -76,10 +76,10 @@ def minor(version: str | None) -> tuple[int, ...] | None:
 
 
 def lacks(package: str, name: str) -> RuntimeError:
-    """Return the error for a `package` that lacks `name`, without which nothing can be compiled."""
+    """Return the error for a `package` that lacks `name`, which has no replacement."""
     tested = " to ".join(dict.fromkeys(TESTED[package]))
     return RuntimeError(
-        f"moe_kernels cannot compile with {package} {installed(package)}, which has no {name}: it was tested with "
+        f"moe_kernels cannot work with {package} {installed(package)}, which has no {name}: it was tested with "
         f"{package} {tested}"
     )
 

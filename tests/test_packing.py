@@ -272,6 +272,13 @@ def test_nested_tensors_are_packed(layout: torch.layout) -> None:
     assert torch.equal(A_packed, torch.cat(groups)) and group_offsets.tolist() == [0, 3, 3, 5]
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_of_other_ranks_are_refused(layout: torch.layout) -> None:
+    groups = [torch.randn(rows, 4, 2) for rows in (3, 2)]
+    with pytest.raises(ValueError, match=r"^groups: expected .* one \[G, M, K\], got 4 dimensions"):
+        pack_groups(torch.nested.nested_tensor(groups, layout=layout))
+
+
 def test_a_tensor_without_groups_keeps_its_columns() -> None:
     A_packed, group_offsets = pack_groups(torch.empty(0, 3, 8, dtype=torch.bfloat16))
     assert A_packed.shape == (0, 8) and A_packed.dtype == torch.bfloat16 and group_offsets.tolist() == [0]

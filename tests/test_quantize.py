@@ -186,6 +186,12 @@ GOOD = quantize(torch.ones(130, 4), "128x128")
         (GOOD._replace(scales=GOOD.scales.half()), torch.float32, TypeError, "scaled.scales: expected float32, got"),
         (GOOD._replace(format="x"), torch.float32, ValueError, "scaled.format: expected one of .* got 'x'"),
         (
+            GOOD._replace(data=GOOD.data[0]),
+            torch.float32,
+            ValueError,
+            r"scaled.data: expected shape \[..., R, K\], got",
+        ),
+        (
             GOOD._replace(scales=torch.ones(3, 1)),
             torch.float32,
             ValueError,

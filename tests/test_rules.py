@@ -1717,7 +1717,7 @@ def test_where_nothing_can_be_compiled_without_a_private_name(name: str, monkeyp
 
     _, needs_it = PRIVATE[name](monkeypatch, compiler, declare)
     package, missing, *_ = name.split()
-    expected = f"cannot compile with {package} {requirements.installed(package)}, which has no {missing}: it was tested"
+    expected = f"cannot work with {package} {requirements.installed(package)}, which has no {missing}: it was tested"
     with pytest.raises(RuntimeError, match=re.escape(expected)):
         needs_it()
 

@@ -393,6 +393,15 @@ def test_grouped_contraction(function: Any) -> None:
             "an operand, its scales or the bias requires grad",
         ),
         ({"output_dtype": torch.float64}, TypeError, "output_dtype: expected bfloat16, float16 or float32, got"),
+        (
+            {
+                "scale_recipe_a": RECIPES.BlockWise1x128,
+                "scale_recipe_b": RECIPES.BlockWise128x128,
+                "use_fast_accum": True,
+            },
+            ValueError,
+            "use_fast_accum: expected False for BlockWise recipes",
+        ),
     ],
 )
 def test_refused_by_scaled_grouped_mm(changes: dict[str, Any], error: type[Exception], message: str) -> None:

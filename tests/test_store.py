@@ -1471,7 +1471,7 @@ def test_a_cache_of_triton_that_others_may_write_to(tmp_path: Path, monkeypatch:
 def test_another_triton_cannot_build_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     monkeypatch.delattr(driver, "library_dirs")
-    with pytest.raises(RuntimeError, match=r"cannot compile with triton \d.*library_dirs.*tested with triton 3\.6 to"):
+    with pytest.raises(RuntimeError, match=r"cannot work with triton \d.*library_dirs.*tested with triton 3\.6 to"):
         launch.build_libraries([])
 
 

@@ -31,14 +31,16 @@ from moe_kernels.runtime.symbolic import SymbolicTensor, lies_transposed, most, 
 _PREPEND_CONFIG = Config(block_sizes=[256], num_warps=4)
 
 
-def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.Tensor | None) -> Config:
+def _preset(
+    variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.Tensor | None, out: torch.Tensor
+) -> Config:
     """The rule's config without TMA, for direct calls of the kernels."""
     M, K = A.shape
     dtype = torch.promote_types(A.dtype, B.dtype)
     by_pointers = grouped_rules.Problem(
         rows=rules.floor_power_of_2(M // G),
         M=rules.floor_power_of_2(M),
-        N=max(B.shape[1:]),
+        N=out.size(1),
         K=K,
         G=G,
         dtype=dtype,
@@ -48,7 +50,7 @@ def _preset(variant: str, A: torch.Tensor, B: torch.Tensor, G: int, bias: torch.
     return grouped_rules.rule(by_pointers, variant).config
 
 
-@kernel(lambda A, B, group_offsets, bias, *_: _preset("basic", A, B, group_offsets.size(0) - 1, bias))
+@kernel(lambda A, B, group_offsets, bias, out, *_: _preset("basic", A, B, group_offsets.size(0) - 1, bias, out))
 def jagged(
     A_packed: torch.Tensor,  # [M, K]
     B: torch.Tensor,  # [G, K, N], or [1, K, N] if `shared`; [_, N, K] if `transposed`
@@ -104,7 +106,7 @@ def jagged(
     return out
 
 
-@kernel(lambda A, B, tiles, num_tiles, bias, *_: _preset("persistent", A, B, B.size(0), bias))
+@kernel(lambda A, B, tiles, num_tiles, bias, out, *_: _preset("persistent", A, B, B.size(0), bias, out))
 def jagged_persistent(
     A_packed: torch.Tensor,  # [M, K]
     B: torch.Tensor,  # [G, K, N], or [1, K, N] if `shared`; [_, N, K] if `transposed`

@@ -1,4 +1,6 @@
-"""Configs of the kernels that quantise: 32 or 64 elements per thread, all loaded before they are used."""
+"""Configs of the kernels that quantise: 32 or 64 elements per thread, or 8 where they also compute an activation's
+gradient, all loaded before they are used.
+"""
 
 from __future__ import annotations
 

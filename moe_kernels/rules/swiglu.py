@@ -59,7 +59,7 @@ def _persistent_from_rows(problem: Problem) -> int:
 
 def basic(problem: Problem) -> Choice:
     """The rule's config of `swiglu`."""
-    tall = problem.paired and problem.rows >= PERSISTENT_FROM_ROWS  # only with slow memory: see `rule`
+    tall = problem.paired and problem.rows >= PERSISTENT_FROM_ROWS  # only with slow memory: see `_persistent_from_rows`
     block_m = 128 if tall else min(basic_height(problem.rows), 64)
     by_tma = addressing(problem, problem.tma_A and block_m <= problem.M, problem.tma_B, False)
     tma_A, tma_B, *_ = by_tma

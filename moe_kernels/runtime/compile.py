@@ -1,4 +1,4 @@
-"""Turn a planner's requests into a plan. Only this file, the kernels and the search of configs import Helion.
+"""Turn a planner's requests into a plan. Helion is imported here, by the kernels, the search of configs and `info`.
 
 Helion generates a Triton function and a host function that launches it. The host function is run on symbolic tensors,
 which gives the launch's grid and arguments as expressions. Triton compiles the function for a specialization: the types

@@ -1,7 +1,7 @@
 """All private names of PyTorch in this package, each with a public replacement in case it is missing.
 
-They save host time, or provide what PyTorch has no public function for. Those for code generation, at the end, have no
-replacement: the error names the version. C++ names are used only with tested versions of PyTorch.
+They save host time, or provide what PyTorch has no public function for. Those that are imported when they are used, at
+the end, have no replacement: the error names the version. C++ names are used only with tested versions of PyTorch.
 """
 
 from __future__ import annotations

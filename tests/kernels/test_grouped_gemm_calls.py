@@ -117,6 +117,12 @@ def test_kernel_objects_take_the_rule_and_never_search(monkeypatch: pytest.Monke
     assert_grouped_gemm_close(out, A, B, group_offsets)
 
 
+@pytest.mark.parametrize(("variant", "of_columns"), [("basic", 1), ("persistent", 0)])
+def test_a_direct_call_takes_the_config_for_the_columns_of_its_result(variant: str, of_columns: int) -> None:
+    A, B, out = (torch.empty(shape, dtype=torch.float16) for shape in ((149, 256), (3, 256, 16), (149, 16)))
+    assert kernels._preset(variant, A, B, 3, None, out).config["block_sizes"][of_columns] == 16
+
+
 def test_kernels_without_a_rule_never_search(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(declare, "default_autotuner_fn", _refuse)
     x = torch.ones(3, 5, device=device)
@@ -130,7 +136,7 @@ def test_a_forced_search_is_helions_own(monkeypatch: pytest.MonkeyPatch, device:
     class Search:
         def autotune(self, *, skip_cache: bool) -> Any:
             started.append(skip_cache)
-            return helion.Config(**kernels._preset("basic", A, B, 3, None).config)
+            return helion.Config(**kernels._preset("basic", A, B, 3, None, args[4]).config)
 
     A, B, group_offsets = make_inputs([9, 0, 40], 40, 24, dtype=torch.float16, device=device)
     M = A.size(0)
