@@ -289,9 +289,11 @@ class MoE(nn.Module):
         if any(one.weight is not w for one, w in zip(kept.weights, weights, strict=True)):
             return weights
         # Traced code does not see versions.
-        if not torch.compiler.is_compiling() and kept.versions != _versions(weights):
-            return weights
-        return kept.weights
+        if torch.compiler.is_compiling() or kept.versions == _versions(weights):
+            return kept.weights
+        # FSDP2 may gather weights again for a call that activation checkpointing repeats. What this call saves has to
+        # have the same shapes and dtypes as before.
+        return [quantize_weight(w, kept.compute) for w in weights]
 
     def _accumulates_fast(self) -> bool:
         return self.fast_accumulation if (self.format or self.compute) == "fp8_rowwise" else False

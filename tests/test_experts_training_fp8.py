@@ -638,6 +638,25 @@ def test_weights_are_quantised_once_with_checkpoints(compute: str) -> None:
             assert torch.equal(made, expected)
 
 
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_a_repeated_call_may_find_weights_elsewhere(compute: str) -> None:
+    """As with FSDP2, which gathers weights again for the backward pass."""
+    layer, tokens = MoE(H, I, E, TOP_K, renormalize=True, compute=compute), [torch.randn(T, H) for _ in range(2)]
+    right = gradients_of(layer, layer, tokens)
+
+    def call(x: Tensor) -> Tensor:
+        out = checkpoint(layer, x, use_reentrant=False)
+        with torch.no_grad():
+            for weight in (layer.w_gate_up, layer.w_down):
+                weight.data = weight.data.clone()
+        return out
+
+    with quantize_once(layer):
+        found = gradients_of(call, layer, tokens)
+    for made, expected in zip(found, right, strict=True):
+        assert torch.equal(made, expected)
+
+
 def test_weights_of_transforms_are_not_those_that_are_kept() -> None:
     layer = MoE(H, I, E, TOP_K, renormalize=True, compute="fp8_rowwise")
     hidden, parameters = torch.randn(T, H), {name: p.detach() for name, p in layer.named_parameters()}
