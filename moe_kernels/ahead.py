@@ -123,9 +123,13 @@ def compile_ahead(
             raise ValueError(f"{name}: expected at least one, got none")
     calls = [call for one in layers for call in _calls(one, counts, training)]
     wanted = collect(calls)
-    lacking = [one for one in wanted if _kept(one, target) is None]
+    found = [(one, _kept(one, target)) for one in wanted]
+    lacking = [one for one, there in found if there is None]
     if lacking and not store.can_write():
         raise OSError(f"{store.folder()}: plans cannot be kept there")
+    for one, there in found:
+        if lacking and there is not None:  # to be kept, too, if older files have to make room
+            store.renew(f"plans/{_plan_key(one, target)}", *(f"binaries/{key}" for key in there))
     for done, _ in enumerate(_making(lacking, target, jobs), 1):
         if progress is not None:
             progress(done, len(lacking))
@@ -146,8 +150,12 @@ def compile_ahead(
 
 def _kept(wanted: PlanRequest, gpu: Gpu) -> dict[str, store.Binary] | None:
     """Return the binaries of a plan on disk, or None if the plan is not there."""
-    found = store.read_plan(store.plan_key(wanted.signature, gpu, rules.tuned_digest(gpu)), {})
+    found = store.read_plan(_plan_key(wanted, gpu), {})
     return None if found is None else found[1]
+
+
+def _plan_key(wanted: PlanRequest, gpu: Gpu) -> str:
+    return store.plan_key(wanted.signature, gpu, rules.tuned_digest(gpu))
 
 
 def _target(gpu: str | None) -> Gpu:

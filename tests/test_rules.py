@@ -1545,6 +1545,18 @@ def test_an_entry_that_cannot_be_loaded_gives_way_to_the_rule(machine: Machine, 
     assert machine.run_quietly() == BY_RULE and not machine.drawn
 
 
+def test_a_stored_binary_of_a_new_plan_counts_as_new(machine: Machine) -> None:
+    """So it is not removed before the plan, if files have to make room."""
+    assert machine.run() == BY_RULE
+    [plan] = store.folder().glob("*/plans/*")
+    [binary] = store.folder().glob("*/binaries/*")
+    os.utime(binary, (1, 1))
+    plan.unlink()
+    machine.begin_a_process()
+    assert machine.run() == BY_RULE and machine.drawn == [BY_RULE]
+    assert binary.stat().st_mtime > 1
+
+
 def test_only_a_choice_of_the_rule_is_compiled_with_fewer_stages(machine: Machine, tmp_path: Path) -> None:
     """An entry gives way to the rule, and a forced choice is an error."""
     import triton

@@ -900,6 +900,22 @@ def test_the_oldest_files_go_first(root: Path, monkeypatch: pytest.MonkeyPatch) 
         assert store.read_plan(KEYS[0], {}) is not None
 
 
+def test_what_is_used_again_counts_as_new(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", "1")
+    for i, key in enumerate(KEYS[:3]):
+        store.write_binary(a_binary(key, bytes([i]) * (300 << 10)))
+        os.utime(root / store.environment() / "binaries" / key, (i, i))
+    elsewhere, link = root / "elsewhere", root / store.environment() / "binaries" / KEYS[4]
+    elsewhere.touch()
+    os.utime(elsewhere, (1, 1))
+    link.symlink_to(elsewhere)
+    with no_warning():
+        store.renew(*(f"binaries/{KEYS[i]}" for i in (0, 4, 5)))  # the last is not there
+        store.write_binary(a_binary(KEYS[3], bytes(300 << 10)))
+        assert [store.read_binary(key) is not None for key in KEYS[:4]] == [True, False, True, True]
+    assert elsewhere.stat().st_mtime == 1
+
+
 def test_the_limit_is_looked_at_first_and_after_each_16th_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     looked, found = [], store._files
     monkeypatch.setenv("MOE_KERNELS_CACHE_LIMIT_MB", "1")
