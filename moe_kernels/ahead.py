@@ -199,9 +199,12 @@ def _calls(what: nn.Module | LayerShape | str, tokens: Sequence[int], training: 
         for trains in dict.fromkeys((False, training))
     ]
     if not found:
+        got = f"got {type(what).__name__}"
+        if _asks_for_ours(getattr(what, "config", None)):
+            got += ", for whose experts transformers does not support this choice"
         raise ValueError(
             "what: expected an MoE, a module that contains one, or a transformers model with "
-            f'experts_implementation="moe_kernels", got {type(what).__name__}'
+            f'experts_implementation="moe_kernels", {got}'
         )
     return found
 
@@ -227,12 +230,15 @@ def layers_of(module: nn.Module) -> list[Any]:
     """Return the layers of a module that run on these kernels, one of each type, options and parameter layouts."""
     found: dict[Any, Any] = {}
     for part in module.modules():
-        config = getattr(part, "config", None)
-        ours = getattr(config, "_experts_implementation", None) == "moe_kernels" and hasattr(part, "num_experts")
+        ours = _asks_for_ours(getattr(part, "config", None)) and hasattr(part, "num_experts")
         if isinstance(part, MoE) or (ours and hasattr(part, "down_proj")):
             kind = tuple((name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad) for name, p in _tensors(part))
             found.setdefault((type(part), part.extra_repr(), _top_k(part), kind), part)
     return list(found.values())
+
+
+def _asks_for_ours(config: Any) -> bool:
+    return getattr(config, "_experts_implementation", None) == "moe_kernels"
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

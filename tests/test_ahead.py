@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -498,8 +499,12 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "what: expected an MoE, a module that contains one, or a transformers model with "
         'experts_implementation="moe_kernels", got Linear'
     )
+    model: Any = nn.Linear(3, 3)
     with pytest.raises(ValueError, match=f"^{expected}$"):
-        ahead.compile_ahead(nn.Linear(3, 3), tokens=[1], gpu="h200")
+        ahead.compile_ahead(model, tokens=[1], gpu="h200")
+    model.config = types.SimpleNamespace(_experts_implementation="moe_kernels")  # as of llama4
+    with pytest.raises(ValueError, match=f"^{expected}, for whose experts transformers does not support this"):
+        ahead.compile_ahead(model, tokens=[1], gpu="h200")
     with pytest.raises(RuntimeError, match=r"there is no GPU to compile for: name one of a100, .*h200"):
         ahead.compile_ahead(bare(), tokens=[1])
     with pytest.raises(TypeError, match="what: expected a module, a LayerShape or a model's name, got int"):
