@@ -95,8 +95,8 @@ def is_empty(x: SymbolicTensor) -> bool:
     return any(most(n) == 0 for n in x.shape)
 
 
-def is_trivial(builder: Builder, out: SymbolicTensor, all_zero: bool) -> bool:
-    """Whether `out` needs no kernel: it is empty or `all_zero`, and then set to zero here."""
+def written_without_kernel(builder: Builder, out: SymbolicTensor, all_zero: bool) -> bool:
+    """Set `out` to zero if it is `all_zero`. Return whether that, or nothing, is all that it needs."""
     if is_empty(out):
         return True
     if all_zero:

@@ -18,7 +18,7 @@ import torch
 
 from moe_kernels import rules
 from moe_kernels.kernels import grouped_gemm_tails, grouped_gemm_tall
-from moe_kernels.kernels.declare import is_trivial, jagged_fields, kernel, left_operand, whole_blocks
+from moe_kernels.kernels.declare import jagged_fields, kernel, left_operand, whole_blocks, written_without_kernel
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import BY_ROW, biased, block_of, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
@@ -187,7 +187,7 @@ def multiply(
 ) -> None:
     """Write the jagged product to `out`."""
     (M, K), G = A_packed.shape, group_offsets.size(0) - 1
-    if is_trivial(builder, out, G == 0 or (K == 0 and bias is None)):
+    if written_without_kernel(builder, out, G == 0 or (K == 0 and bias is None)):
         return
     (A_packed,) = row_major(builder, left_operand(builder, A_packed, B.dtype), shortest=LONG)
     shared, transposed = B.size(0) == 1, lies_transposed(B)

@@ -18,7 +18,7 @@ import helion.language as hl
 import torch
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import is_trivial, kernel, left_operand, tma_readable, whole_blocks
+from moe_kernels.kernels.declare import kernel, left_operand, tma_readable, whole_blocks, written_without_kernel
 from moe_kernels.kernels.inline import bounds_of, clamped, divide, int32, running_max, unmasked
 from moe_kernels.kernels.row_major import row_major
 from moe_kernels.rules import wgrad as wgrad_rules
@@ -165,7 +165,7 @@ def plan_grouped_gemm_wgrad(builder: Builder, tensors: Operands, options: tuple[
     X, Y, group_offsets = tensors
     (dtype,) = options
     out = builder.alloc((group_offsets.size(0) - 1, X.size(1), Y.size(1)), dtype)
-    if is_trivial(builder, out, most(X.size(0)) == 0):
+    if written_without_kernel(builder, out, most(X.size(0)) == 0):
         return out
     X, Y = row_major(builder, left_operand(builder, X, Y.dtype), Y)
     M, (G, P, Q), gpu = X.size(0), out.shape, builder.gpu

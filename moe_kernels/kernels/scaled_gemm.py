@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import rules
-from moe_kernels.kernels.declare import is_trivial, jagged_fields, kernel, whole_blocks
+from moe_kernels.kernels.declare import jagged_fields, kernel, whole_blocks, written_without_kernel
 from moe_kernels.kernels.grouped_gemm_tails import load_rows
 from moe_kernels.kernels.inline import BY_ROW, biased, int32, numbered_row, skip_regions, unmasked
 from moe_kernels.kernels.row_major import LONG, row_major, weights_row_major
@@ -294,7 +294,7 @@ def multiply(
 ) -> None:
     """Write the jagged product to `out`."""
     (M, K), N, G = A.shape, out.size(1), group_offsets.size(0) - 1
-    if is_trivial(builder, out, G == 0 or (K == 0 and bias is None)):
+    if written_without_kernel(builder, out, G == 0 or (K == 0 and bias is None)):
         return
     if scales_A.dim() == 1:
         scales_A = scales_A.as_strided((M, -(-K // BLOCK)), (1, M), 0)

@@ -22,7 +22,7 @@ from typing import Any
 import helion.language as hl
 import torch
 
-from moe_kernels.kernels.declare import is_trivial, kernel
+from moe_kernels.kernels.declare import kernel, written_without_kernel
 from moe_kernels.kernels.grouped_wgrad import searchable
 from moe_kernels.kernels.inline import bounds_of, divide, int32, unmasked
 from moe_kernels.kernels.quantize import columns_of, inverse, largest_of, largest_of_tiles, scale_of, scaled
@@ -201,7 +201,7 @@ def plan_quantized_wgrad(builder: Builder, tensors: Operands, options: tuple[tor
     G, P, Q = group_offsets.size(0) - 1, X.size(1), Y.size(1)
     out = builder.alloc((G, P, Q), dtype)
     rows = X if x_row_to_slot is None else x_row_to_slot
-    if is_trivial(builder, out, most(rows.size(0)) == 0):
+    if written_without_kernel(builder, out, most(rows.size(0)) == 0):
         return out
     tiles = plan_table(builder, group_offsets, None, BLOCK, M=rows.size(0))
     x = _quantize(builder, X, x_row_to_slot, rows.size(0), tiles, G, top_k, squares=False)
@@ -219,7 +219,7 @@ def plan_scaled_wgrad(builder: Builder, tensors: Operands, options: tuple[torch.
     (G, P), Q = scales_X.shape, scales_Y.size(1)
     out = builder.alloc((G, P, Q), dtype)
     M = x.size(0) // max(P, 1)
-    if is_trivial(builder, out, most(M) == 0):
+    if written_without_kernel(builder, out, most(M) == 0):
         return out
     tiles = plan_table(builder, group_offsets, None, BLOCK, M=M)
     scales_X, scales_Y = replace(scales_X, few_groups=True), replace(scales_Y, few_groups=True)

@@ -227,9 +227,9 @@ def _swiglu_ffn_gradient(
         d_preact, d_preact_up = _sum(found[0], d_preact), _sum(found[1], d_preact_up)
     del preact, preact_up
     need_rows, _, need_w_in, need_w_up, need_b_in, need_b_up, *_ = torch_internals.asked_gradients(ctx)
-    needed = (need_rows, need_w_in, need_w_up, need_b_in, need_b_up)
-    parameters, d_preacts = (w_in, w_up, b_in, b_up), (d_preact, d_preact_up)
-    d_rows, *d_parameters = _projection_gradients(needed, rows, ctx.dtype, group_offsets, parameters, *d_preacts)
+    d_preacts, needed = (d_preact, d_preact_up), (need_w_in, need_w_up, need_b_in, need_b_up)
+    d_rows = _rows_gradient((w_in, w_up), d_preacts, group_offsets, ctx.dtype) if need_rows else None
+    d_parameters = _parameter_gradients(needed, rows, (w_in, w_up, b_in, b_up), d_preacts, group_offsets)
     return d_rows, None, *d_parameters, None, *[None] * len(ctx.spec)
 
 
@@ -241,31 +241,35 @@ def _zeros_outside(preact: Tensor | None, group_offsets: Tensor) -> Tensor | Non
     return torch.where(((rows >= offsets[0]) & (rows < offsets[-1])).unsqueeze(1), preact, 0.0)
 
 
-def _projection_gradients(
-    needed: tuple[bool, ...],  # one per result
-    rows: Tensor | None,  # [M, H]; None if no weight's gradient is needed
-    dtype: torch.dtype | None,  # of the gradient of rows; None for that of d_preact
+def _rows_gradient(
+    weights: tuple[Tensor, Tensor | None],  # w_in, w_up
+    d_preacts: tuple[Tensor | None, Tensor | None],  # [M, 2I] or [M, I], and [M, I]
     group_offsets: Tensor,  # [E + 1]
-    parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],  # w_in, w_up, b_in, b_up
-    d_preact: Tensor | None,  # [M, 2I] or [M, I]
-    d_preact_up: Tensor | None,  # [M, I]
-) -> list[Tensor | None]:
-    """Return the gradients of rows and of the parameters."""
-    w_in, w_up, b_in, b_up = parameters
-    need_rows, need_weights, need_biases = needed[0], needed[1:3], needed[3:]
+    dtype: torch.dtype | None = None,  # by default that of d_preacts
+) -> Tensor | None:  # [M, H]
     d_rows: Tensor | None = None
-    d_weights: list[Tensor | None] = [None, None]
-    d_biases: list[Tensor | None] = [None, None]
-    for i, (weight, bias, d) in enumerate(((w_in, b_in, d_preact), (w_up, b_up, d_preact_up))):
-        if weight is None or d is None:
-            continue
-        if need_rows:
+    for weight, d in zip(weights, d_preacts, strict=True):
+        if weight is not None and d is not None:
             d_rows = _sum(grouped_gemm(d, weight.mT, group_offsets, None, dtype or d.dtype, "auto"), d_rows)
-        if need_weights[i]:
-            d_weights[i] = weight_gradient(rows, d, group_offsets, weight)
-        if bias is not None and need_biases[i]:
-            d_biases[i] = bias_gradient(d, group_offsets, bias.dtype)
-    return [d_rows, *d_weights, *d_biases]
+    return d_rows
+
+
+def _parameter_gradients(
+    needed: tuple[bool, bool, bool, bool],  # one per parameter
+    rows: Tensor | None,  # [M, H]; None if no weight's gradient is needed
+    parameters: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],  # w_in, w_up, b_in, b_up
+    d_preacts: tuple[Tensor | None, Tensor | None],  # [M, 2I] or [M, I], and [M, I]
+    group_offsets: Tensor,  # [E + 1]
+) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for i, (parameter, d) in enumerate(zip(parameters, 2 * d_preacts, strict=True)):
+        if not needed[i] or parameter is None or d is None:
+            found.append(None)
+        elif i < 2:
+            found.append(weight_gradient(rows, d, group_offsets, parameter))
+        else:
+            found.append(bias_gradient(d, group_offsets, parameter.dtype))
+    return found
 
 
 def weight_gradient(rows: Tensor | None, d: Tensor, group_offsets: Tensor, weight: Tensor) -> Tensor:
@@ -374,17 +378,17 @@ def _moe_mlp_gradient(
         del d_preact_by_act, d_preact_up_by_act
     del preact, preact_up
     # The first product's gradients first: the tensors that the second's need are smaller, and stay alive meanwhile.
-    first = (w_in, w_up, b_in, b_up)
+    d_preacts = (d_preact, d_preact_up)
+    del d_preact, d_preact_up
     d_hidden = None
     if need_hidden:
-        of_rows = (True, False, False, False, False)
-        d_sorted = _projection_gradients(of_rows, None, None, group_offsets, first, d_preact, d_preact_up)[0]
+        d_sorted = _rows_gradient((w_in, w_up), d_preacts, group_offsets)
         d_hidden = None if d_sorted is None else combine_rows(d_sorted, None, *routing, hidden.dtype)
         del d_sorted
-    of_parameters = (False, need_w_in, need_w_up, need_b_in, need_b_up)
+    first, need_first = (w_in, w_up, b_in, b_up), (need_w_in, need_w_up, need_b_in, need_b_up)
     rows = scatter_rows(hidden, None, *routing, hidden.dtype) if need_w_in or need_w_up else None
-    _, *d_first = _projection_gradients(of_parameters, rows, None, group_offsets, first, d_preact, d_preact_up)
-    del d_preact, d_preact_up, rows
+    d_w_in, d_w_up, d_b_in, d_b_up = _parameter_gradients(need_first, rows, first, d_preacts, group_offsets)
+    del d_preacts, rows
     if d_out is not None and d_rows is not None:
         if need_w_out:
             d_w_out = weight_gradient(weighted, d_rows, group_offsets, w_out)
@@ -393,7 +397,6 @@ def _moe_mlp_gradient(
         if b_out is not None and need_topk_weights:
             d_topk_weights = d_topk_weights + dots_with_down_bias(d_out, topk_weights, b_out, *routing)
             d_topk_weights = d_topk_weights.to(weights_dtype)
-    d_w_in, d_w_up, d_b_in, d_b_up = d_first
     d_weights = (columns(d, ctx.transposed) for d in (d_w_in, d_w_out, d_w_up))
     if not need_topk_weights:
         d_topk_weights = None
