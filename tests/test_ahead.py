@@ -482,6 +482,21 @@ def test_training_steps_whose_hidden_states_need_no_gradient(compute: str | None
     assert needed <= {one.signature for one in ahead.collect(ahead._calls(layer, [20], True))}
 
 
+@pytest.mark.parametrize("compute", [None, "fp8_rowwise", "fp8_block"])
+def test_backward_passes_that_ask_for_some_gradients_need_no_other_plans(compute: str | None) -> None:
+    layer = MoE(64, 32, 4, 2, renormalize=True, compute=compute, device="meta", dtype=torch.bfloat16)
+
+    def passes() -> None:
+        hidden = torch.empty(20, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        out = layer(hidden)
+        out.backward(torch.empty_like(out), inputs=[hidden, layer.router], retain_graph=True)
+        out.backward(torch.empty_like(out), inputs=[layer.w_gate_up, layer.w_down])
+
+    needed = {one.signature for one in ahead.collect([passes])}
+    assert len(needed) > 4
+    assert needed <= {one.signature for one in ahead.collect(ahead._calls(layer, [20], True))}
+
+
 def test_sharded_weights_are_refused() -> None:
     layer = MoE(64, 32, 4, 2, renormalize=True)
     layer.w_down.placements = ("Shard(0)",)  # type: ignore[assignment]  # as those of a DTensor

@@ -370,8 +370,9 @@ def _moe_mlp_gradient(
         else:  # `weighted` does not depend on it
             d_act = preact.new_zeros(preact.size(0), w_out.size(1))
         preact_up = None if w_up is None else preact_up
+        weigh = ctx.needs_input_grad[4]  # for w_out; also in a pass that does not ask for it, which needs no other plan
         d_preact_by_act, d_preact_up_by_act, weighted, d_topk_weights, *_ = activate_backward(
-            preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, need_w_out, None, *spec
+            preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, weigh, None, *spec
         )
         del d_act
         d_preact, d_preact_up = _sum(d_preact_by_act, d_preact), _sum(d_preact_up_by_act, d_preact_up)

@@ -256,11 +256,13 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
         preact = quantized_grouped_gemm(hidden, None, *first, *tokens, b_in, *products, hidden.dtype)
     d_act = quantized_grouped_gemm(d_out, None, *by_out, *tokens, None, *products, unweighted_dtype(preact.dtype))
     format = None
-    if need_hidden and quantises_gradient(d_act.size(1), ctx.rowwise, spec.gated, spec.interleaved):
+    # A pass that asks for fewer gradients needs no other plan.
+    requires_hidden, weigh = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+    if requires_hidden and quantises_gradient(d_act.size(1), ctx.rowwise, spec.gated, spec.interleaved):
         format = "rowwise" if ctx.rowwise else "1x128"
     order = topk_weights, row_to_slot, group_offsets
     d_preact, _, weighted, d_topk_weights, *d_quantized = activate_backward(
-        preact, None, d_act, *order, need_w_out, format, *spec
+        preact, None, d_act, *order, weigh, format, *spec
     )
     del preact, by_out, d_act
     if need_hidden:
