@@ -319,6 +319,9 @@ def test_nothing_is_made_twice(made: Made) -> None:
     assert {Path(name).parent.name for name in needed} == {"plans", "binaries"}
     newest = max(file.mtime for file in first.values())
     assert all(training[name].mtime > newest for name in needed)
+    for plan in (made.folder / name for name in needed if Path(name).parent.name == "plans"):
+        for key in stored_in(plan)[0]["binaries"]:
+            assert training[str((plan.parents[1] / "binaries" / key).relative_to(made.folder))].mtime > newest
     kinds = Counter(Path(name).parent.name for name in first)
     plans, binaries, libraries = counts(made.runs[0])
     assert kinds["plans"] == plans
@@ -518,6 +521,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=f"^{expected}$"):
         ahead.compile_ahead(model, tokens=[1], gpu="h200")
     model.config = types.SimpleNamespace(_experts_implementation="moe_kernels")  # as of llama4
+    model.down_proj = nn.Parameter(torch.ones(2, 3, 3))
     with pytest.raises(ValueError, match=f"^{expected}, for whose experts transformers does not support this"):
         ahead.compile_ahead(model, tokens=[1], gpu="h200")
     with pytest.raises(RuntimeError, match=r"there is no GPU to compile for: name one of a100, .*h200"):

@@ -915,6 +915,13 @@ def test_what_is_used_again_counts_as_new(root: Path, monkeypatch: pytest.Monkey
         assert [store.read_binary(key) is not None for key in KEYS[:4]] == [True, False, True, True]
     assert elsewhere.stat().st_mtime == 1
 
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "utime", refuse)  # as for files of another user
+    with no_warning():
+        store.renew(f"binaries/{KEYS[0]}")
+
 
 def test_the_limit_is_looked_at_first_and_after_each_16th_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     looked, found = [], store._files

@@ -136,7 +136,7 @@ def _activate_backward_gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         raise RuntimeError("activate_backward: a gradient in fp8 has no gradients")
     spec = GLUSpec(*ctx.spec)
     inputs = ctx.saved_tensors
-    asked = [i for i, needed in enumerate(torch_internals.asked_gradients(ctx)[:4]) if needed]
+    asked = [i for i in range(4) if ctx.needs_input_grad[i]]
     upstream: list[Tensor] = []
 
     def outputs(*values: Tensor) -> tuple[Tensor, ...]:

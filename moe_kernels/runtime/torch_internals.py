@@ -140,28 +140,29 @@ def asked_gradients(ctx: Any) -> Sequence[Any]:
 
     `torch.autograd.grad` and `backward(inputs=...)` may ask for fewer than require grad, as pipelines do that compute
     the gradients of weights later than those of activations. PyTorch raises an error for a leaf whose gradient is
-    returned, not accumulated. That takes 10 us or more, so inputs after it count as asked for.
+    returned, not accumulated. That takes 10 us or more, so leaves after it count as asked for.
     """
+    needed: Sequence[Any] = ctx.needs_input_grad
     if torch.compiler.is_dynamo_compiling():
-        needed: Sequence[Any] = ctx.needs_input_grad
         return needed
-    # Inputs that do not require grad have no node, and those that are no tensors no entry.
-    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
-    return [_asked(needs, nodes) for needs in ctx.needs_input_grad]
+    answers: list[bool] = []  # for inputs that require grad
+    returns = False
+    for node, _ in ctx.next_functions:
+        if node is None:
+            continue
+        try:
+            answers.append((returns and hasattr(node, "variable")) or _executed(node))
+        except RuntimeError:
+            returns = True
+            answers.append(True)
+    # Another backward pass, or none, runs if the function's own node was called by hand.
+    return _in_form(needed, iter(answers)) if any(answers) else needed
 
 
-def _asked(needs: Any, nodes: Iterator[Any]) -> Any:
-    if isinstance(needs, (list, tuple)):  # of a list of tensors
-        return [_asked(one, nodes) for one in needs]
-    node = next(nodes, None) if needs else None
-    if node is None:
-        return needs
-    try:
-        return _executed(node)
-    except RuntimeError:  # also if no backward pass runs
-        for _ in nodes:
-            pass
-        return True
+def _in_form(needed: Any, answers: Iterator[bool]) -> Any:
+    if isinstance(needed, (list, tuple)):  # also of a list of tensors
+        return [_in_form(one, answers) for one in needed]
+    return needed and next(answers)
 
 
 def eager(*tensors: Tensor | None) -> bool:
