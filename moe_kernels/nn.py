@@ -352,11 +352,13 @@ def quantize_once(module: nn.Module) -> Iterator[None]:
                     loss(model, microbatch).backward()
             optimizer.step()
 
-    The fp8 weights take as much memory as the weights in bfloat16, until the context ends. Call the optimizer's step
-    after it: weights that are replaced or changed in place within the context are quantised in each call from then on,
-    but PyTorch's version counters do not show all changes, as those by fused optimizers, and compiled code does not
-    look at them. For FSDP2, call `unshard()` of each FSDP module first. Weights that are gathered again are others: to
-    keep them between microbatches, pass `reshard_after_forward=False` to `fully_shard`, and call
+    The fp8 weights take as much memory as the weights in bfloat16, until the context ends. End it after the backward
+    pass if activations are recomputed in it. Call the optimizer's step after it: weights that are replaced or changed
+    in place within the context are quantised in each call from then on, but PyTorch's version counters do not show all
+    changes, as those by fused optimizers, and compiled code does not look at them.
+
+    For FSDP2, call `unshard()` of each FSDP module first. Weights that are gathered again are others: to keep them
+    between microbatches, pass `reshard_after_forward=False` to `fully_shard`, and call
     `set_reshard_after_backward(False)` for all microbatches but the last.
 
     Args:
