@@ -31,7 +31,7 @@ import torch
 from processes import forget_store, python_path, stored_in
 from torch import nn
 
-from moe_kernels import MoE, ahead, commands
+from moe_kernels import MoE, ahead, commands, moe_mlp
 from moe_kernels.models import MODELS, SIGMOID_GATING
 from moe_kernels.runtime import cache, launch, store, targets
 from moe_kernels.runtime.signature import Counts, rows_class
@@ -498,6 +498,28 @@ def test_backward_passes_that_ask_for_some_gradients_need_no_other_plans(compute
     needed = {one.signature for one in ahead.collect([passes])}
     assert len(needed) > 4
     assert needed <= {one.signature for one in ahead.collect(ahead._calls(layer, [20], True))}
+
+
+@pytest.mark.parametrize("compute", [None, "fp8_rowwise"])
+def test_nor_do_they_with_biases(compute: str | None) -> None:
+    """The gradient of tokens' weights in 16 bits is then a sum of two, computed in float32."""
+    shapes = {"hidden": (20, 64), "topk_weights": (20, 2), "w_gate_up": (4, 64, 64), "w_down": (4, 64, 32)}
+    shapes |= {"gate_up_bias": (4, 64), "down_bias": (4, 64)}
+
+    def passes(*names: str) -> None:
+        given = {
+            name: torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+            for name, shape in shapes.items()
+        }
+        out = moe_mlp(topk_ids=torch.empty(20, 2, device="meta", dtype=torch.int64), compute=compute, **given)
+        out.backward(torch.empty_like(out), inputs=[given[name] for name in names])
+
+    def plans(*names: str) -> set[str]:
+        return {one.signature for one in ahead.collect([partial(passes, *names)])}
+
+    whole, activations = plans(*shapes), ("hidden", "topk_weights")
+    for names in (activations, activations[:1], [name for name in shapes if name not in activations]):
+        assert len(plans(*names)) > 4 and plans(*names) <= whole
 
 
 def test_sharded_weights_are_refused() -> None:

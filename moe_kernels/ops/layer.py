@@ -351,10 +351,12 @@ def _moe_mlp_gradient(
     need_hidden, _, need_topk_weights, *needed = torch_internals.asked_gradients(ctx)
     need_w_in, need_w_out, need_w_up, need_b_in, need_b_up, need_b_out, *_ = needed
     need_act = any((need_hidden, need_topk_weights, need_w_in, need_w_up, need_b_in, need_b_up))
+    # These decide about plans, so that a pass that asks for fewer gradients needs no others.
+    _, _, requires_topk_weights, _, requires_w_out, *_ = ctx.needs_input_grad
     spec = ctx.spec
     routing = slot_to_row, group_offsets, topk_weights.size(1)
     weights_dtype = topk_weights.dtype
-    if b_out is not None and need_topk_weights:  # their gradient is a sum of two, which is rounded once
+    if b_out is not None and requires_topk_weights:  # their gradient is a sum of two, which is rounded once
         topk_weights = topk_weights.to(torch.promote_types(weights_dtype, torch.float32))
     d_topk_weights: Any = None
     d_w_out = d_b_out = None
@@ -370,9 +372,8 @@ def _moe_mlp_gradient(
         else:  # `weighted` does not depend on it
             d_act = preact.new_zeros(preact.size(0), w_out.size(1))
         preact_up = None if w_up is None else preact_up
-        weigh = ctx.needs_input_grad[4]  # for w_out; also in a pass that does not ask for it, which needs no other plan
         d_preact_by_act, d_preact_up_by_act, weighted, d_topk_weights, *_ = activate_backward(
-            preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, weigh, None, *spec
+            preact, preact_up, d_act, topk_weights, row_to_slot, group_offsets, requires_w_out, None, *spec
         )
         del d_act
         d_preact, d_preact_up = _sum(d_preact_by_act, d_preact), _sum(d_preact_up_by_act, d_preact_up)

@@ -244,25 +244,25 @@ def _quantized_moe_mlp_gradient(ctx: Any, d_out: Tensor | None, *_: None) -> tup
         return (None,) * len(ctx.needs_input_grad)
     need_hidden, _, need_topk_weights, *needed = torch_internals.asked_gradients(ctx)
     need_w_in, need_w_out, need_b_in, need_b_out = needed[:4]
+    # These decide about plans, so that a pass that asks for fewer gradients needs no others.
+    requires_hidden, _, requires_topk_weights, _, requires_w_out, *_ = ctx.needs_input_grad
     w_in, w_out = w_gate_up.mT, w_down.mT
     d_hidden = d_w_in = d_w_out = d_b_in = d_b_out = None
     products, routing = (ctx.rowwise, ctx.fast_accumulation), (slot_to_row, group_offsets, topk_weights.size(1))
     tokens, spec = (group_offsets, slot_to_row), GLUSpec(*ctx.spec)
     weights_dtype = topk_weights.dtype
-    if b_out is not None and need_topk_weights:  # their gradient is a sum of two, which is rounded once
+    if b_out is not None and requires_topk_weights:  # their gradient is a sum of two, which is rounded once
         topk_weights = topk_weights.to(torch.promote_types(weights_dtype, torch.float32))
     if not ctx.save:
         first = (w_in, None) if data_in is None else (data_in.mT, scales_in.mT)
         preact = quantized_grouped_gemm(hidden, None, *first, *tokens, b_in, *products, hidden.dtype)
     d_act = quantized_grouped_gemm(d_out, None, *by_out, *tokens, None, *products, unweighted_dtype(preact.dtype))
     format = None
-    # A pass that asks for fewer gradients needs no other plan.
-    requires_hidden, weigh = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
     if requires_hidden and quantises_gradient(d_act.size(1), ctx.rowwise, spec.gated, spec.interleaved):
         format = "rowwise" if ctx.rowwise else "1x128"
     order = topk_weights, row_to_slot, group_offsets
     d_preact, _, weighted, d_topk_weights, *d_quantized = activate_backward(
-        preact, None, d_act, *order, weigh, format, *spec
+        preact, None, d_act, *order, requires_w_out, format, *spec
     )
     del preact, by_out, d_act
     if need_hidden:
