@@ -158,7 +158,8 @@ def moe_mlp(
         others = "products that are not in fp8; it is for 'rowwise' weights and compute='fp8_rowwise'"
         checks.check_no_fast_accumulation(fast_accumulation, others)
     given: Any = (hidden, topk_ids, topk_weights, None, None, None, w_gate_up, w_down, w_up, *biases)
-    requested = (*map(type, (transposed, *spec)), transposed, spec)
+    types = (type(transposed), type(gated), type(interleaved), type(alpha), type(limit))
+    requested = (types, transposed, spec)
     validates = checks.validation_enabled(validate)
     if not validates and w_up is None and (known := cache.repeat(MOE_MLP, given, requested)) is not None:
         return known
@@ -189,8 +190,9 @@ def _scaled_moe_mlp(
     weights = (first.data, first.scales, second.data, second.scales, experts.gate_up_bias, experts.down_bias)
     given = (hidden, topk_ids, topk_weights, None, None, None, *weights)
     transposed, spec = experts.transposed, experts.spec
-    types = map(type, (fast_accumulation, transposed, *spec))
-    requested = (first.format, second.format, *types, fast_accumulation, transposed, spec)
+    flags = (type(fast_accumulation), type(transposed), type(spec.gated), type(spec.interleaved))
+    types = (*flags, type(spec.alpha), type(spec.limit))
+    requested = (first.format, second.format, types, fast_accumulation, transposed, spec)
     validates = checks.validation_enabled(validate)
     repeats = not validates and experts.w_up is None and experts.up_bias is None
     if repeats and (known := cache.repeat(SCALED_MOE_MLP, given, requested)) is not None:
