@@ -125,11 +125,11 @@ def compile_ahead(
     wanted = collect(calls)
     found = [(one, _kept(one, target)) for one in wanted]
     lacking = [one for one, there in found if there is None]
+    for one, there in found:
+        if lacking and there is not None:  # to be kept, too, when older files make room, from the first write on
+            store.renew(plans=[_plan_key(one, target)], binaries=there)
     if lacking and not store.can_write():
         raise OSError(f"{store.folder()}: plans cannot be kept there")
-    for one, there in found:
-        if lacking and there is not None:  # to be kept, too, if older files have to make room
-            store.renew(f"plans/{_plan_key(one, target)}", *(f"binaries/{key}" for key in there))
     for done, _ in enumerate(_making(lacking, target, jobs), 1):
         if progress is not None:
             progress(done, len(lacking))
@@ -137,14 +137,14 @@ def compile_ahead(
     for one in wanted:
         if (kept := _kept(one, target)) is None:
             limit = f"its limit of {store.limit_mb()} MiB (MOE_KERNELS_CACHE_LIMIT_MB)"
-            raise OSError(f"{store.folder()}: plans cannot be kept there, or are more than {limit}")
+            raise OSError(f"{store.folder()}: plans cannot be kept there, were removed again, or are more than {limit}")
         binaries |= kept
     libraries = 0
     if target.backend == "cuda":
         from moe_kernels.runtime.launch import build_libraries  # imports Triton
 
         with cache.plans.lock:
-            libraries = build_libraries([binaries[key] for key in sorted(binaries)])
+            libraries = build_libraries([binaries[key] for key in sorted(binaries)], renew=bool(lacking))
     return CompileCounts(len(wanted), len(binaries), libraries)
 
 

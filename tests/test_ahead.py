@@ -316,7 +316,7 @@ def test_nothing_is_made_twice(made: Made) -> None:
     assert again == first
     assert {name: training[name][:2] for name in first} == {name: file[:2] for name, file in first.items()}
     needed = [name for name in first if training[name].mtime > first[name].mtime]
-    assert {Path(name).parent.name for name in needed} == {"plans", "binaries"}
+    assert {Path(name).parent.name for name in needed} == {"plans", "binaries", Path(store._libraries()).name}
     newest = max(file.mtime for file in first.values())
     assert all(training[name].mtime > newest for name in needed)
     for plan in (made.folder / name for name in needed if Path(name).parent.name == "plans"):
@@ -614,12 +614,27 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert asked == ["choose_experts", "moe_mlp"]
 
 
+def test_what_is_kept_counts_as_new_before_older_files_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first write, by `can_write`, removes the oldest files beyond the limit."""
+    pytest.importorskip("helion")
+    done, kept = [], iter([{"0" * 64: None}])  # of one plan; the others are made
+    monkeypatch.setattr(ahead, "_kept", lambda *_: {} if "made" in done else next(kept, None))
+    monkeypatch.setattr(store, "renew", lambda plans, binaries: done.append((len(plans), list(binaries))))
+    monkeypatch.setattr(store, "can_write", lambda: done.append("written") or True)
+    monkeypatch.setattr(ahead, "_making", lambda *_: done.append("made") or iter(()))
+    monkeypatch.setattr(launch, "build_libraries", lambda _, renew: done.append(renew) or 0)
+    ahead.compile_ahead(bare(), tokens=[1], gpu="h200")
+    assert done == [(1, ["0" * 64]), "written", "made", True]
+    ahead.compile_ahead(bare(), tokens=[1], gpu="h200")
+    assert done[4:] == ["made", False]
+
+
 def test_what_is_kept_already_is_not_stored_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the folder may be one that is only read. Token counts may come from any iterable."""
     pytest.importorskip("helion")
     monkeypatch.setattr(ahead, "_kept", lambda *_: {})
     monkeypatch.setattr(store, "can_write", lambda: False)
-    monkeypatch.setattr(launch, "build_libraries", lambda _: 0)
+    monkeypatch.setattr(launch, "build_libraries", lambda _, renew: 0)
     found = ahead.compile_ahead(bare(), tokens=[1, 5], gpu="h200")
     assert ahead.compile_ahead(bare(), tokens=iter([1, 5]), gpu="h200") == found
 
@@ -1226,7 +1241,7 @@ def test_a_process_forks_between_what_is_compiled(part: str, monkeypatch: pytest
     begun = threading.Event()
 
     @cache._collector_paused()
-    def work(*_: Any) -> Any:
+    def work(*_: Any, **__: Any) -> Any:
         begun.set()
         time.sleep(0.2)
         return 0
@@ -1234,7 +1249,7 @@ def test_a_process_forks_between_what_is_compiled(part: str, monkeypatch: pytest
     monkeypatch.setattr(ahead, "_kept", lambda *_: None if part == "plans" and not begun.is_set() else {})
     monkeypatch.setattr(ahead, "_making", lambda wanted, gpu, jobs: (ahead._make(one, gpu) for one in wanted[:1]))
     monkeypatch.setattr(cache, "plan_of", work)
-    monkeypatch.setattr(launch, "build_libraries", work if part == "launchers" else lambda _: 0)
+    monkeypatch.setattr(launch, "build_libraries", work if part == "launchers" else lambda _, renew: 0)
     thread = threading.Thread(target=partial(ahead.compile_ahead, SHAPE, tokens=[1], gpu="h200"))
     thread.start()
     assert begun.wait(60)

@@ -352,6 +352,9 @@ def test_settings_of_the_compilers_have_an_environment_each(monkeypatch: pytest.
             forget_store()
         found.add(store.environment())
     assert len(found) == 1 + len(settings)
+    monkeypatch.setenv("TRITON_KERNEL_OVERRIDE", "\udcff")  # a byte that is not UTF-8
+    found.add(store.environment())
+    assert len(found) == 2 + len(settings)
     for name in ("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH"):  # torch.compile sets them for later calls
         monkeypatch.setenv(name, "/ptxas")
         assert store.environment() in found
@@ -607,9 +610,38 @@ def test_a_new_folder_where_others_may_write(root: Path) -> None:
     root.parent.chmod(0o777)
     with one_warning(f"{root.parent} can be written to by others"):
         write_all()
-    assert files(root.parent) == {}
+    assert not root.exists()
     assert read_all() == NOTHING
     root.parent.chmod(0o700)
+
+
+def test_nothing_is_created_below_a_folder_that_is_not_used(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by root in another user's home folder. That user could not write to what root had created."""
+    home = root.parent / "home"
+    home.mkdir()
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(home / "cache" / "compiled"))
+    with one_warning(f"{home} belongs to another user"), monkeypatch.context() as patch:
+        owned(patch, home, OTHER)
+        write_all()
+    assert not list(home.iterdir())
+    with no_warning():
+        write_all()
+        assert read_all() == ALL
+
+
+def test_a_link_where_others_may_write(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others could replace it by another."""
+    write_all()
+    public = tmp_path / "public"
+    public.mkdir()
+    (public / "link").symlink_to(root)
+    monkeypatch.setenv("MOE_KERNELS_CACHE_DIR", str(public / "link"))
+    with no_warning():
+        assert read_all() == ALL
+    public.chmod(0o777)
+    forget_store()
+    with one_warning(f"{public} can be written to by others"):
+        assert read_all() == NOTHING
 
 
 def test_a_sticky_folder_above(root: Path) -> None:
@@ -910,7 +942,7 @@ def test_what_is_used_again_counts_as_new(root: Path, monkeypatch: pytest.Monkey
     os.utime(elsewhere, (1, 1))
     link.symlink_to(elsewhere)
     with no_warning():
-        store.renew(*(f"binaries/{KEYS[i]}" for i in (0, 4, 5)))  # the last is not there
+        store.renew(binaries=[KEYS[i] for i in (0, 4, 5)])  # the last is not there
         store.write_binary(a_binary(KEYS[3], bytes(300 << 10)))
         assert [store.read_binary(key) is not None for key in KEYS[:4]] == [True, False, True, True]
     assert elsewhere.stat().st_mtime == 1
@@ -920,7 +952,7 @@ def test_what_is_used_again_counts_as_new(root: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "utime", refuse)  # as for files of another user
     with no_warning():
-        store.renew(f"binaries/{KEYS[0]}")
+        store.renew(binaries=[KEYS[0]])
 
 
 def test_the_limit_is_looked_at_first_and_after_each_16th_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

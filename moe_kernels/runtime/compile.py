@@ -229,7 +229,7 @@ class Compiling:
     def _binary(self, one: Specialization, fewer_stages: bool = False) -> store.Binary:
         if not self.replace and (known := store.read_binary(one.key)) is not None:
             self.found = True
-            store.renew(f"binaries/{one.key}")  # which the new plan needs
+            store.renew(binaries=[one.key])  # which the new plan needs
             return known
         return binary(one, self.gpu, fewer_stages, self.replace)
 

@@ -388,22 +388,23 @@ def _build(sources: Collection[str], *options: Any) -> dict[str, bytes]:
     return built
 
 
-def build_libraries(records: Collection[store.Binary]) -> int:
+def build_libraries(records: Collection[store.Binary], renew: bool = False) -> int:
     """Build the launchers of `records` and Triton's driver library into the store, without a GPU. Return their number.
 
-    They are linked against a stub of libcuda, so no driver is needed: names are bound when a library is loaded.
+    With `renew`, those that are there already count as new. They are linked against a stub of libcuda, so no driver is
+    needed: names are bound when a library is loaded.
 
     Raises:
         RuntimeError: there is no C compiler, or it fails; or this Triton builds its libraries in another way.
         OSError: they cannot be stored.
     """
     try:
-        return _build_libraries(records)
+        return _build_libraries(records, renew)
     except (AttributeError, ImportError, TypeError) as error:
         raise requirements.lacks("triton", f"launcher that can be built ahead ({error})") from error
 
 
-def _build_libraries(records: Collection[store.Binary]) -> int:
+def _build_libraries(records: Collection[store.Binary], renew: bool) -> int:
     from triton import knobs
     from triton.backends.nvidia import driver as nvidia
 
@@ -421,6 +422,8 @@ def _build_libraries(records: Collection[store.Binary]) -> int:
             sources = {Path(nvidia.dirname, "driver.c").read_text()} | _sources(records)
             # The stub has no symbols. Some compilers, such as Ubuntu's, link only libraries that have one that is used.
             flags = ["-Wl,--no-as-needed", "-l:libcuda.so.1"]
+            if renew:
+                store.renew(libraries=map(_key, sources))
             _build(_missing(sources), nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries, flags)
             if _missing(sources):
                 raise OSError(f"{store.folder()}: launchers cannot be kept there")

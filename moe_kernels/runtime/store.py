@@ -34,7 +34,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +178,7 @@ def public_version(package: str) -> str | None:
 
 def environment() -> str:
     """The name of this environment's folder. Triton's settings may change while the process runs."""
-    return _sha256("\0".join((_versions(), *_settings(of_helion=False))).encode())[:16]
+    return _sha256("\0".join((_versions(), *_settings(of_helion=False))).encode(errors="surrogateescape"))[:16]
 
 
 def _settings(of_helion: bool) -> list[str]:
@@ -195,7 +195,7 @@ def _versions() -> str:
         path = _PACKAGE / name
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             parts += [file.name, file.read_text(encoding="utf-8")]
-    return _sha256("\0".join(parts).encode())
+    return _sha256("\0".join(parts).encode(errors="surrogateescape"))
 
 
 def plan_key(signature: str, gpu: Gpu, tuned: str) -> str:
@@ -362,9 +362,10 @@ def _check(root: Path, name: str) -> None:
 @functools.lru_cache(256)
 def _check_folder(root: str) -> None:
     path = Path(os.path.realpath(root))
-    _check_owner(path, os.stat(path))
-    for parent in path.parents:
+    # From the top, so that a folder that does not exist is not created in one that is refused.
+    for parent in dict.fromkeys((*reversed(Path(root).parents), *reversed(path.parents))):
         _check_owner(parent, os.stat(parent), is_parent=True)
+    _check_owner(path, os.stat(path))
 
 
 def is_private(folder: str) -> bool:
@@ -524,11 +525,12 @@ def _keep_within_limit(size: int) -> None:
         total -= status.st_size
 
 
-def renew(*names: str) -> None:
-    """Let files, such as "binaries/KEY", count as new, so that they are not the next to be removed beyond the limit."""
-    for name in names:
-        with suppress(OSError):
-            os.utime(folder() / environment() / name, follow_symlinks=False)
+def renew(plans: Iterable[str] = (), binaries: Iterable[str] = (), libraries: Iterable[str] = ()) -> None:
+    """Let files with these keys count as new, so that they are not the next to be removed beyond the limit."""
+    for place, keys in zip(_places(), (plans, binaries, libraries), strict=True):
+        for key in keys:
+            with suppress(OSError):
+                os.utime(folder() / place / key, follow_symlinks=False)
 
 
 def limit_mb() -> int:
