@@ -220,6 +220,8 @@ def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: An
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any, records: bool) -> Any:
+    if torch_internals.in_vmap_mode():  # a backward pass with is_grads_batched=True
+        raise RuntimeError(_GRAD_AND_VJP)
     # Autograd keeps what requires grad, and its gradient, until the graph is freed; so `rows` do not.
     required = torch.empty(0, requires_grad=True) if records and not rows.requires_grad else None
     return _AllToAll.apply(rows, sent, received, group, required)  # type: ignore[no-untyped-call]

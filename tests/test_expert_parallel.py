@@ -310,6 +310,7 @@ def test_a_residual_in_place_under_fsdp2(results: list[dict[str, Any]]) -> None:
 def test_transforms_that_dispatch_does_not_support() -> None:
     """The errors say what to use instead."""
     hidden, ids, w = torch.randn(5, H), torch.randint(E, (5, TOP_K)), torch.rand(5, TOP_K)
+    tracked = hidden.clone().requires_grad_()
 
     def layer(hidden: Tensor) -> Tensor:
         return combine(*dispatch(hidden, ids, w, E))
@@ -324,6 +325,7 @@ def test_transforms_that_dispatch_does_not_support() -> None:
             lambda: torch.func.jvp(layer, (hidden,), (hidden,)),
             lambda: torch.func.jacrev(layer)(hidden),
             lambda: torch.vmap(layer)(torch.stack((hidden, hidden))),
+            lambda: torch.autograd.grad(layer(tracked), tracked, torch.stack((hidden, hidden)), is_grads_batched=True),
         ):
             with pytest.raises(RuntimeError, match=r"only grad and vjp of torch\.func: .*call vjp once per vector$"):
                 transformed()
