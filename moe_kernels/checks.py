@@ -240,9 +240,14 @@ def check_gating(
         _check_same_device("bias", bias, "logits", logits)
 
 
-def check_layer(hidden: Tensor, router: Tensor) -> None:
-    """Check that `hidden` is `[..., H]` for a router `[E, H]`, and has its dtype unless autocast is enabled."""
+def check_layer(hidden: Tensor, router: Tensor, w_down: Tensor | ScaledTensor | QuantizedWeight) -> None:
+    """Check that the router is `[E, H]` for `w_down [E, H, I]`, and that `hidden` is `[..., H]` and has the router's
+    dtype unless autocast is enabled.
+    """
     _check_tensor("router", router)
+    E = (w_down.weight if isinstance(w_down, QuantizedWeight) else w_down).shape[0]
+    if router.dim() != 2 or router.shape[0] != E:
+        raise ValueError(f"router: expected shape [E, H] with E = {E} as the experts, got {list(router.shape)}")
     _check_tensor("hidden", hidden)
     _check_same_device("hidden", hidden, "the layer", router)
     H = router.shape[1]
@@ -250,6 +255,7 @@ def check_layer(hidden: Tensor, router: Tensor) -> None:
         raise ValueError(f"hidden: expected shape [..., H] with H = {H}, got {list(hidden.shape)}")
     both = hidden, router
     if hidden.dtype != router.dtype and not all(map(torch_internals.autocasts, both)):
+        check_dtype("router", router.dtype, DTYPES)
         hint = ", or use autocast" if all(x.dtype in torch_internals.CAST_DTYPES for x in both) else ""
         raise TypeError(
             f"hidden: expected {router.dtype} as the router, got {hidden.dtype}; convert it with .to(){hint}"

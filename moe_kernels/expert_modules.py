@@ -86,11 +86,14 @@ def stack(experts: Sequence[nn.Module]) -> Stacked:
         for name, weight in zip(names, weights[-1], strict=True):
             shape = (H, I) if name == back else (rows, H)
             _check_alike(f"experts[{e}].{name}.weight", weight, shape, first[0], "experts[0]")
-    trains = any(weight.requires_grad for expert in weights for weight in expert)
+    trains_up, trains_down = (
+        any(weight.requires_grad for expert in weights for weight in expert[part])
+        for part in (slice(-1), slice(-1, None))
+    )
     with torch.no_grad():
         w_gate_up = torch.cat([w for expert in weights for w in expert[:-1]]).view(len(experts), -1, H)
         w_down = torch.stack([expert[-1] for expert in weights])
-    return Stacked(nn.Parameter(w_gate_up, trains), nn.Parameter(w_down, trains), layout)
+    return Stacked(nn.Parameter(w_gate_up, trains_up), nn.Parameter(w_down, trains_down), layout)
 
 
 def router_weight(router: nn.Linear | Tensor, w_down: Tensor) -> nn.Parameter:  # [E, H]
@@ -245,7 +248,7 @@ def _layout(where: str, expert: nn.Module) -> Layout:
     for layout in LAYOUTS:
         names = (*layout.into, layout.back)
         if weights == {f"{name}.weight" for name in names} and all(
-            isinstance(modules[name], nn.Linear) for name in names
+            isinstance(modules.get(name), nn.Linear) for name in names
         ):
             if parameters != weights:
                 biases = ", ".join(sorted(parameters - weights))

@@ -16,6 +16,7 @@ from moe_kernels.experts import moe_mlp
 from moe_kernels.glu import CLAMPED, GLUSpec
 from moe_kernels.quantize import quantize, quantize_weight
 from moe_kernels.routing import topk_softmax
+from moe_kernels.runtime.attributes import replaced
 from moe_kernels.runtime.torch_internals import has_no_values, reshaped
 from moe_kernels.scaled import FP8_COMPUTE, QuantizedWeight, ScaledTensor
 
@@ -129,8 +130,8 @@ class MoE(nn.Module):
     ) -> MoE:
         """Create a layer from experts that are modules, with copies of their weights.
 
-        The copies are trainable, but those of all experts are not if no weight of an expert is, and the router's if
-        it is a parameter that is not.
+        Each of the copies `w_gate_up` and `w_down` is trainable if a weight that it was made from is, and the router's
+        unless it is a parameter that is not.
 
         Args:
             experts: E modules with the same `nn.Linear`s, without biases. Gate, up and down, in this order: `w1`, `w3`
@@ -171,12 +172,14 @@ class MoE(nn.Module):
     def reset_parameters(self) -> None:
         """Draw each weight uniformly from `-b..b` with b = 1 / sqrt(number of its inputs), as `nn.Linear` does.
 
+        Parameters of a subclass, of modules in the layer and of parametrisations stay as they are.
+
         Raises:
             RuntimeError: the layer is quantised.
         """
         if self.format is not None:
             raise RuntimeError(f"the weights of this layer are quantised, as {self.format!r}: draw them before that")
-        for weight in self.parameters():
+        for weight in (self.router, self.w_gate_up, self.w_down):
             _draw(weight)
 
     @torch.no_grad()
@@ -184,7 +187,8 @@ class MoE(nn.Module):
         """Convert the experts' weights to fp8, in place; the router stays as it is.
 
         The weights and their scales become buffers of the `state_dict`, which only a layer quantised in the same format
-        can load. `.to(dtype)` does not change their dtypes. Quantise a layer before `fully_shard`, not while its
+        can load. Loaders that copy into its tensors by themselves, such as torch.distributed.checkpoint, do not check
+        this. `.to(dtype)` does not change their dtypes. Quantise a layer before `fully_shard`, not while its
         weights are gathered: FSDP2 puts its own parameters back.
 
         Args:
@@ -246,6 +250,9 @@ class MoE(nn.Module):
         weights without their scales: the values would be wrong, and `strict=False` would hide that.
         """
         *_, error_msgs = rest
+        hooks = self._load_state_dict_pre_hooks
+        for hook in hooks.values():  # which may convert the weights
+            hook(state_dict, prefix, *rest)
         for name in ("w_gate_up", "w_down"):
             stored, scales = (state_dict.get(f"{prefix}{name}{part}") for part in ("", "_scales"))
             # Bytes of fp8, or codes of another format, would be converted as numbers.
@@ -263,6 +270,10 @@ class MoE(nn.Module):
                 has = f"is quantised as {self.format!r}" if self.format else "is not quantised"
                 error_msgs.append(f"{prefix}{name}: the layer {has}, and the state dict has {stored.dtype}: {way}")
                 return
+            if self.format is None and isinstance(stored, Tensor) and scales is not None:
+                way = "multiply the weights by their scales, and load the products"
+                error_msgs.append(f"{prefix}{name}: the layer is not quantised, and the state dict has scales: {way}")
+                return
             if self.format is not None and (stored is None) != (scales is None):
                 lacking = f"{name}_scales" if scales is None else name
                 error_msgs.append(
@@ -270,7 +281,8 @@ class MoE(nn.Module):
                 )
                 return
         load: Any = super()._load_from_state_dict
-        load(state_dict, prefix, *rest)
+        with replaced(self, _load_state_dict_pre_hooks={}):
+            load(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what to copy and pickle."""
@@ -305,15 +317,15 @@ class MoE(nn.Module):
             TypeError, ValueError, RuntimeError, ImportError: as for `moe_mlp`; also TypeError if `hidden` and the
                 router have different dtypes outside of autocast, and ValueError if they are on different devices.
         """
-        router = self.router  # once, as a parametrisation may compute it
-        checks.check_layer(hidden, router)
+        router, weights = self.router, self._weights()  # once, as a parametrisation may compute them
+        checks.check_layer(hidden, router, weights[1])
         tokens = hidden.reshape(-1, hidden.size(-1))
         topk_ids, topk_weights = topk_softmax(F.linear(tokens, router), self.top_k, renormalize=self.renormalize)
         out = moe_mlp(
             tokens,
             topk_ids,
             topk_weights,
-            *self._weights(),
+            *weights,
             activation=self.activation,
             gated=self.gated,
             alpha=self.alpha,

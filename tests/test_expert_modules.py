@@ -111,19 +111,26 @@ def test_the_same_as_a_loop(name: str) -> None:
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("frozen", ["all experts", "some experts", "router", "a router that is a tensor"])
+@pytest.mark.parametrize(
+    "frozen", ["all experts", "some experts", "gate and up", "down", "router", "a router that is a tensor"]
+)
 def test_what_is_frozen_stays_frozen(frozen: str) -> None:
     experts, router = nn.ModuleList([ffn() for _ in range(E)]), nn.Linear(H, E, bias=False, dtype=torch.float64)
     if frozen == "router":
         router.requires_grad_(False)
     elif frozen.endswith("experts"):
         (experts if frozen == "all experts" else experts[1:]).requires_grad_(False)
+    for expert in experts:
+        *into, back = (module for module in expert.modules() if isinstance(module, nn.Linear))
+        for linear in {"gate and up": into, "down": [back]}.get(frozen, []):
+            linear.requires_grad_(False)
     given = router.weight.data if frozen == "a router that is a tensor" else router
     layer = MoE.from_experts(experts, given, top_k=1, renormalize=False)
     trains = frozen != "all experts"
-    assert [w.requires_grad for w in (layer.w_gate_up, layer.w_down)] == [trains, trains]
+    assert layer.w_gate_up.requires_grad == (trains and frozen != "gate and up")
+    assert layer.w_down.requires_grad == (trains and frozen != "down")
     assert layer.router.requires_grad == (frozen != "router")
-    assert {"all experts": "router"}.get(frozen, "w_down") in [
+    assert {"all experts": "router", "down": "w_gate_up"}.get(frozen, "w_down") in [
         n for n, w in layer.named_parameters() if w.requires_grad
     ]
 
@@ -449,6 +456,17 @@ def test_a_router_with_a_hook_that_changes_nothing(dtype: torch.dtype) -> None:
     experts = [ffn().to(dtype) for _ in range(E)]
     layer = MoE.from_experts(experts, router, top_k=TOP_K, renormalize=True)
     torch.testing.assert_close(layer.router, router.weight, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize("wrapper", ["checkpoint_wrapper", "offload_wrapper"])
+def test_wrappers_that_hide_themselves_in_parameters_names(wrapper: str) -> None:
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    wrapped = getattr(checkpoint_wrapper, wrapper)(ffn())
+    assert "w1.weight" in dict(wrapped.named_parameters())
+    with pytest.raises(ValueError, match=r"^experts\[0\]: unknown layout of .*, got _checkpoint_wrapped_module \(FFN"):
+        MoE.from_experts([wrapped], top_k=1, renormalize=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from moe_kernels import (
     MoE,
     group_offsets_from_sizes,
     moe_mlp,
+    quantize_once,
     reference,
     route,
     swiglu_ffn,
@@ -548,6 +550,35 @@ def test_a_router_is_computed_once_in_each_call() -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("shape", [(E + 1, H), (E - 1, H), (H,), (E, H, 1)], ids=str)
+@pytest.mark.parametrize("form", ["plain", "compute", "quantised", "once"])
+def test_a_router_of_another_number_of_experts(form: str, shape: tuple[int, ...]) -> None:
+    """As after some experts were removed: the others' ids would drop their slots."""
+    compute = "fp8_block" if form in ("compute", "once") else None
+    layer = MoE(H, I, E, TOP_K, renormalize=True, compute=compute).requires_grad_(False)
+    if form == "quantised":
+        layer.quantize("fp8_rowwise")
+    layer.router = nn.Parameter(torch.ones(shape))
+    context = quantize_once(layer) if form == "once" else nullcontext()
+    with context, pytest.raises(ValueError, match=r"^router: expected shape \[E, H\] with E = 4 as"):
+        layer(torch.ones(5, H))
+
+
+def test_a_router_in_a_dtype_of_storage() -> None:
+    layer = MoE(H, I, E, TOP_K, renormalize=True).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"^router: expected bfloat16, .*, got torch\.float8_e4m3fn"):
+        layer(torch.ones(5, H))
+
+
+def test_only_the_layers_own_weights_are_drawn_again() -> None:
+    layer = MoE(H, I, E, TOP_K, renormalize=True)
+    layer.norm, layer.scale = nn.LayerNorm(H), nn.Parameter(torch.tensor(2.0))
+    before = {name: x.clone() for name, x in layer.named_parameters()}
+    layer.reset_parameters()
+    changed = {name for name, x in layer.named_parameters() if not torch.equal(x, before[name])}
+    assert changed == {"router", "w_gate_up", "w_down"}
+
+
 def test_the_choice_of_a_layer_itself_is_not_validated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_kernels.checks._VALIDATE", True)  # as with MOE_KERNELS_VALIDATE=1 at import
     layer, tokens = MoE(H, I, E, TOP_K, renormalize=True), torch.randn(2, 3, H)
@@ -557,7 +588,7 @@ def test_the_choice_of_a_layer_itself_is_not_validated(monkeypatch: pytest.Monke
 def test_the_repr_of_a_layer_whose_weights_fsdp_has_flattened() -> None:
     layer = MoE(H, I, E, TOP_K, renormalize=True)
     assert f"hidden_size={H}, intermediate_size={I}, num_experts={E}, top_k={TOP_K}" in repr(layer)
-    layer.w_down = torch.nn.Parameter(torch.empty(0))
+    layer.w_down = nn.Parameter(torch.empty(0))
     assert repr(layer).startswith(f"MoE(top_k={TOP_K}, renormalize=True")
 
 

@@ -497,6 +497,45 @@ def test_data_or_scales_alone_are_refused(part: str) -> None:
     assert layer.router.eq(1).all()
 
 
+def test_fp8_that_was_converted_is_refused_too() -> None:
+    """The scales show that it is not the weights."""
+    plain, quantised = (MoE(16, 8, 4, 2, renormalize=True) for _ in range(2))
+    state = {name: x.float() for name, x in quantised.quantize("fp8_rowwise").state_dict().items()}
+    before = {name: x.clone() for name, x in plain.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"w_gate_up: the layer is not quantised, .* has scales: multiply"):
+        plain.load_state_dict(state, strict=False)
+    assert all(torch.equal(x, before[name]) for name, x in plain.state_dict().items())
+
+
+def test_hooks_convert_a_state_dict_before_it_is_looked_at() -> None:
+    """As such hooks of other modules, and of modules around the layer."""
+    plain, other, quantised = (MoE(16, 8, 4, 2, renormalize=True) for _ in range(3))
+    state = quantised.quantize("fp8_rowwise").state_dict()
+    names, calls = ("w_gate_up", "w_down"), []
+
+    def dequantized(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        calls.append(module)
+        for name in (f"{prefix}{name}" for name in names):
+            state[name] = dequantize(ScaledTensor(state[name], state.pop(f"{name}_scales"), "rowwise"))
+
+    plain.register_load_state_dict_pre_hook(dequantized)
+    nn.Sequential(plain).load_state_dict({f"0.{name}": x for name, x in state.items()})
+    assert calls == [plain]
+    for name in names:
+        expected = dequantize(ScaledTensor(state[name], state[f"{name}_scales"], "rowwise"))
+        assert torch.equal(getattr(plain, name), expected)
+
+    def renamed(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for name in names:
+            state[f"{prefix}{name}"] = state.pop(f"{prefix}{name}_fp8")
+
+    other.register_load_state_dict_pre_hook(renamed)
+    stored = {f"{name}_fp8" if name in names else name: x for name, x in state.items() if "scales" not in name}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"w_gate_up: the layer is not quantised, and the state dict has .*e4m3"):
+            other.load_state_dict(stored)
+
+
 def test_codes_of_another_fp8_dtype_are_no_weights() -> None:
     layer = MoE(16, 8, 4, 2, renormalize=True)
     state = layer.state_dict() | {"w_down": layer.w_down.detach().to(torch.float8_e5m2)}
