@@ -245,12 +245,12 @@ def check_layer(hidden: Tensor, router: Tensor, w_down: Tensor | ScaledTensor | 
     dtype unless autocast is enabled.
     """
     _check_tensor("router", router)
-    E = (w_down.weight if isinstance(w_down, QuantizedWeight) else w_down).shape[0]
-    if router.dim() != 2 or router.shape[0] != E:
-        raise ValueError(f"router: expected shape [E, H] with E = {E} as the experts, got {list(router.shape)}")
+    E, shape = (w_down.weight if isinstance(w_down, QuantizedWeight) else w_down).shape[0], router.shape
+    if len(shape) != 2 or shape[0] != E:
+        raise ValueError(f"router: expected shape [E, H] with E = {E} as the experts, got {list(shape)}")
     _check_tensor("hidden", hidden)
     _check_same_device("hidden", hidden, "the layer", router)
-    H = router.shape[1]
+    H = shape[1]
     if hidden.dim() == 0 or hidden.shape[-1] != H:
         raise ValueError(f"hidden: expected shape [..., H] with H = {H}, got {list(hidden.shape)}")
     both = hidden, router
