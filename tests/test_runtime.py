@@ -214,6 +214,8 @@ def test_symbolic_tensors_are_contiguous_whatever_the_stride_of_a_single_element
         ((1, 8), (9, 1), True),
         ((8, 1), (1, 9), True),
         ((8, 2), (1, 8), False),
+        ((SymbolicInt.extent(0, 0, 1, 1), 8), (9, 1), True),  # the class of one token
+        ((SymbolicInt.extent(0, 0, 0, 2), 8), (9, 1), False),
     ):
         assert SymbolicTensor(0, torch.float16, shape, strides, aligned=True).is_contiguous() == contiguous
     assert SymbolicTensor(0, torch.float16, (rows, 8), (8, 1), aligned=True).unsqueeze(0).strides == (1, 8, 1)
@@ -368,7 +370,7 @@ def test_devices_share_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_products_of_float32_may_use_is_in_their_signature() -> None:
-    def signatures(precision: str) -> list[tuple[Any, ...]]:
+    def signatures(precision: Any) -> list[tuple[Any, ...]]:
         torch.backends.cuda.matmul.fp32_precision = precision
         float16 = torch.zeros(M, K, dtype=torch.float16)
         of = (call(), call(A=torch.zeros(M, K)), call(B=torch.zeros(G, K, N)), call(A=float16))
@@ -377,6 +379,7 @@ def test_what_products_of_float32_may_use_is_in_their_signature() -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         of_two = list(zip(signatures("tf32"), signatures("ieee"), strict=True))
+        assert signatures("none") == signatures("ieee")  # of a new process, and after naming PyTorch's default
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert [tf32 == ieee for tf32, ieee in of_two] == [True, False, False, False]
@@ -810,6 +813,7 @@ def of_inference() -> Given:
 TWO_KINDS: dict[str, list[tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Given]]]] = {
     "gradients": [(torch.no_grad, plain_weights), (torch.enable_grad, plain_weights)],
     "inference mode": [(torch.no_grad, call), (torch.inference_mode, call)],
+    "within an operator": [(nullcontext, call), (torch._C._AutoDispatchBelowAutograd, call)],
     "class": [
         (torch.no_grad, plain_weights),
         (torch.no_grad, lambda: call(B=torch.nn.Parameter(torch.zeros(G, K, N, dtype=torch.bfloat16), False))),

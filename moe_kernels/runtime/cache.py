@@ -110,7 +110,8 @@ def remember(operator: Operator, tensors: Tensors, requested: Any, options: Any)
     if entry is None or depends_on_tf32(key):  # a setting that repeats do not check
         return
     states = [None if x is None else (type(x), x.requires_grad, x.is_inference()) for x in tensors]
-    state = (requested, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *states)
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch_internals.dispatch_keys()
+    state = (requested, modes, *states)
     if state not in entry.repeats:
         if len(entry.repeats) >= _MOST_STATES:
             return

@@ -122,7 +122,7 @@ def signature(operator: Operator, tensors: Tensors, options: Any) -> tuple[Any, 
             tensor.get_device(),
         )
     if torch.float32 in dtypes or dtypes >= _HALVES:
-        key += ["tf32", torch.backends.cuda.matmul.fp32_precision]
+        key += ["tf32", torch.backends.cuda.matmul.fp32_precision == "tf32"]  # "none", the default, means "ieee"
     return tuple(key)
 
 

@@ -198,7 +198,7 @@ class SymbolicTensor:
         """Whether the strides are those of a contiguous tensor, apart from dimensions of size 1."""
         expected = contiguous_strides(self.shape)
         return all(
-            (type(size) is int and size == 1) or stride == wanted
+            most(size) <= 1 or stride == wanted
             for size, stride, wanted in zip(self.shape, self.strides, expected, strict=True)
         )
 

@@ -46,6 +46,9 @@ _unwrapped: Callable[[Any], Any] = getattr(_functorch, "get_unwrapped", _missing
 _FUNCTIONALIZE = getattr(getattr(_functorch, "TransformType", None), "Functionalize", "Functionalize")
 jit_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _missing(None))
 _key_included: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_included", _missing(False))
+_no_keys = SimpleNamespace(raw_repr=_missing(0))
+_included: Callable[[], Any] = getattr(_C, "_dispatch_tls_local_include_set", _missing(_no_keys))
+_excluded: Callable[[], Any] = getattr(_C, "_dispatch_tls_local_exclude_set", _missing(_no_keys))
 CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that autocast converts
 _key_excluded: Callable[[Any], bool] = getattr(_C, "_dispatch_tls_is_dispatch_key_excluded", _missing(False))
 _parsed_key: Callable[[str], Any] = getattr(_C, "_dispatch_key_parse", _missing(None))
@@ -187,6 +190,11 @@ def eager(*tensors: Tensor | None) -> bool:
     if _functorch_level() is not None or jit_tracing() is not None or in_vmap_mode():
         return False
     return all([x is None or (type(x) in PLAIN and not x.is_neg() and has_memory(x)) for x in tensors])
+
+
+def dispatch_keys() -> tuple[int, ...]:
+    """What this thread adds to and removes from the dispatch keys of tensors, on which guards depend."""
+    return _included().raw_repr(), _excluded().raw_repr()
 
 
 def has_memory(tensor: Tensor) -> bool:
