@@ -182,17 +182,19 @@ def providers_of(suite: Suite, named: Sequence[str] | None) -> list[str]:
 
 
 def _files(results: run.Results, options: argparse.Namespace) -> list[Path]:
-    files = list(_json_files(results, options)) if results.suites else []
-    files += [options.csv] if options.csv else []
+    if not results.suites:
+        return []
+    files = [*_json_files(results, options), *([options.csv] if options.csv else [])]
     return files + (plots.pictures(results, options.plot) if options.plot else [])
 
 
 def _write(results: run.Results, options: argparse.Namespace) -> None:
+    if not results.suites:  # interrupted before the first case: what files have from before stays
+        return
     for file, part in _json_files(results, options).items():
         part.write(file)
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        options.csv.write_text(tables.csv_text(results), encoding="utf-8")
+        run.replace_file(options.csv, tables.csv_text(results))
 
 
 def _json_files(results: run.Results, options: argparse.Namespace) -> dict[Path, run.Results]:
@@ -203,7 +205,8 @@ def _json_files(results: run.Results, options: argparse.Namespace) -> dict[Path,
         return {options.json: results}
     folder = run.folder(results.meta)
     assert folder is not None, "of results without a GPU"
-    return {folder / f"{suite}.json": results.of(suite) for suite in results.suites}
+    end = "-load.json" if results.meta.get("load") else ".json"
+    return {folder / f"{suite}{end}": results.of(suite) for suite in results.suites}
 
 
 def _words(options: argparse.Namespace) -> list[str]:

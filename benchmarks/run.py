@@ -97,9 +97,9 @@ def unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write `text` to `file`, whose folder may be missing; an existing file is replaced atomically."""
+    """Write `text` to `file`, whose folder may be missing. An existing file is replaced atomically, a link followed."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    store.write_file(file, text.encode())
+    store.write_file(file.resolve(), text.encode())
 
 
 def command_line(script: str, argv: Sequence[str] | None) -> str:
@@ -148,15 +148,20 @@ def meta(device: torch.device, command: str, load: bool = False) -> dict[str, An
 def to_file(text: str, keeps: str | None = None) -> Path:
     """Parse the name of a file to write, for argparse. With `keeps`, the records in an old one must have this field."""
     file = Path(text)
-    if file.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file, got the folder {text!r}")
+    if file.exists() and not file.is_file():
+        raise argparse.ArgumentTypeError(f"expected a file, got {_kind(file)} {text!r}")
     _refuse_unwritable(file.parent, text)
     if keeps is not None and file.exists():
         try:
-            _ = [record[keeps] for record in Results.read(file).records]
-        except (OSError, ValueError, TypeError, KeyError):
+            found = Results.read(file)
+            _ = found.meta.items(), [record[keeps] for record in found.records]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             raise argparse.ArgumentTypeError(f"{text!r} has no results of this command") from None
     return file
+
+
+def _kind(path: Path) -> str:
+    return "the folder" if path.is_dir() else "the device or pipe"
 
 
 def to_folder(text: str) -> Path:

@@ -195,11 +195,13 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--part", choices=PARTS, help="run this part in this process, and print what it took")
-    parser.add_argument("--compiled", help="a folder that `python -m moe_kernels compile` made")
+    parser.add_argument("--compiled", type=Path, help="a folder that `python -m moe_kernels compile` made")
     parser.add_argument("--json", type=_to_file, help="write the results to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
+    if options.compiled and not any(options.compiled.glob("*/plans/*")):
+        parser.error(f"--compiled: `python -m moe_kernels compile` has made no plans in {str(options.compiled)!r}")
     if options.part:
         print(json.dumps(PARTS[options.part]()))
         return
@@ -218,8 +220,10 @@ def main() -> None:
         _note(results, "host", "host", _folders(root, "layer"))
         _note_others(results, _folders(root, "others"))
         if options.compiled:
-            folders = _folders(root, "elsewhere") | {"MOE_KERNELS_CACHE_READONLY": options.compiled}
             for part in ("layer", "training"):
+                folders = _folders(root, f"{part}, compiled") | {
+                    "MOE_KERNELS_CACHE_READONLY": str(options.compiled.resolve())
+                }
                 _note(results, f"{part}, compiled on a machine without a GPU", part, folders)
     if options.json:
         replace_file(options.json, json.dumps(results, indent=1) + "\n")

@@ -24,6 +24,7 @@ _EAGER = {  # fields of eager records only; older files lack some of them
 }
 _RATES = {"tflops": "TFLOP/s", "gbps": "GB/s"}
 SHORT = 8  # the most columns of a short table
+BEHIND, BEHIND_TORCH = 0.95, 0.99  # speedups below which wide.py times a case again: over the best other, and PyTorch
 _WORST = 20  # the number of worst cases in the table of wide.py
 _CLEARER = {  # wordings in the labels of records, and those to show instead
     ", table made beforehand": ", list of tiles built before timing",
@@ -343,10 +344,12 @@ def _rounds(records: Sequence[Record]) -> str:
     text = f"Times are medians of {first} rounds."
     if more:
         again = sum(record["rounds"] > first for record in records)
+        slower = sum(record["rounds"] == first and (over_best(record) or 1) < 1 for record in records)
         text += (
-            f" In {again} cases `grouped_gemm` was slower than another provider. These were timed again, with "
-            f"{more[-1]} rounds, and have the second times. The others were not timed again, so this choice favours "
-            "`grouped_gemm`."
+            f" In {again} cases the speedup of `grouped_gemm` was below {BEHIND} over the fastest other provider, or "
+            f"below {BEHIND_TORCH} over {_code(roles('wide')[0])}. These were timed again, with {more[-1]} rounds, and "
+            f"have the second times. The others, {slower} of them slower than another provider, were not timed again, "
+            "so this choice favours `grouped_gemm`."
         )
     return text
 
@@ -840,6 +843,8 @@ def overview(folder: Path) -> str:
     dates: dict[str, list[str]] = {}
     for meta, _ in found.values():
         dates.setdefault(_where(meta | {"date": ""}), []).append(meta["date"])
+    regimes = {"under sustained load" if meta.get("load") else "in short bursts" for meta, _ in found.values()}
+    regime = " and ".join(sorted(regimes))
     where = "; ".join(f"{machine}{' and '.join(sorted(set(days)))}" for machine, days in dates.items())
     rows = [[text, *cells] for text, (_, cells) in found.items()]
     measured = json.loads((folder / "start_up.json").read_text(encoding="utf-8"))
@@ -852,7 +857,7 @@ def overview(folder: Path) -> str:
         [
             *_markdown_rows(head, rows),
             "",
-            f"{where}. Times in microseconds are of CUDA-graph replays with a cold L2 cache, in short bursts. The "
+            f"{where}. Times in microseconds are of CUDA-graph replays with a cold L2 cache, {regime}. The "
             "implementations of a row took turns in one run.",
             "",
         ]

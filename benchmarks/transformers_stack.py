@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     integration.register()
     model = make_model(options.tiny, device)
     check(model)
-    for part in options.parts:
+    for part in dict.fromkeys(options.parts):
         for batch, length in (TINY if options.tiny else SHAPES)[part]:
             records = measure(model, part, batch, length, options.rounds)
             results.records += records

@@ -4,12 +4,13 @@
         [--json FILE]
 
 Tuned entries are not used. First each result is compared with a loop of `torch.mm`, row by row; wrong ones are not
-timed. Then the providers take turns with a cold L2 cache, as CUDA-graph replays; a case in which `grouped_gemm` is
-slower than another library is timed again with more rounds.
+timed. Then the providers take turns with a cold L2 cache, as CUDA-graph replays; a case in which `grouped_gemm` has a
+speedup below 0.95 over the fastest other library, or below 0.99 over PyTorch, is timed again with more rounds.
 
 FILE gets a line of JSON for each case as soon as it is measured. Cases that FILE has with all providers are skipped, so
 the same command completes a run that was interrupted or ran out of budget. A case measured with fewer providers is
-measured again, and its last line counts. The results are written to --json at the end.
+measured again, and its last line counts. The results are written to --json at the end; a run that is
+interrupted leaves a file that has more cases.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ ROWS = (64, 1024, 4096, 16384, 65536)
 ROUTINGS: tuple[SizeKind, ...] = ("uniform", "softmax", "zipf", "nine-tenths", "half-empty")
 PROVIDERS = ("torch", "ours", "triton_kernels", "quack")
 ROUNDS, MORE_ROUNDS = 5, 20
-BEHIND, BEHIND_TORCH = 0.95, 0.99  # speedups over the best other and PyTorch, below which MORE_ROUNDS follow
 LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm
-_SAME = ("gpu", "torch", "triton", "helion", "load")  # must be equal in all runs that add to a file
+_SAME = ("gpu", "torch", "triton", "helion", "load", "driver")  # must be equal in all runs that add to a file
 _TINY = [Case("tiny up", 4, M, 48, 32, sizes, "gnk") for M in (8, 40) for sizes in ROUTINGS]
+_FIELDS = {"G", "M", "N", "K", "sizes", "case", "rounds", "us", "errors"}
 _PROVIDERS = OPERATORS["grouped_gemm"].providers
 
 
@@ -86,15 +87,34 @@ def gpu_seconds(cases: Sequence[Case], providers: int) -> float:
 
 
 def read_lines(file: Path) -> tuple[list[run.Record], list[run.Record]]:
-    """Return the metadata of runs and the records of cases; incomplete lines of an interrupted run are dropped."""
+    """Return the metadata of runs and the records of cases; incomplete lines of an interrupted run are dropped.
+
+    Raises:
+        ValueError: another command wrote the file.
+    """
     metas: list[run.Record] = []
     records: list[run.Record] = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
         with suppress(json.JSONDecodeError):
             value = json.loads(line)
-            if isinstance(value, dict):
-                (metas if "meta" in value else records).append(value.get("meta", value))
+            if isinstance(value, dict) and value.keys() >= _FIELDS and isinstance(value["us"], dict):
+                records.append(value)
+            elif isinstance(value, dict) and value.keys() == {"meta"} and isinstance(value["meta"], dict):
+                metas.append(value["meta"])
+            else:
+                raise ValueError(f"no case and no metadata: {line[:40]!r}")
+    if not metas and file.exists() and file.stat().st_size:
+        raise ValueError("no metadata")
     return metas, records
+
+
+def unlike(old: run.Record, new: run.Record) -> list[str]:
+    """Return what a run is of, where it differs from a new one, so that their cases do not belong into one file."""
+    before, now = (one.get("peers") or {} for one in (old, new))
+    changed = [name for name in before if None not in (before[name], now.get(name)) and before[name] != now[name]]
+    return [f"{name} {old.get(name)}" for name in _SAME if old.get(name) != new.get(name)] + [
+        f"{name} {before[name]}" for name in changed
+    ]
 
 
 @contextmanager
@@ -122,9 +142,9 @@ def largest_error(
 
 
 def behind(us: dict[str, float]) -> bool:
-    """Whether our speedup is below BEHIND over the best other, or below BEHIND_TORCH over PyTorch."""
+    """Whether MORE_ROUNDS follow."""
     ours, torchs = (us.get(_PROVIDERS[key].label, math.inf) for key in ("ours", "torch"))
-    return ours < math.inf and (min(us.values()) < BEHIND * ours or torchs < BEHIND_TORCH * ours)
+    return ours < math.inf and (min(us.values()) < tables.BEHIND * ours or torchs < tables.BEHIND_TORCH * ours)
 
 
 @torch.no_grad()
@@ -222,9 +242,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=positive, metavar="SECONDS", help="stop after these, compilation included")
     parser.add_argument("--tiny", action="store_true", help="a few small cases, also on a CPU")
     parser.add_argument(
-        "--json", type=run.to_file, metavar="FILE", help="default: benchmarks/results/<gpu>/wide.json, on a GPU"
+        "--json", type=run.to_file, metavar="FILE", help="default: benchmarks/results/<gpu>/wide[-load].json, on a GPU"
     )
     options = parser.parse_args(argv)
+    if options.compile_only and not options.jobs:
+        parser.error("--compile-only compiles in the processes of --jobs: give their number")
     if options.json is not None and options.json.resolve() == options.file.resolve():
         parser.error("--json would replace FILE, which has the cases that are done: name another file")
     return options
@@ -239,12 +261,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     meta = run.meta(device, run.command_line("wide", argv), options.load)
-    metas, records = read_lines(options.file)
-    if not metas and options.file.exists() and options.file.stat().st_size:
+    try:
+        metas, records = read_lines(options.file)
+    except ValueError:
         print(f"{options.file} was not written by this command: name another file", file=sys.stderr)
         return 2
-    if unlike := [f"{name} {old.get(name)}" for old in metas for name in _SAME if old.get(name) != meta.get(name)]:
-        print(f"{options.file} is of {', '.join(dict.fromkeys(unlike))}: name another file", file=sys.stderr)
+    if names := [name for old in metas for name in unlike(old, meta)]:
+        print(f"{options.file} is of {', '.join(dict.fromkeys(names))}: name another file", file=sys.stderr)
         return 2
     keys = [key for key in options.providers if _PROVIDERS[key].installed]
     if not keys:
@@ -266,7 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compiled with {options.jobs} processes: {run.elapsed(begun)}", flush=True)
     if options.compile_only:
         return 0
-    values = [*({"meta": old} for old in (*metas, meta)), *by_case.values()]
+    metas += [meta] if cases else []
+    values = [*({"meta": one} for one in metas), *by_case.values()]
     run.replace_file(options.file, "".join(json.dumps(value) + "\n" for value in values))
     code = 0
     try:
@@ -278,11 +302,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except run.GpuLostError as error:
         print(f"\nThe GPU does not answer any more, so the rest is left out: {error}", file=sys.stderr)
         code = 1
-    results = run.Results({**meta, "runs": len(metas) + 1}, list(by_case.values()))
-    if (target := run.file_of(options, meta, "wide.json")) is not None:
+    first, last = metas[0]["date"], metas[-1]["date"]
+    date = last if first == last else f"{first} to {last}"
+    results = run.Results({**metas[-1], "date": date, "runs": len(metas)}, list(by_case.values()))
+    target = run.file_of(options, meta, "wide-load.json" if options.load else "wide.json")
+    if target is not None and not (code and _has_more(target, results)):
         results.write(target)
     print(f"\n{tables.markdown(results)}\n{run.elapsed(begun)} in all.")
     return code or int(any(_PROVIDERS["ours"].label in record["errors"] for record in results.records))
+
+
+def _has_more(file: Path, results: run.Results) -> bool:
+    try:
+        return len(run.Results.read(file).records) > len(results.records)
+    except (OSError, ValueError, TypeError):  # not there, or no results
+        return False
 
 
 def _run(

@@ -740,6 +740,21 @@ def test_where_json_goes_without_a_name() -> None:
     folder = Path(run.__file__).parent / "results/nvidia-h200"
     assert files.keys() == {folder / f"{suite}.json" for suite in ("table", "shared")}
     assert all(len(part.records) == 1 for part in files.values())
+    results.meta["load"] = True
+    loaded = cli._json_files(results, argparse.Namespace(json=Path()))
+    assert loaded.keys() == {folder / f"{suite}-load.json" for suite in ("table", "shared")}
+
+
+def test_a_run_that_measured_nothing_replaces_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    files = [tmp_path / "results.json", tmp_path / "results.csv"]
+    for file in files:
+        file.write_text("kept")
+    monkeypatch.setattr(run, "measure", interrupted)
+    assert cli.main(["--suite", "smoke", "--json", str(files[0]), "--csv", str(files[1])]) == 130
+    assert [file.read_text() for file in files] == ["kept"] * 2
 
 
 def test_a_file_has_to_be_named_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,15 @@ def test_start_up_asks_for_a_gpu(
 @pytest.mark.parametrize(
     "name", ["convergence", "expert_parallel", "fp8", pytest.param("transformers_stack", marks=needs_transformers)]
 )
-@pytest.mark.parametrize("content", ["{broken", "[]", '{"meta": {}, "records": [{"suite": "table"}], "skipped": []}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{broken",
+        "[]",
+        '{"meta": {}, "records": [{"suite": "table"}], "skipped": []}',
+        '{"meta": null, "records": [], "skipped": []}',
+    ],
+)
 def test_a_file_without_results_to_keep_is_refused(
     name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +212,34 @@ def test_start_up_refuses_a_folder_to_write_to(
     assert "expected a file, got the folder" in capsys.readouterr().err
 
 
+def test_start_up_needs_a_folder_of_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise it would time a compilation as that of a compiled folder."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["start_up", "--compiled", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        start_up.main()
+    assert "--compiled: `python -m moe_kernels compile` has made no plans in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv"])
+def test_devices_and_pipes_are_not_replaced(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As root, /dev/null would be."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SystemExit):
+        main(["--suite", "smoke", option, str(tmp_path / "pipe")])
+    assert f"argument {option}: expected a file, got the device or pipe" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_link_to_a_file_stays(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for text in ("first", "second"):
+        run.replace_file(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == text
+
+
 def test_start_up_reads_plans_of_its_own_folders_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_KERNELS_CACHE_READONLY", "elsewhere")
     environments: list[dict[str, str]] = []
@@ -224,14 +260,20 @@ def test_start_up_is_shown_with_the_states_it_measured(
     """Plans compiled elsewhere are measured only with --compiled, which the recorded command names."""
     keys = ("first grouped_gemm", "25 calls", "worst of them", "first step", "first step of another T", "first product")
     file = tmp_path / "start_up.json"
+    (tmp_path / "folder" / "environment" / "plans").mkdir(parents=True)
+    (tmp_path / "folder" / "environment" / "plans" / "key").touch()
+    monkeypatch.chdir(tmp_path)
+    children: list[dict[str, str]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(start_up, "child", lambda *_: dict.fromkeys(keys, 1.0))
+    monkeypatch.setattr(start_up, "child", lambda _, given: children.append(given) or dict.fromkeys(keys, 1.0))
     monkeypatch.setattr(start_up, "OTHERS", ("torch",))
     monkeypatch.setattr(sys, "argv", ["start_up", *compiled, "--json", str(file)])
     start_up.main()
     measured = json.loads(file.read_text())
     assert ("--compiled" in measured["command"]) == bool(compiled)
+    ahead = [given for given in children if given["MOE_KERNELS_CACHE_READONLY"] == str(tmp_path / "folder")]
+    assert len({given["MOE_KERNELS_CACHE_DIR"] for given in ahead}) == len(ahead) == 2 * bool(compiled)
     rows = [line for line in tables.start_up(measured).splitlines() if line.startswith("|")]
     assert rows[0].count("|") == 4 + bool(compiled)
     assert len(rows) == 2 + len(keys)

@@ -140,6 +140,12 @@ def test_the_overview_names_the_best_of_what_was_timed(tmp_path: Path) -> None:
     measured |= {"quack, caches filled": {"first product": 0.2}, "deepgemm, caches filled": {"error": 1.0}}
     (tmp_path / "start_up.json").write_text(json.dumps(measured))
     assert tables.overview(tmp_path).splitlines()[6].endswith("| 0.20 s, quack | 0.30 s, `torch._grouped_mm` |")
+    assert "cold L2 cache, in short bursts. The" in tables.overview(tmp_path)
+    for suite in ("ffn", "ffn-train", "table"):
+        loaded = run.Results.read(tmp_path / f"{suite}.json")
+        loaded.meta["load"] = True
+        loaded.write(tmp_path / f"{suite}.json")
+    assert "cold L2 cache, under sustained load. The" in tables.overview(tmp_path)
 
 
 def test_records_of_older_files() -> None:
@@ -181,8 +187,12 @@ def test_markdown_of_the_wide_set() -> None:
     )
     assert "Times are medians of 5 rounds. The table has" in lines[0]
     found.records[2]["rounds"] = 20
-    again = "In 1 cases `grouped_gemm` was slower than another provider. These were timed again, with 20 rounds"
+    again = (
+        "In 1 cases the speedup of `grouped_gemm` was below 0.95 over the fastest other provider, or below 0.99 over "
+        "`torch._grouped_mm`. These were timed again, with 20 rounds"
+    )
     assert f"medians of 5 rounds. {again}" in tables.markdown(found)
+    assert "The others, 1 of them slower than another provider, were not timed again" in tables.markdown(found)
     [everything] = [line for line in lines if line.startswith("| all |")]
     assert everything == "| all | 11 | 1.15 | 0.50 | 1.66 | 0.50 | 1.25 |"
     assert "| M = 1024 | 5 | 1.25 | 1.25 | 1.88 | 1.88 | 1.25 |" in lines

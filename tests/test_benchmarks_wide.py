@@ -171,8 +171,56 @@ def test_a_run_takes_up_where_another_ended(
     assert "| half-empty | 2 |" in text and "Times are of eager calls" in text
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "wide.jsonl").write_text("[]\n")
+def test_an_interrupted_run_replaces_no_results_of_more_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wide.main(command(tmp_path)) == 0
+    before = (tmp_path / "wide.json").read_text()
+    (tmp_path / "wide.jsonl").unlink()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wide, "measure", interrupted)
+    assert wide.main(command(tmp_path)) == 130
+    assert (tmp_path / "wide.json").read_text() == before
+
+
+def test_runs_of_other_days_and_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dates are those of all runs that measured a case, and all are of one driver and the same other libraries."""
+    meta = run.meta
+
+    def of(date: str, **changes: Any) -> None:
+        monkeypatch.setattr(run, "meta", lambda *given: meta(*given) | {"date": date} | changes)
+
+    of("2026-01-01", peers={"quack": "1", "deep_gemm": None})
+    assert wide.main([*command(tmp_path), "--budget", "1000", "--providers", "ours"]) == 0
+    of("2026-02-02", peers={"quack": "1", "deep_gemm": "3"})
+    assert wide.main([*command(tmp_path), "--providers", "ours"]) == 0
+    assert run.Results.read(tmp_path / "wide.json").meta["date"] == "2026-01-01"
+    assert wide.main([*command(tmp_path), "--providers", "ours", "torch"]) == 0
+    assert run.Results.read(tmp_path / "wide.json").meta["date"] == "2026-01-01 to 2026-02-02"
+    of("2026-02-02", peers={"quack": "2", "deep_gemm": None})
+    assert wide.main(command(tmp_path)) == 2
+    assert "wide.jsonl is of quack 1: name another file" in capsys.readouterr().err
+    of("2026-02-02", driver="other", peers={})
+    assert wide.main(command(tmp_path)) == 2
+    assert "wide.jsonl is of driver " in capsys.readouterr().err
+
+
+def test_compiling_alone_needs_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        wide.main(command(tmp_path, "--compile-only"))
+    assert "--compile-only compiles in the processes of --jobs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content", [b"[]\n", b"\xff\xfe\n", b'{"a": 1}\n', b'{"meta": 5}\n', b'{"meta": {}, "records": []}\n']
+)
+def test_a_file_of_something_else_is_refused(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wide.jsonl").write_bytes(content)
     assert wide.main(command(tmp_path)) == 2
     assert "wide.jsonl was not written by this command: name another file" in capsys.readouterr().err
     with pytest.raises(SystemExit):

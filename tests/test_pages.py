@@ -110,13 +110,22 @@ def test_means_in_performance_match_the_results() -> None:
     folder = ROOT / "benchmarks" / "results" / "nvidia-h200"
     base, ours = tables.roles("table")
     for name, load in (("table.json", "bursts"), ("table-load.json", "sustained")):
-        found = []
+        found, first = [], []
         for case in tables.by_case(Results.read(folder / name).records):
             us = {provider: record["us"] for (provider, timing), record in case.items() if timing == "graph"}
             fastest = min(us[provider] for provider in (base, *tables._others("table", us)))
+            first += [provider.partition(",")[0] for provider in us if us[provider] == fastest]
             found.append((fastest / us[ours], next(iter(case.values()))["case"]))
         assert len(found) == 22
         assert f"| the 22 lines below | {load} | {mean_and_lowest(found)} |" in text
+        numbers = first.count("DeepGEMM"), first.count("loop of torch.mm")
+        assert "DeepGEMM is the fastest other in {} and a loop of `torch.mm` in {}.".format(*numbers) in text
+    shared = [
+        {provider: record["us"] for (provider, timing), record in case.items() if timing == "graph"}
+        for case in tables.by_case(Results.read(folder / "shared.json").records)
+    ]
+    added = max(us["grouped_gemm"] / us["torch.mm"] - 1 for us in shared if us["torch.mm"] > 100)
+    assert f"adds at most {100 * added:.1f}% to the time of a large product" in text
 
     speedups = []
     for case in tables.by_case(Results.read(folder / "table-torch-2.15.json").records):
