@@ -610,7 +610,7 @@ def test_a_new_folder_where_others_may_write(root: Path) -> None:
     root.parent.chmod(0o777)
     with one_warning(f"{root.parent} can be written to by others"):
         write_all()
-    assert not root.exists()
+    assert not root.exists() and files(root.parent) == {}
     assert read_all() == NOTHING
     root.parent.chmod(0o700)
 
