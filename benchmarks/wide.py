@@ -9,8 +9,8 @@ speedup below 0.95 over the fastest other library, or below 0.99 over PyTorch, i
 
 FILE gets a line of JSON for each case as soon as it is measured. Cases that FILE has with all providers are skipped, so
 the same command completes a run that was interrupted or ran out of budget. A case measured with fewer providers is
-measured again, and its last line counts. The results are written to --json at the end; a run that is
-interrupted leaves a file that has more cases.
+measured again, and its last line counts. The results are written to --json at the end; a run that is interrupted
+leaves a file that has more cases.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ ROUTINGS: tuple[SizeKind, ...] = ("uniform", "softmax", "zipf", "nine-tenths", "
 PROVIDERS = ("torch", "ours", "triton_kernels", "quack")
 ROUNDS, MORE_ROUNDS = 5, 20
 LARGEST_ERROR = 2e-2  # of a row, relative to the row's norm
-_SAME = ("gpu", "torch", "triton", "helion", "load", "driver")  # must be equal in all runs that add to a file
 _TINY = [Case("tiny up", 4, M, 48, 32, sizes, "gnk") for M in (8, 40) for sizes in ROUTINGS]
 _FIELDS = {"G", "M", "N", "K", "sizes", "case", "rounds", "us", "errors"}
 _PROVIDERS = OPERATORS["grouped_gemm"].providers
@@ -108,13 +107,11 @@ def read_lines(file: Path) -> tuple[list[run.Record], list[run.Record]]:
     return metas, records
 
 
-def unlike(old: run.Record, new: run.Record) -> list[str]:
-    """Return what a run is of, where it differs from a new one, so that their cases do not belong into one file."""
+def differences(old: run.Record, new: run.Record) -> list[str]:
+    """Return by what a run and a new one do not belong into one file, with the old values; peers may be added."""
     before, now = (one.get("peers") or {} for one in (old, new))
     changed = [name for name in before if None not in (before[name], now.get(name)) and before[name] != now[name]]
-    return [f"{name} {old.get(name)}" for name in _SAME if old.get(name) != new.get(name)] + [
-        f"{name} {before[name]}" for name in changed
-    ]
+    return [f"{name} {old.get(name)}" for name in run.unlike(old, new)] + [f"{name} {before[name]}" for name in changed]
 
 
 @contextmanager
@@ -266,8 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError:
         print(f"{options.file} was not written by this command: name another file", file=sys.stderr)
         return 2
-    if names := [name for old in metas for name in unlike(old, meta)]:
-        print(f"{options.file} is of {', '.join(dict.fromkeys(names))}: name another file", file=sys.stderr)
+    if found := [one for old in metas for one in differences(old, meta)]:
+        print(f"{options.file} is of {', '.join(dict.fromkeys(found))}: name another file", file=sys.stderr)
         return 2
     keys = [key for key in options.providers if _PROVIDERS[key].installed]
     if not keys:

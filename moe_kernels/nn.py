@@ -250,8 +250,7 @@ class MoE(nn.Module):
         weights without their scales: the values would be wrong, and `strict=False` would hide that.
         """
         *_, error_msgs = rest
-        hooks = self._load_state_dict_pre_hooks
-        for hook in hooks.values():  # which may convert the weights
+        for hook in self._load_state_dict_pre_hooks.values():  # which may convert the weights
             hook(state_dict, prefix, *rest)
         for name in ("w_gate_up", "w_down"):
             stored, scales = (state_dict.get(f"{prefix}{name}{part}") for part in ("", "_scales"))
